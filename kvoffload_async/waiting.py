@@ -79,7 +79,7 @@ async def until_done(future: asyncio.Future[T]) -> T:
             future.exception()  # retrieved: nobody asks for it any more
         raise
     finally:
-        del future  # what is raised holds this frame, which must not hold it
+        del future  # the exception holds this frame, which must not hold it
 
 
 class Permit:

@@ -1,4 +1,4 @@
-"""Contracts that the author of an extension implements: tiers, policies, transports.
+"""Contracts that extensions implement: tiers, policies and transports.
 
-No implementations, and nothing that only this package calls.
+Contains no implementations and no interfaces internal to the package.
 """

@@ -1,6 +1,6 @@
-"""What happened in a tier: past tense, posted by its actor, handled by its owner.
+"""Events of a tier: named in the past tense, posted by its actor, handled by its owner.
 
-Thread: created on the loop thread, consumed on the owner's; immutable, so that is safe.
+Thread: created on the loop thread, consumed on the owner's; thread-safe because immutable.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import JobId, OffloadKey
 
 BlockFailures = Mapping[int, TierError]
-"""Index in the job -> why that block failed. Blocks that are absent succeeded; empty: all did."""
+"""Maps an index in the job to the block's error. Absent blocks succeeded; empty means all did."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSettled:
-    """The bytes of a job have stopped moving; its memory is the owner's again."""
+    """No byte of a job moves any more; the owner may reuse the job's memory."""
 
     job_id: JobId
     failures: BlockFailures = field(default_factory=dict)
     job_error: TierError | None = None
-    """Why the job failed as a whole; then no block succeeded."""
+    """Set if the whole job failed; then no block succeeded."""
     seconds: float = 0.0
-    """From the actor's acceptance to the end."""
+    """Time from the actor's acceptance to the end."""
     outdated: frozenset[OffloadKey] = frozenset()
-    """Blocks of which something was said since the job began: what the job's end says is older."""
+    """Blocks with an announcement newer than the job's start; it overrides the job's result."""
     queue_s: float | None = field(default=None, compare=False)
-    """Of the seconds, until the tier began with it; None: it never did, or nobody can tell."""
+    """The part of `seconds` spent queued before the tier started; None: not started, or unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOverdue:
-    """A job's deadline passed while its copy was running; the copy still owns its memory."""
+    """A job's deadline passed while its copy was running; the copy still uses its memory."""
 
     job_id: JobId
     error: TierError
@@ -42,34 +42,34 @@ class JobOverdue:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswered:
-    """An existence probe ended; keys that are not in `present` are absent."""
+    """An existence probe ended; keys not in `present` are absent."""
 
     generation: int
     present: frozenset[OffloadKey]
     error: TierError | None = field(default=None, compare=False)
-    """Why the tier did not answer; then nothing is in `present`."""
+    """Set if the probe failed; then `present` is empty."""
     seconds: float = field(default=0.0, compare=False)
-    """From the actor's acceptance to the end."""
+    """Time from the actor's acceptance to the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksAppeared:
-    """A tier found blocks that it holds, at its start or later."""
+    """A tier announces blocks that it has, at its start or later."""
 
     keys: tuple[OffloadKey, ...] | KeyMap
-    """A `KeyMap`, whatever its integers, is the index's from now on."""
+    """Ownership of a `KeyMap` passes to the index; its integer values are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksEvicted:
-    """A tier dropped blocks to make room, or because they were bad."""
+    """A tier dropped blocks to make room, or because they were corrupt."""
 
     keys: tuple[OffloadKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementRefused:
-    """A tier announced what is no key: a block hash and 4 bytes behind it."""
+    """A tier announced a malformed key; a valid key is a block hash followed by 4 bytes."""
 
     num_keys: int
 

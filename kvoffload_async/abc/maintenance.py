@@ -1,7 +1,8 @@
-"""The contract of maintenance: looking after what the tiers of one kind keep, without a tier.
+"""The contract of maintenance: inspecting and repairing stores without opening a tier.
 
-A *store* is what one tier keeps: a namespace in a directory of `fs`, a folder of `slab`. Each call
-of `StoreMaintenance` is an asynchronous iterator of findings that works as it is iterated over:
+A *store* is the persistent state of one tier: a namespace directory of `fs`, a folder of `slab`.
+Each call of `StoreMaintenance` returns an asynchronous iterator of findings; the work proceeds as
+the caller iterates:
 
     async with aclosing(store.verify(MaintenanceControl())) as findings:
         async for finding in findings:
@@ -19,16 +20,16 @@ from typing import Any, ClassVar, Final, Self, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that maintenance has found or done."""
+    """A result of maintenance: something found or done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem(Finding):
-    """Something that is wrong, and stays so.
+    """An error that maintenance does not repair.
 
     Attributes:
-        text: What is wrong and why, in one line.
-        what: The file or block that it is about; empty if it is the store.
+        text: The error and its cause, in one line.
+        what: The affected file or block; empty if the whole store is affected.
     """
 
     text: str
@@ -41,8 +42,8 @@ class Removal(Finding):
 
     Attributes:
         what: The file, folder or block.
-        reason: Why.
-        freed_bytes: What it took on disk; 0 for a block whose place stays.
+        reason: Why it was removed.
+        freed_bytes: Disk space freed; 0 for a block whose space stays allocated.
     """
 
     what: str
@@ -52,21 +53,22 @@ class Removal(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Rewrite(Finding):
-    """A file that was written anew, or in a dry run would be; `what` names it."""
+    """A file that was rewritten, or in a dry run would be; `what` names it."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Summary(Finding):
-    """What it has come to; always the last finding.
+    """The totals; always the last finding.
 
     Attributes:
-        title: What a table of summaries is called.
-        rows: Label and value of each figure, for people; every store of a kind has the same labels.
+        title: Title for a table of summaries.
+        rows: Label and value of each figure, human-readable; all stores of a kind share the labels.
         figures: The figures as a JSON object.
-        stopped_after: Where the work was stopped: what `MaintenanceControl.resume_after` takes.
-            Empty if it was not, or if this kind of store begins anew.
+        stopped_after: Position at which the work was stopped, for
+            `MaintenanceControl.resume_after`. Empty if it ran to the end, or if this kind of store
+            cannot resume.
     """
 
     title: str
@@ -76,28 +78,30 @@ class Summary(Finding):
 
 
 Findings: TypeAlias = AsyncGenerator[Finding, None]
-"""Closing it early ends the work in order: whatever is locked is unlocked then."""
+"""Closing the iterator early stops the work cleanly and releases all locks."""
 
 
 def _ignore(_amount: int) -> None:
-    """Nobody follows the progress."""
+    """Ignore progress reports."""
 
 
 MAX_LISTED: Final = 10
-"""How many of many are listed, where nobody asks for all."""
+"""Default limit for lists of findings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaintenanceControl:
-    """How a program follows maintenance, and stops it. The calls are made on the event loop.
+    """Progress callbacks and limits for maintenance. Callbacks run on the event loop.
 
     Attributes:
-        expect: Told of work that is to be done, in units of the store's own.
-        advance: Told of work that is done.
-        should_stop: Asked between two pieces of work; once it is true, the rest is left out, and
-            the summary is of what was done.
-        max_listed: How many corrupt and unreadable blocks the summary of `verify` lists, beside
-            how many there are; None: all. Each of them is a finding anyway.
+        expect: Called with an amount of work planned, in units chosen by the store.
+        advance: Called with an amount of work done.
+        should_stop: Polled between units of work; once it returns true, the rest is skipped and the
+            summary covers the work done.
+        max_listed: Maximum number of corrupt and unreadable blocks that the summary of `verify`
+            lists, beside their count; None: all. Each is also yielded as a finding.
+        resume_after: Position from an earlier `Summary.stopped_after`; empty: start at the
+            beginning.
     """
 
     expect: Callable[[int], None] = _ignore
@@ -109,17 +113,18 @@ class MaintenanceControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcOptions:
-    """What `gc` removes besides what dead writers have left, and empty folders.
+    """What `gc` removes, besides leftovers of dead writers and empty folders.
 
     Attributes:
-        older_than_s: Seconds since the last change from which on temporary files of unknown
-            writers, and unknown files, may go.
-        corrupt: Whether to remove blocks that do not verify.
-        unknown_files: Whether to remove files that are no blocks, and no part of a store.
-        dry_run: Change nothing, and find what would be removed.
-        max_age_s: Seconds since a block was written or renewed from which on it goes; None: any.
-            This and `keep_bytes` are for stores that no tier bounds (`bounds_blocks`).
-        keep_bytes: How much of the blocks may stay, the newest; None: all.
+        older_than_s: Minimum age in seconds since the last change for removing unknown files and
+            temporary files of unknown writers.
+        corrupt: Whether to remove blocks that fail verification.
+        unknown_files: Whether to remove files that are neither blocks nor part of a store.
+        dry_run: Change nothing; report what would be removed.
+        max_age_s: Remove blocks last written or renewed more than this many seconds ago; None: no
+            age limit. For stores whose tier does not limit them (`bounds_blocks`), like
+            `keep_bytes`.
+        keep_bytes: Keep the newest blocks up to this total size; None: keep all.
     """
 
     older_than_s: float = 3600.0
@@ -132,49 +137,49 @@ class GcOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairOptions:
-    """What `repair` may rely on.
+    """Input for `repair`.
 
     Attributes:
-        manifest: The manifest of a store of the same layout, for one that has lost its own; kinds
-            without manifests ignore it.
+        manifest: Manifest of a store of the same layout, to replace a lost one; ignored by kinds of
+            store without a manifest.
     """
 
     manifest: bytes | None = None
 
 
 class StoreMaintenance(ABC):
-    """Looks after one store. Tiers may be open on it, where the implementation does not refuse.
+    """Maintains one store. Tiers may have it open, unless the implementation refuses.
 
-    The implementation is responsible for: never blocking the loop; asking `should_stop` at least
-    every few seconds; removing nothing that a living writer owns; ending with one `Summary`.
+    The implementation is responsible for: never blocking the loop; polling `should_stop` at least
+    every few seconds; removing nothing that a live writer owns; ending with one `Summary`.
 
-    Raises, out of any iterator: `InputError` where the store is in use by somebody who keeps it for
-    himself, or cannot be written; `OSError` where what it cannot do without cannot be read.
+    Any iterator raises `InputError` if the store is locked by another process or cannot be written,
+    and `OSError` if an essential part of it cannot be read.
 
     Thread: loop.
     """
 
     tier_type: ClassVar[str]
-    """The type of the tiers whose stores these are."""
+    """Type name of the tiers that use these stores."""
     report_key: ClassVar[str]
-    """Under which key a report lists the summaries of such stores."""
+    """Key under which a report lists the summaries of these stores."""
     appearance: ClassVar[str]
-    """By what such a store is recognised, for people."""
+    """How a store of this kind is recognised, as text for users."""
     has_generic_name: ClassVar[bool] = False
-    """Whether a name is all by which it is recognised: then another kind that finds its own files
-    in the same folder is right."""
+    """Whether such a store is recognised by its name alone. Then another kind that finds its own
+    files in the same folder takes precedence."""
     takes_urls: ClassVar[bool] = False
-    """Whether such stores are found by a URL, and not by a directory."""
+    """Whether stores are located by URL instead of by directory."""
     bounds_blocks: ClassVar[bool] = False
-    """Whether `gc` removes blocks for their age and size: where no tier does."""
+    """Whether `gc` removes blocks by age and size; for stores whose tier has no such limit."""
     resumes: ClassVar[bool] = False
-    """Whether `verify` and `gc` go on where an earlier run was stopped."""
+    """Whether `verify` and `gc` can resume where an earlier run was stopped."""
 
     folder: str
-    """Where the store is."""
+    """Path or URL of the store."""
 
     def use_integrity_key_file(self, path: str) -> None:
-        """Verify with the integrity key in a file from now on; kinds that have none ignore it.
+        """Use the integrity key in a file for verification; ignored by stores without such keys.
 
         Raises:
             ConfigError: The file is unusable.
@@ -184,36 +189,36 @@ class StoreMaintenance(ABC):
     @classmethod
     @abstractmethod
     async def find(cls, directory: str) -> Sequence[Self]:
-        """Return the stores that a directory is, or that lie in it, by name.
+        """Return the stores at or directly inside a directory, sorted by name.
 
         Args:
-            directory: Its absolute path.
+            directory: Absolute path.
 
         Raises:
-            InputError: It cannot be read.
+            InputError: The directory cannot be read.
         """
 
     @property
     def name(self) -> str:
-        """What the store is called: its folder's name."""
+        """The store's display name: the name of its folder."""
         return PurePath(self.folder).name
 
     @abstractmethod
     def inspect(self, control: MaintenanceControl) -> Findings:
-        """Count what is there; changes nothing."""
+        """Count the store's contents; changes nothing."""
 
     @abstractmethod
     def verify(self, control: MaintenanceControl) -> Findings:
-        """Read every block and compare it with its digest; changes nothing."""
+        """Read every block and check its digest; changes nothing."""
 
     @abstractmethod
     def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
-        """Remove what nobody will use."""
+        """Remove leftovers and, if selected, corrupt or expired blocks; see `GcOptions`."""
 
     @abstractmethod
     def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
         """Keep all blocks that verify, drop the rest, and make the store usable.
 
         Raises:
-            ConfigError: At the call, before anything is done: an option is unusable.
+            ConfigError: An option is unusable; raised at the call, before any work.
         """

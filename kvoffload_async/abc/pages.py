@@ -1,4 +1,4 @@
-"""Who moves bytes to or from the primary's memory, beside the jobs of tiers."""
+"""Pinning the primary's memory during copies outside of tier jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class HoldablePages(Protocol):
-    """Memory that is given back to the system only when nobody holds it any more."""
+    """Memory that is returned to the system only after every hold on it has been released."""
 
     def hold(self, who: str) -> Callable[[], None]:
         """See `hold_pages`."""
@@ -16,18 +16,18 @@ class HoldablePages(Protocol):
 
 
 def hold_pages(view: memoryview, who: str) -> Callable[[], None]:
-    """Have the pages below a view stay as they are until the returned call is made.
+    """Keep the pages under a view mapped until the returned function is called.
 
-    For transports, and whoever else copies in the background: a view alone keeps the range of
-    addresses, not what lies there. Memory that pins no pages of its own accord, such as somebody
-    else's mapping, is left alone.
+    For transports and other background copies: a view reserves the address range, but does not keep
+    its pages. Has no effect on memory that is not `HoldablePages`, such as an external mapping.
 
     Args:
         view: The primary's buffer, or a part of it.
-        who: For messages.
+        who: Name of the holder, for messages.
 
     Returns:
-        To be called when no byte moves any more and nothing is pinned; idempotent. Thread: any.
+        The release function; call it when no byte moves any more and nothing is pinned. Idempotent
+        and thread-safe.
     """
     if isinstance(view.obj, HoldablePages):
         return view.obj.hold(who)
@@ -35,4 +35,4 @@ def hold_pages(view: memoryview, who: str) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """Let go of memory that was never held."""
+    """Release nothing: the memory was not held."""

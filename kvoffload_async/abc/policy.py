@@ -1,11 +1,11 @@
-"""The contract of a cache policy: which blocks leave the primary tier, or a bounded secondary.
+"""The contract of a cache policy: which blocks the primary or a bounded secondary tier evicts.
 
-A policy ranks *slots*, the numbers below its capacity: small integers cost a million blocks no
-object each, and what is known of a slot goes into an array. It knows no pins, requests or bytes,
-and of keys only what it is told when one is admitted. Everything about a batch is atomic:
-`make_room` either takes its victims or changes nothing at all.
+A policy ranks *slots*, integers below its capacity: small integers need no object per block, and
+the state of a slot fits into arrays. A policy knows nothing of pins, requests or bytes, and sees
+keys only in `make_room` and `admit`. Batches are atomic: `make_room` either evicts all its victims
+or changes nothing.
 
-Who has keys and no slots wraps a policy into a `KeyRanking`.
+Wrap a policy into a `KeyRanking` for blocks that have keys but no slots.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvoffload_async.types import OffloadKey
 
 
 class CachePolicy(ABC):
-    """Ranks the occupied slots of a cache with `capacity_blocks` of them, numbered from 0.
+    """Ranks the occupied slots of a cache with `capacity_blocks` slots, numbered from 0.
 
-    Guaranteed by the caller: `admit` names free slots and absent keys, `access` and `discard`
-    occupied slots, none of them twice; `make_room` precedes the `admit` of the same keys within one
-    operation; `released` names every slot that `make_room` was refused and that may go again; one
-    thread at a time.
+    Guaranteed by the caller: `admit` gets free slots and absent keys, `access` and `discard`
+    occupied slots, without duplicates; `make_room` precedes the `admit` of the same keys within one
+    operation; `released` names every slot that `is_evictable` rejected and that may now be evicted;
+    one thread at a time.
 
-    The implementation is responsible for: atomicity of `make_room`; amortised cost that grows
-    neither with the cache nor with what must stay in it; bounded memory (what it keeps of keys that
-    left included). At a million blocks, nothing a block that the garbage collector walks: no set,
-    `OrderedDict` or object of its own kind, but arrays by slot and the structures in
-    `kvoffload_async.tables`, of which `RankedLists` skips what must stay.
+    The implementation is responsible for: atomicity of `make_room`; amortised cost independent of
+    the cache's size and of the number of unevictable slots; bounded memory, including keys
+    remembered after eviction. For millions of blocks it must not create an object per block that
+    the garbage collector traverses (set, `OrderedDict`, own classes): use arrays by slot and the
+    structures in `kvoffload_async.tables`; `RankedLists` skips unevictable slots.
 
     Thread: owner.
     """
@@ -48,64 +48,64 @@ class CachePolicy(ABC):
         count: int,
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
-        """Choose and give up `count` slots so that `incoming` can be admitted.
+        """Choose and evict `count` slots so that `incoming` can be admitted.
 
         Args:
-            incoming: The absent keys that will be admitted next, in order, without duplicates;
-                at least `count` of them. A policy that remembers who left adapts to them here.
-            count: How many victims; may be 0, and then only adaptation happens.
-            is_evictable: Whether the block in a slot may go now (neither pinned, nor being
-                written, nor protected by the operation). Constant during the call; and what must
-                stay now must stay until it is released, so there is no need to ask again before.
+            incoming: The absent keys that will be admitted next, in order, without duplicates; at
+                least `count` of them. A policy with a history of evicted keys adapts here.
+            count: Number of victims; with 0, only adaptation happens.
+            is_evictable: Whether the block in a slot may be evicted now (neither pinned, nor being
+                written, nor protected by the operation). Constant during the call. A slot once
+                rejected stays unevictable until `released`, so it need not be checked again before.
 
         Returns:
-            The victims' slots in the order of eviction, free now, or None if there are not that
-            many evictable ones: then nothing has changed.
+            The victims' slots in eviction order, now free; or None if too few slots are evictable,
+            and then nothing has changed.
         """
 
-    def released(self, slots: Sequence[int]) -> None:  # noqa: B027 - see the second sentence
-        """Learn that blocks may go again; they keep their rank, and may have been skipped or not.
+    def released(self, slots: Sequence[int]) -> None:  # noqa: B027 - optional, see below
+        """Mark slots as evictable again. They keep their rank, whether or not they were skipped.
 
-        A policy that asks about every slot in every `make_room` can do without; but thousands of
-        pinned blocks at the victims' end make that slow.
+        Optional for a policy that checks every slot in each `make_room`; but that is slow with
+        thousands of pinned blocks at the eviction end.
         """
 
     @abstractmethod
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        """Occupy free slots with absent keys, one each; the last one is the most recent."""
+        """Occupy free slots with absent keys, pairwise; the last one is the most recent."""
 
     @abstractmethod
     def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
-        """Commit one request's logical accesses, ordered from the prompt's head to its tail.
+        """Record one request's logical accesses, ordered from the prompt's head to its tail.
 
-        To be applied tail first, so that the head ends most recent: a prefix cache can use only a
-        contiguous head, so tails must go before heads.
+        Apply them tail first, so that the head ends most recent: a prefix cache can use only a
+        contiguous head, so tails must be evicted before heads.
 
         Args:
-            slots: Where the blocks lie that the request used and that are still resident.
-            reused: Parallel: whether the request found the block (a hit, which counts towards
-                frequency) or stored it (its admission counted already, so it only moves).
+            slots: Slots of the blocks that the request used and that are still resident.
+            reused: For each slot, whether the request found the block (a hit, which counts towards
+                frequency) or stored it (already counted at admission, so only recency changes).
         """
 
     @abstractmethod
     def discard(self, slots: Sequence[int]) -> None:
-        """Free slots whose write failed, or whose block vanished; they leave no trace."""
+        """Free slots whose write failed or whose block vanished; they leave no history."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, adaptation included."""
+        """Forget everything, including adaptation."""
 
     @abstractmethod
     def resident(self) -> Iterable[int]:
-        """Return every occupied slot, the best victim first. For invariants and inspection."""
+        """Return every occupied slot, best victim first. For invariants and inspection."""
 
     def skipped(self) -> Iterable[int]:
-        """Return the slots about which `make_room` does not ask until they are released.
+        """Return the slots that `make_room` skips until they are released.
 
         For invariants and inspection.
         """
         return ()
 
     def violations(self) -> Iterable[str]:
-        """Return which invariants of the policy's own do not hold, in words. For inspection."""
+        """Return descriptions of the policy's violated invariants. For inspection."""
         return ()

@@ -1,4 +1,4 @@
-"""A cache policy for those whose blocks have keys and no slots, like a tier with a capacity."""
+"""Adapts a cache policy to blocks with keys but no slots, as in a bounded secondary tier."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _PORTION: Final = 1 << 12
-"""Keys that one step takes in: nobody waits longer than that for the interpreter."""
+"""Keys admitted per step; bounds how long a step keeps the interpreter lock."""
 
 
 class KeyRanking:
-    """Ranks keys by a policy that ranks slots: gives each key a slot as long as it is resident.
+    """Ranks keys with a slot-based policy, by giving each resident key a slot.
 
-    The operations are those of `CachePolicy`, by key; keys that are not resident are ignored where
-    keys are accessed, discarded or released.
+    The operations are those of `CachePolicy`, by key. Access, discard and release ignore keys that
+    are not resident.
 
     Thread: the policy's.
     """
 
     def __init__(self, policy: CachePolicy) -> None:
-        """Start empty; the policy is owned from now on."""
+        """Start empty and take ownership of the policy."""
         self.policy = policy
         self.capacity_blocks = policy.capacity_blocks
         self._table = KeyTable(policy.capacity_blocks)
         self._free = FreeNumbers(policy.capacity_blocks)
         self.find: Callable[[Sequence[OffloadKey]], list[int | None]] = self._table.find
-        """Returns each key's slot, None for those that are absent."""
+        """Returns each key's slot, or None for absent keys."""
 
     @property
     def map(self) -> KeyMap:
-        """Key -> slot; to be read only."""
+        """Maps key to slot; read-only."""
         return self._table.map
 
     @property
     def name(self) -> str:
-        """The policy's."""
+        """Name of the policy."""
         return self.policy.name
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class KeyRanking:
         return iter(self._table.map)
 
     def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
-        """Return the keys that have these slots, or had them last."""
+        """Return the current keys of these slots, or the last ones for free slots."""
         return self._table.keys_of(slots)
 
     def make_room(
@@ -72,7 +72,7 @@ class KeyRanking:
         return None if victims is None else self.remove(victims)
 
     def released(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that keys, which `make_room` may have been refused, may go again."""
+        """Mark keys as evictable again, after `make_room` may have skipped them."""
         self.policy.released([slot for slot in self._table.find(keys) if slot is not None])
 
     def admit(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -85,12 +85,12 @@ class KeyRanking:
     def fill(
         self, count: int, portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]]
     ) -> None:
-        """Make keys resident in a ranking that was empty ever since: the nth one gets slot n.
+        """Fill a ranking that was always empty with keys: the nth one gets slot n.
 
         Args:
-            count: How many; the last one is the most recent.
-            portions: Which of them, and their keys; fast where those of a part of `KeyMap` follow
-                each other.
+            count: Number of keys; the last one is the most recent.
+            portions: Positions and keys, in batches; fast if keys of the same part of `KeyMap` are
+                adjacent.
         """
         for which, keys in portions:
             self._table.fill(keys, which)
@@ -102,7 +102,7 @@ class KeyRanking:
     def access(
         self, keys: Iterable[OffloadKey], reused: Callable[[OffloadKey], bool] | None = None
     ) -> None:
-        """Commit one request's logical accesses, ordered from the prompt's head to its tail.
+        """Record one request's logical accesses, ordered from the prompt's head to its tail.
 
         None for `reused` means that the request found every key.
         """
@@ -116,7 +116,7 @@ class KeyRanking:
         self.policy.access(slots, again)
 
     def access_slots(self, slots: Iterable[int]) -> None:
-        """Commit one request's accesses to resident keys that it found, by their slots."""
+        """Record one request's accesses to resident keys that it found, by slot."""
         unique = list(dict.fromkeys(slots))
         self.policy.access(unique, [True] * len(unique))
 
@@ -134,7 +134,7 @@ class KeyRanking:
         self._free = FreeNumbers(self.capacity_blocks)
 
     def resident(self) -> Sequence[OffloadKey]:
-        """Return every resident key, the best victim first. For invariants and inspection."""
+        """Return every resident key, best victim first. For invariants and inspection."""
         return self._table.keys_of(list(self.policy.resident()))
 
     def skipped(self) -> Sequence[OffloadKey]:
@@ -142,19 +142,19 @@ class KeyRanking:
         return self._table.keys_of(list(self.policy.skipped()))
 
     def violations(self) -> Iterable[str]:
-        """Return which invariants do not hold, in words."""
+        """Return descriptions of the violated invariants."""
         yield from self.policy.violations()
         ranked = sorted(self.policy.resident())
         if ranked != sorted(slot for _, slot in self._table.items()):
             yield f"the policy ranks {len(ranked)} slots, not those of the {len(self)} keys"
 
     def remove(self, slots: Sequence[int]) -> list[OffloadKey]:
-        """Free slots that the policy ranks no longer; return their keys."""
+        """Free slots that the policy no longer ranks; return their keys."""
         self._free.give_back(slots)
         return self._table.remove(slots)
 
 
 def placeholders(count: int) -> Iterator[OffloadKey]:
-    """Yield keys that no block has: a policy makes room for somebody, also where nobody comes."""
-    # A hash of 3 bytes: there is no block without one, and none so short.
+    """Yield keys that no real block has, for `make_room` calls without incoming blocks."""
+    # Real block hashes are never 3 bytes long.
     return (OffloadKey(number.to_bytes(7, "big")) for number in range(count))

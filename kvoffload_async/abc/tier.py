@@ -1,7 +1,7 @@
-"""The contract of a storage tier: five coroutines, and what they may rely on.
+"""The contract of a storage tier: five coroutines, and the guarantees they rely on.
 
-A tier moves blocks between the primary tier's buffer and a place of its own. It keeps no job
-state: queues, deadlines, cancellation and results are the business of the actor that runs it.
+A tier moves blocks between the primary tier's buffer and its own storage. It keeps no job state:
+queues, deadlines, cancellation and results belong to its actor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIGEST_DIGITS = 32
 
 
 class Direction(enum.Enum):
-    """Which way bytes move, seen from the primary tier."""
+    """Direction of a copy, seen from the primary tier."""
 
     LOAD = enum.auto()
     STORE = enum.auto()
@@ -34,22 +34,21 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierCapabilities:
-    """What a tier is.
+    """Properties of a tier.
 
     Attributes:
         exclusive: Its contents change only through this instance. Then its owner keeps an exact
-            index and probes nothing; otherwise every new key costs one batched `contains`.
+            index and sends no probes; otherwise new keys are looked up by batched `contains`.
         persistent: Its contents survive a restart.
-        request_level: It wants every block of a request, prefix hits included.
-        medium: Where its blocks lie.
-        locality: How far away that is.
-        probes_prefixes: Its probes are answered by `longest_prefixes`, which may cost far less than
-            `contains` does.
-        keys_before: Where it probes prefixes: how many keys `longest_prefixes` is told, at most, of
-            those that come right before each chain. 0: none.
-        announces_removals: Every block that it stored or announced is announced as evicted when
-            it goes, whoever removed it, sooner or later. Consumers of events may then keep
-            metadata of a block until its removal. Leave it False for a tier without a bound.
+        request_level: It stores every block of a request, including prefix hits.
+        medium: Storage medium of its blocks.
+        locality: Distance of that medium.
+        probes_prefixes: Probes call `longest_prefixes`, which may be far cheaper than `contains`.
+        keys_before: With `probes_prefixes`: maximum number of preceding keys of each chain that are
+            passed to `longest_prefixes`. 0: none.
+        announces_removals: Every stored or announced block is eventually announced as evicted when
+            it is removed, by whichever process. Consumers of events may then keep metadata of a
+            block until its removal. Leave it False for an unbounded tier.
     """
 
     exclusive: bool
@@ -64,15 +63,15 @@ class TierCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class TierBounds:
-    """How much work a tier takes; what is over a bound is refused, never piled up.
+    """Limits of a tier's running and queued work.
 
     Attributes:
         concurrent_loads: Load jobs running at once.
         concurrent_stores: Store jobs running at once.
-        concurrent_blocks: More jobs than that run at once in a direction as long as all of them
-            together have no more blocks than this: many small ones, few large ones.
-        queued_jobs: Jobs waiting in each direction; one more is refused with a failed result.
-        concurrent_probes: Existence probes running at once; more wait for the next step.
+        concurrent_blocks: Further jobs of a direction may run at once while all running ones
+            together have at most this many blocks: many small jobs, or few large ones.
+        queued_jobs: Maximum number of queued jobs per direction; further jobs fail at once.
+        concurrent_probes: Existence probes running at once; further probes wait for the next step.
     """
 
     concurrent_loads: int = 4
@@ -84,22 +83,22 @@ class TierBounds:
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """Whose KV blocks a tier keeps, and how their bytes are laid out; see docs/kv-identity.md.
+    """Model, owner and byte layout of a tier's KV blocks; see docs/kv-identity.md.
 
-    A block may be loaded only where all of it is the same as when the block was stored.
+    A block may be loaded only under the identity under which it was stored.
 
     Attributes:
         model: Name of the model.
-        fingerprint: Content of its weights, and whatever else KV bytes depend on.
-        namespace: Whatever else the user wants to keep apart.
-        block_bytes: Bytes that a tier keeps of a block: a row of the primary, with the cells of
-            all its workers and the padding to whole pages. 0 where it is not known yet.
-        rank: Which engine's blocks these are, where several have other bytes under the same keys.
-        num_workers: Workers that have a cell each in a row.
-        run_config: Everything that the meaning of a block's bytes depends on, as a JSON object:
-            what is above, but for `rank`, and what else is known of the layout.
-        generation: The cache generation that the tier is opened in. Every key says which it is of,
-            so blocks of several may lie beside each other.
+        fingerprint: Digest of the weights and of everything else that KV bytes depend on.
+        namespace: User-defined separation of caches.
+        block_bytes: Bytes stored per block: a row of the primary, with the cells of all workers,
+            padded to whole pages. 0 if not known yet.
+        rank: Rank of the engine, where engines store different bytes under the same keys.
+        num_workers: Number of workers with a cell in each row.
+        run_config: Everything that determines a block's byte layout, as a JSON object: the fields
+            above except `rank`, and other known layout parameters.
+        generation: Cache generation in which the tier is opened. Every key contains its generation,
+            so blocks of several generations can coexist.
     """
 
     model: str | None = None
@@ -113,9 +112,9 @@ class KVIdentity:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits, others for every other identity: for the name of a folder.
+        """Digest of the identity, 32 hexadecimal digits, for folder names.
 
-        The generation is left out: it is in the keys, and may change while the tier is open.
+        Excludes the generation, which is part of the keys and may change while the tier is open.
         """
         told_apart = asdict(replace(self, generation=None))
         text = json.dumps(told_apart, sort_keys=True, separators=(",", ":"))
@@ -124,14 +123,15 @@ class KVIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
-    """A place that a tier keeps its blocks in, compared with those of the engine's other tiers.
+    """A storage location of a tier, for checking conflicts with the engine's other tiers.
 
     Attributes:
-        path: Absolute path of a directory, which need not exist yet; or the name of a place that
-            is none, such as a URL, which is compared as it is.
-        capacity_bytes: What the tier may come to occupy there; None: no bound.
-        is_exclusive: Whether no other tier of the engine may use the place, or one above or below.
-        key: The option that names the place, for messages.
+        path: Absolute path of a directory, which need not exist yet; or another identifier, such as
+            a URL, which is compared verbatim.
+        capacity_bytes: Maximum size of the tier there; None: unbounded.
+        is_exclusive: Whether no other tier of the engine may use this directory, its parents or its
+            children.
+        key: The option that names the location, for messages.
     """
 
     path: str
@@ -142,11 +142,11 @@ class TierPlace:
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
-    """What closing a tier left behind.
+    """Result of closing a tier.
 
     Attributes:
         unfinished_jobs: Jobs whose copies still run; their memory must not be released.
-        error: Why closing failed, if it did.
+        error: The error that closing failed with, if any.
     """
 
     unfinished_jobs: tuple[JobId, ...] = ()
@@ -154,7 +154,7 @@ class CloseReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was left behind."""
+        """Whether all jobs finished and closing succeeded."""
         return not self.unfinished_jobs and self.error is None
 
 
@@ -169,32 +169,32 @@ class IoRunner(Protocol):
         helpers: int = 0,
         withdraw: Callable[[], object] | None = None,
     ) -> T:
-        """Await `call()` on an I/O thread; calls that move no payload have threads of their own.
+        """Await `call()` on an I/O thread of the direction; METADATA has threads of its own.
 
-        Never returns, not even when cancelled, while the call is still touching memory; a
-        cancellation is delivered when the call has ended.
+        Never returns while the call still touches memory, even when cancelled; a cancellation is
+        delivered after the call has ended.
 
         Args:
-            direction: Which threads.
-            call: What to run.
-            helpers: Threads, at most, that make the same call beside the first one because they
-                have nothing else to do: for a call that takes its work from a shared iterator.
-                None joins once one has returned. An error of any is raised.
+            direction: Selects the thread pool.
+            call: The blocking function.
+            helpers: Maximum number of idle threads that run the same call in parallel; for a call
+                that takes its work from a shared iterator. No thread joins after one has returned.
+                An error of any thread is raised.
             withdraw: Called when the wait is cancelled. If it returns true, the cancellation is
-                delivered at once, and the call, which may still be made, must touch nothing.
+                delivered at once, and the call, if still made, must not touch anything.
         """
         ...
 
 
 class TierEnvironment(Protocol):
-    """What an open tier may use.
+    """Resources that an open tier may use.
 
     Attributes:
-        kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8, C-contiguous. Slot s
-            of a job may be touched only between the job's start and its end.
-        io: Where blocking calls go.
-        identity: Whose blocks these are. A tier whose blocks outlive the process, or that shares
-            them with others, must keep those of different identities apart.
+        kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8, C-contiguous. A job's
+            slots may be accessed only between the job's start and its end.
+        io: Executor for blocking calls.
+        identity: Identity of the blocks. A tier whose blocks are shared or outlive the process must
+            keep blocks of different identities apart.
     """
 
     @property
@@ -207,63 +207,62 @@ class TierEnvironment(Protocol):
     def identity(self) -> KVIdentity: ...
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Announce blocks that can be loaded though this run did not store them.
+        """Announce blocks that can be loaded although this run did not store them.
 
-        The owner takes them in step by step. While the tier opens it waits for all of them; a tier
-        with millions then gives a `KeyMap` of its own making away, which needs no taking in.
+        The owner indexes them incrementally. `open` completes only after all are indexed; a tier
+        with millions of blocks should pass ownership of a `KeyMap`, which needs no indexing.
         """
         ...
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Announce blocks that can no longer be loaded, as soon as that is so.
+        """Announce promptly that blocks can no longer be loaded.
 
-        Also those of a job that has not ended: what was announced since it began is not undone by
-        its end.
+        Includes blocks of running jobs: the end of a job does not override announcements made since
+        it began.
         """
         ...
 
 
 class AsyncTier(ABC):
-    """A place where blocks are kept, as five coroutines.
+    """Block storage with five coroutines.
 
     Guaranteed by the framework: `open` ends before anything else starts and `close` starts after
-    everything else has ended; all coroutines run on one event loop; the slots of a job belong to
-    it until its coroutine ends; a job's keys are unique; at most `bounds` jobs run at once.
+    everything else has ended; all coroutines run on one event loop; the slots of a job belong to it
+    until its coroutine ends; a job's keys are unique; at most `bounds` jobs run at once.
 
-    The implementation is responsible for: never blocking the loop (use `env.io`); ending only
-    when no byte of the job moves any more, also when it raises; judging every block on its own;
-    never reporting a loaded block whose bytes it did not verify as far as it can.
+    The implementation is responsible for: never blocking the loop (use `env.io`); returning or
+    raising only when no byte of the job moves any more; reporting a result per block; never
+    reporting a loaded block as successful without verifying its bytes as far as possible.
 
-    Raising out of `store` or `load` fails every block of the job. Errors of third-party libraries
-    are mapped onto `TierError` here, at the edge.
+    An exception from `store` or `load` fails every block of the job. Errors of third-party
+    libraries are mapped onto `TierError` here.
 
     Thread: loop.
     """
 
     capabilities: TierCapabilities
     bounds: TierBounds = TierBounds()
-    """May depend on the primary's geometry, and so be set in `open`."""
+    """May depend on the primary's geometry, and may therefore be set in `open`."""
 
     def opening_s(self, block_bytes: int) -> float:
-        """Return how much longer than any tier this one may take to open, as it may be large."""
+        """Return the seconds by which opening a large store may exceed the usual limit."""
         return 0.0
 
     @abstractmethod
     async def open(self, env: TierEnvironment) -> None:
-        """Make ready.
+        """Open the tier.
 
         Raises:
             ConfigError: The configuration cannot work here; the message names key and remedy.
-            TierUnavailableError: The place cannot be reached.
+            TierUnavailableError: The storage cannot be reached.
         """
 
     @abstractmethod
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return those of `keys` that can probably be loaded now.
 
-        Of an exclusive tier it is asked only where what the tier has said does not tell: about
-        blocks that it announced while a job of theirs ran. Without an answer, what was announced
-        last stands.
+        For an exclusive tier it is called only for blocks with an announcement during a job on
+        them, since their order is unknown. If it fails, the last announcement holds.
         """
 
     async def longest_prefixes(
@@ -273,16 +272,15 @@ class AsyncTier(ABC):
     ) -> Sequence[int]:
         """Return for each chain how many keys at its head can probably be loaded now.
 
-        Keys of a chain are chained hashes, head to tail: a block is of use only with those before
-        it. Asked instead of `contains` where `capabilities.probes_prefixes`; what it says may be
-        wrong, as loads confirm it.
+        A chain is a sequence of chained hashes, head to tail: a block is usable only with all
+        blocks before it. Called instead of `contains` if `capabilities.probes_prefixes`. The answer
+        may be wrong, because loads confirm it.
 
         Args:
-            chains: What is asked for.
-            before: For each chain, the keys of the same request and KV-cache group that come right
-                before it, head to tail: at most `capabilities.keys_before`, as far as they are
-                known, and none before the chains of a group that has several. Empty where none
-                are told; where `keys_before` is 0, it is not passed at all.
+            chains: The key chains to look up.
+            before: For each chain, the known preceding keys of the same request and KV-cache group,
+                head to tail: at most `capabilities.keys_before`, and none if the group has several
+                chains. Empty if no keys are given; not passed at all if `keys_before` is 0.
         """
         present = await self.contains(list(dict.fromkeys(key for chain in chains for key in chain)))
         return [
@@ -294,35 +292,34 @@ class AsyncTier(ABC):
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Copy the job's slots into the tier; return the blocks that failed.
 
-        A block that is already present succeeds without being written again. A tier that keeps
-        blocks of a store that fails as a whole announces them.
+        A block that is already present succeeds without being written again. If a store fails as a
+        whole, the tier announces the blocks that it keeps nevertheless.
         """
 
     @abstractmethod
     async def load(self, job: JobMetadata) -> BlockFailures:
         """Copy blocks into the job's slots; return the blocks that failed.
 
-        A missing block is a `BlockMissingError`, bytes that do not verify a `CorruptBlockError`.
+        A missing block is a `BlockMissingError`, a failed verification a `CorruptBlockError`.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Release everything. Called once, also after a failed `open`."""
+        """Release all resources. Called once, also after a failed `open`."""
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
-        """Note that these blocks were used, head to tail. Must return at once."""
+        """Record uses of these blocks, ordered head to tail. Must return at once."""
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
-        """Check the constructor's options before anything is made; return the places in use.
+        """Check the constructor's options before any side effect; return the storage locations.
 
-        Changes nothing, on disk neither. Runs whenever a configuration is checked, and before a
-        tier is created. Names have been checked, and that what has no default is there; values are
-        as they are given.
+        Changes nothing, not even on disk. Called whenever a configuration is checked, and before a
+        tier is created. Option names and required options have been checked; values have not.
 
         Args:
-            options: What the constructor would be called with.
-            identity: What `open` would find in its environment.
+            options: Arguments for the constructor.
+            identity: The identity that `open` will receive.
 
         Raises:
             ConfigError: The options cannot work; the message names key, value and remedy.
@@ -331,19 +328,19 @@ class AsyncTier(ABC):
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
-        """Return what looks after such tiers' stores; None: nothing does."""
+        """Return the maintenance class for this tier's stores, or None."""
         return None
 
     def gauges(self) -> Mapping[str, float]:
-        """Return figures of the tier's own, for `stats()`: counters and levels by name.
+        """Return the tier's own metrics for `stats()`: counters and levels by name.
 
-        Of these `used_bytes` and `capacity_bytes` have a meaning for all tiers: what the tier
-        occupies, in this process's view, and what it may.
+        `used_bytes` and `capacity_bytes` are common to all tiers: space occupied, as seen by this
+        process, and its limit.
 
-        Must return at once, from memory. Thread: any, while owner and loop may run.
+        Must return at once, from memory. Thread-safe against owner and loop.
         """
         return {}
 
     def describe(self) -> str:
-        """Return one line for people: what this tier is and where."""
+        """Return one line describing this tier and its location, for people."""
         return type(self).__name__

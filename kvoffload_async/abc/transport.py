@@ -1,4 +1,4 @@
-"""The contract of a device transport: moving blocks between device memory and primary slots."""
+"""The contract of a device transport: copying blocks between device memory and primary slots."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BlockCopies:
 
     Attributes:
         direction: STORE for device to host, LOAD for host to device.
-        device: The device blocks, group after group; see `GPULoadStoreSpec`.
-        host: The slots, one a chunk, group after group.
+        device: The device blocks, ordered by group; see `GPULoadStoreSpec`.
+        host: The slots, one per chunk, ordered by group.
     """
 
     direction: Direction
@@ -34,12 +34,12 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class GroupCopies:
-    """The part of a transfer that concerns one KV-cache group.
+    """The part of a transfer in one KV-cache group.
 
     Attributes:
         blocks: Device blocks, int32 `[n]`.
         slots: The slot of each device block, int32 `[n]`.
-        places: The place of each device block within its chunk, int32 `[n]`.
+        places: Index of each device block within its chunk, int32 `[n]`.
     """
 
     blocks: BlockIds
@@ -49,12 +49,12 @@ class GroupCopies:
 
 @dataclass(frozen=True, slots=True)
 class TransferOutcome:
-    """How a transfer ended.
+    """The result of a transfer.
 
     Attributes:
         num_bytes: Bytes of the transfer.
-        seconds: Duration of the copies on the device, where known.
-        error: Why it failed, or None.
+        seconds: Duration of the copies on the device, if known.
+        error: The failure, or None.
     """
 
     num_bytes: int
@@ -67,53 +67,52 @@ class Transfer(ABC):
 
     @abstractmethod
     async def outcome(self) -> TransferOutcome:
-        """Await the end; a cancelled wait does not end the copies. Thread: loop.
+        """Await the end; cancelling the wait does not cancel the copies. Thread: loop.
 
-        No byte may move any more when it returns or raises: whatever is not a `TransferOutcome`
-        counts as the end of a transfer that has failed.
+        No byte may move any more when this returns or raises: an exception counts as a failed
+        transfer that has ended.
         """
 
     @abstractmethod
     def synchronize(self, timeout_s: float) -> bool:
-        """Wait until no byte moves any more; False if `timeout_s` was not enough. Thread: any."""
+        """Wait until no byte moves any more; return False on timeout. Thread: any."""
 
 
 class Transport(ABC):
     """Copies blocks on streams of its own.
 
-    Guaranteed by the caller: slots and device blocks of a transfer stay as they are until it has
+    Guaranteed by the caller: slots and device blocks of a transfer stay unchanged until it has
     ended.
 
-    The implementation is responsible for: ordering each transfer after the compute event that
-    comes with it and, within a direction, after the transfer before it; a number of launches that
-    does not grow with layers times blocks where the device can; a failure that is an outcome,
-    never an exception out of another transfer; holding the slots' pages (`hold_pages`) until the
-    last copy has ended and nothing is pinned.
+    The implementation is responsible for: ordering each transfer after its compute event and after
+    the previous transfer of the same direction; a number of launches independent of layers times
+    blocks, if the device supports it; reporting a failure only as the outcome of its own transfer;
+    holding the slots' pages (`hold_pages`) until the last copy has ended and nothing is pinned.
 
-    Thread: the worker's, for all but `Transfer.outcome`.
+    Thread: the worker's, except for `Transfer.outcome`.
     """
 
     @abstractmethod
     def record_compute(self) -> ComputeEvent:
-        """Return the present end of the caller's compute stream."""
+        """Return an event for the current end of the caller's compute stream."""
 
     @abstractmethod
     def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
-        """Queue a transfer behind `after`. Never waits."""
+        """Queue a transfer behind `after`. Never blocks."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Let both directions end; False if one did not, and then host memory must stay mapped."""
+        """Wait for both directions; return False on timeout: host memory must then stay mapped."""
 
 
 def group_copies(copies: BlockCopies, blocks_per_chunk: int) -> Sequence[GroupCopies]:
-    """Return, group by group, which device block goes with which slot and place.
+    """Return, for each group, the slot and the place of each device block.
 
     A group's first device block may lie inside a chunk, at `block_indices[g] % blocks_per_chunk`;
-    its last chunk may be cut short.
+    its last chunk may be partial.
 
     Raises:
-        ValueError: The numbers of device blocks and slots do not go together.
+        ValueError: The numbers of device blocks and slots do not match.
     """
     device, slots = copies.device, copies.host.block_ids
     sizes = device.group_sizes or (len(device.block_ids),)

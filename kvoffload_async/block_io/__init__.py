@@ -1,6 +1,6 @@
-"""Moving bytes between files and the primary: one contract, a native and a Python implementation.
+"""Transfers between files and the primary: one interface, a native and a Python implementation.
 
-A batch is submitted and awaited. The native implementation moves and hashes bytes on threads that
-never take the interpreter's lock; the Python one does the same on an `IoRunner`'s threads, where
-the extension module was not built, or where checksums are made with an integrity key.
+A batch is submitted and awaited. The native implementation copies and hashes on threads that never
+take the GIL. The Python one uses the threads of an `IoRunner`; it is used if the extension module
+is missing, or if checksums are keyed with an integrity key.
 """

@@ -1,8 +1,7 @@
-"""Compiles the native module: `python kvoffload_async/block_io/build.py [FILE]`, or in place.
+"""Compiles the native module: `python kvoffload_async/block_io/build.py [FILE]`, default in place.
 
-The package's build uses it as well (hatch_build.py), so that it imports nothing but the standard
-library. `KVOFFLOAD_NATIVE=0` skips the module, `=require` makes its absence an error; `CC` names
-the compiler.
+Also used by the package's build (hatch_build.py), so it imports only the standard library.
+`KVOFFLOAD_NATIVE=0` skips the module, `=require` makes a failure an error; `CC` names the compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 FILE_NAME: Final = "_native.abi3.so"
-"""Of the module."""
+"""File name of the module."""
 
 WHEEL_TAG: Final = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
@@ -36,7 +35,7 @@ _TIMEOUT_S: Final = 300
 
 
 class UnavailableError(Exception):
-    """The module cannot be built here; the message says why, and what helps."""
+    """The module cannot be built here; the message names reason and remedy."""
 
 
 def sources() -> list[Path]:
@@ -45,7 +44,11 @@ def sources() -> list[Path]:
 
 
 def compiler() -> list[str]:
-    """Return how the compiler is called; raises UnavailableError if there is none."""
+    """Return the compiler's command.
+
+    Raises:
+        UnavailableError: There is no compiler.
+    """
     if named := os.environ.get("CC"):
         try:
             return shlex.split(named)
@@ -61,22 +64,22 @@ def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
     """Compile the module into a file.
 
     Raises:
-        UnavailableError: It cannot be built, or does not compile.
+        UnavailableError: It cannot be built, or compilation fails.
     """
     if sys.platform != "linux" or platform.python_implementation() != "CPython":
         raise UnavailableError("it is for CPython on Linux")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise UnavailableError("free-threaded Python has no stable ABI; use the other build of it")
+        raise UnavailableError("free-threaded Python has no stable ABI; use the standard build")
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").exists():
         raise UnavailableError(
             f"there is no Python.h in {include}; install Python's development files (python3-dev)"
         )
-    part = target.with_name(f"{target.name}.{os.getpid()}")  # whoever has it mapped keeps the old
+    part = target.with_name(f"{target.name}.{os.getpid()}")  # mappings of the old file stay valid
     command = [*compiler(), *FLAGS, *flags, _LIMITED_API, f"-I{include}"]
     command += ["-fPIC", "-shared", "-fvisibility=hidden", *map(str, sources()), "-o", str(part)]
     try:
-        done = subprocess.run(  # noqa: S603 - the compiler that whoever builds has chosen
+        done = subprocess.run(  # noqa: S603 - the compiler is chosen by the user
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         if done.returncode:
@@ -89,10 +92,10 @@ def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
 
 
 def build_if_wanted(target: Path) -> bool:
-    """Compile the module, if the environment wants it and it can be; else say why not.
+    """Compile the module if the environment permits; on failure, print why.
 
     Raises:
-        UnavailableError: It cannot be built, and is required.
+        UnavailableError: The module is required and cannot be built.
     """
     wanted = os.environ.get(_NATIVE, "")
     if wanted not in {"", "0", "require"}:
@@ -104,7 +107,7 @@ def build_if_wanted(target: Path) -> bool:
     except UnavailableError as error:
         if wanted == "require":
             raise
-        sys.stderr.write(f"kvoffload: the native module is left out: {error}\n")
+        sys.stderr.write(f"kvoffload: the native module was not built: {error}\n")
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Which implementation is used: the native one where it works, unless the environment says no."""
+"""Chooses the implementation: native if it works, unless the environment says otherwise."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 VARIABLE: Final = "KVOFFLOAD_NATIVE"
 
 _REMEDY: Final = (
-    "install a C compiler and Python's development files, and then kvoffload-async once more"
+    "install a C compiler and Python's development files, and reinstall kvoffload-async"
 )
 
 
 class Implementation(NamedTuple):
-    """What moves bytes here.
+    """The implementation in use.
 
     Attributes:
         name: "native" or "python".
-        why: Why it is not the native one, and what helps; empty if it is.
+        why: Why the native one is not used, with remedy; empty if it is.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Implementation(NamedTuple):
 
 
 def implementation() -> Implementation:
-    """Return which implementation is used, as the environment is now.
+    """Return the implementation selected by the current environment.
 
     Raises:
-        ConfigError: The native one is required and cannot be used, or the environment is unclear.
+        ConfigError: The native one is required but unavailable, or the variable is invalid.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in {"", "0", "require"}:
-        raise ConfigError(f"{VARIABLE}: {wanted!r} is not known; give 0, require, or nothing")
+        raise ConfigError(f"{VARIABLE}: {wanted!r} is not valid; it must be 0, require or empty")
     if wanted == "0":
         return Implementation("python", f"{VARIABLE}=0")
     why = _obstacle()
@@ -71,23 +71,22 @@ def create_block_io(
     is_direct: bool = False,
     is_system: bool = True,
 ) -> BlockIo:
-    """Return what moves a tier's blocks, on the loop that awaits it.
+    """Create a tier's block I/O on the loop that awaits it.
 
     Args:
-        env: Of the tier; its buffer is held until the `BlockIo` is closed.
-        calls: The system calls; those of Python threads are made through it.
-        digests: Computes checksums. With an integrity key it is Python that moves the blocks.
-        slot_bytes: From one row to the next in a file.
-        threads: How many move bytes.
-        piece_bytes: About what one Python thread moves at a time.
-        is_direct: Whether files bypass the page cache; rows that are not aligned for that are
-            moved by Python, too.
-        is_system: Whether `calls` are the system's own, which native threads make themselves.
+        env: The tier's environment; its buffer is held until the `BlockIo` is closed.
+        calls: System calls, used by Python threads.
+        digests: Computes checksums. With an integrity key, Python threads copy the blocks.
+        slot_bytes: Distance between rows in a file.
+        threads: Number of threads that copy bytes.
+        piece_bytes: Approximate bytes that one Python thread copies at a time.
+        is_direct: Whether files bypass the page cache; then Python threads copy misaligned rows.
+        is_system: Whether `calls` are the system's own, which native threads call directly.
 
     Raises:
-        ConfigError: As `implementation` does.
+        ConfigError: See `implementation`.
 
-    Thread: loop. One that cannot watch a descriptor, as a test's virtual one, has Python's threads.
+    Thread: loop. A loop that cannot watch descriptors, such as a virtual one, uses Python threads.
     """
     chosen = _chosen_here()
     others = PythonBlockIo(
@@ -107,9 +106,9 @@ def create_file_io(
     threads: int,
     is_system: bool = True,
 ) -> FileIo | None:
-    """Return what moves whole files by native code; None where that is not used.
+    """Create native I/O for whole files; None if native code is not used.
 
-    The arguments, and what is raised, are those of `create_block_io`.
+    Arguments and errors are those of `create_block_io`.
     """
     chosen = _chosen_here()
     if chosen.name == "python" or digests.is_keyed:
@@ -119,21 +118,21 @@ def create_file_io(
 
 
 def _chosen_here() -> Implementation:
-    """Return what is used on the running loop, which must be able to wait for a descriptor."""
+    """Return the implementation for the running loop; the native one needs `add_reader`."""
     chosen = implementation()
     _tell(chosen)
     loop = asyncio.get_running_loop()
     if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader:
-        return Implementation("python", "the event loop watches no descriptors")  # a virtual one
+        return Implementation("python", "the event loop cannot watch descriptors")  # a virtual one
     return chosen
 
 
 def create_copies() -> NativeCopies | None:
-    """Return what copies from memory to memory by native code; None where that is not used.
+    """Create native memory-to-memory copies; None if native code is not used.
 
     Raises:
-        ConfigError: As `implementation` does.
-        OSError: There are no more threads.
+        ConfigError: See `implementation`.
+        OSError: Threads cannot be started.
     """
     chosen = implementation()
     _tell(chosen)
@@ -151,7 +150,7 @@ def _native_io(
     slot_bytes: int,
     threads: int,
 ) -> NativeBlockIo:
-    # Not before it is known that the module it needs is there.
+    # Imported here because the native module may be missing.
     from kvoffload_async.block_io.native_io import NativeBlockIo  # noqa: PLC0415
 
     return NativeBlockIo(env.io, calls, env.kv_view, digests, slot_bytes, threads=threads)
@@ -159,7 +158,7 @@ def _native_io(
 
 @cache
 def _obstacle() -> str:
-    """Return why the native implementation cannot be used, and what helps; empty if it can."""
+    """Return why native code cannot be used, with remedy; empty if it can."""
     try:
         importlib.import_module("kvoffload_async.block_io._native")
     except ImportError as error:
@@ -173,6 +172,6 @@ def _obstacle() -> str:
 
 @cache
 def _tell(chosen: Implementation) -> None:
-    """Say it once."""
+    """Log the implementation once."""
     is_left_out = chosen.why and not chosen.why.startswith(VARIABLE)
-    logger.log(logging.WARNING if is_left_out else logging.INFO, "blocks are moved by: %s", chosen)
+    logger.log(logging.WARNING if is_left_out else logging.INFO, "block I/O is %s", chosen)

@@ -1,4 +1,4 @@
-"""What both implementations do."""
+"""The interface of both implementations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.types import OffloadKey
 
 ENDED_EARLY: Final = -1
-"""In place of an error's number: the file had no more bytes."""
+"""Instead of an errno: the file ended early."""
 
 DIGEST_BYTES: Final = 16
 
@@ -20,12 +20,12 @@ FILE_NOT_BEGUN: Final = 3
 
 
 class Run(NamedTuple):
-    """Slots of one file that lie one behind the other.
+    """Consecutive slots of one file.
 
     Attributes:
-        fd: The file.
-        offset: Where the first slot begins.
-        length: How many they are.
+        fd: Descriptor of the file.
+        offset: Offset of the first slot.
+        length: Number of slots.
     """
 
     fd: int
@@ -34,12 +34,11 @@ class Run(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What became of a batch.
+    """Result of a batch.
 
     Attributes:
-        errors: Index of each block that was not moved -> number of the error, or `ENDED_EARLY`.
-        digests: The checksums, one behind the other; those of blocks that were not moved mean
-            nothing. Empty where none was wanted.
+        errors: Index of each failed block -> its errno, or `ENDED_EARLY`.
+        digests: Concatenated checksums, undefined for failed blocks. Empty if not requested.
     """
 
     errors: dict[int, int]
@@ -47,11 +46,11 @@ class Moved(NamedTuple):
 
 
 class Attribute(NamedTuple):
-    """Where a file has the checksum of its bytes.
+    """Extended attribute for the checksum of a file.
 
     Attributes:
-        name: Of the extended attribute.
-        prefix: What is before the checksum in its value.
+        name: Name of the attribute.
+        prefix: Prefix of its value, before the checksum.
     """
 
     name: str
@@ -63,9 +62,9 @@ class FileBatch(NamedTuple):
 
     Attributes:
         root: A directory: its descriptor, to be kept open meanwhile, and its path.
-        names: The files, beneath it.
+        names: Paths of the files relative to it.
         keys: The blocks' keys.
-        rows: Where they are in the buffer.
+        rows: Rows of the blocks in the buffer.
     """
 
     root: tuple[int, str]
@@ -75,13 +74,12 @@ class FileBatch(NamedTuple):
 
 
 class LoadedFiles(NamedTuple):
-    """What became of files that were read.
+    """Result of reading files.
 
     Attributes:
-        statuses: A byte each: 0 if the row has the whole block, verified if that was wanted. Else
-            whatever is in the row is not to be served, and whoever asked has to find out why.
-        digests: The checksums of what was read; those of other statuses mean nothing. Empty where
-            none was wanted.
+        statuses: One byte per file; 0: the row has the whole block, verified if requested.
+            Otherwise the row's content must not be used, and the caller must find the cause.
+        digests: Concatenated checksums, undefined unless the status is 0. Empty if not requested.
     """
 
     statuses: bytes
@@ -89,15 +87,15 @@ class LoadedFiles(NamedTuple):
 
 
 class FileStores(NamedTuple):
-    """How the files of a batch are written; the sequences are parallel to the batch's.
+    """How to write the files of a batch; the sequences are parallel to the batch's.
 
     Attributes:
-        temps: What each is called until it is whole, in the same folder.
-        recycled: A byte each: 1 if such a file is there, and is overwritten.
-        attribute: Where the checksum is put; None: nowhere.
-        file_mode: Permissions of new files; None: they follow from the folder.
-        fsync: Whether a file must be on the device before it gets its name.
-        wants_disk_bytes: Whether it is asked what each takes on disk.
+        temps: Temporary names, in the same folders.
+        recycled: One byte per file; 1: the temporary file exists, and is overwritten.
+        attribute: Attribute for the checksum; None: no checksum.
+        file_mode: Permissions of new files; None: derived from the folder.
+        fsync: Whether to sync a file before it gets its final name.
+        wants_disk_bytes: Whether to return each file's disk usage.
     """
 
     temps: Sequence[str]
@@ -109,14 +107,14 @@ class FileStores(NamedTuple):
 
 
 class StoredFiles(NamedTuple):
-    """What became of files that were to be written.
+    """Result of writing files.
 
     Attributes:
-        statuses: A byte each: `FILE_WRITTEN`, `FILE_PRESENT` if a file had the name already,
-            `FILE_NOT_BEGUN` where the batch was taken back, or anything else: it was not written,
-            a temporary file was removed if it could be, and whoever asked has to find out why.
-        digests: The checksums of what was written; empty where none was wanted.
-        disk_bytes: What those that were written take on disk.
+        statuses: One byte per file: `FILE_WRITTEN`; `FILE_PRESENT` if the name existed;
+            `FILE_NOT_BEGUN` if the batch was withdrawn; otherwise it was not written, its temporary
+            file was removed if possible, and the caller must find the cause.
+        digests: Checksums of the written files; empty if not requested.
+        disk_bytes: Disk usage of the written files.
     """
 
     statuses: bytes
@@ -125,43 +123,43 @@ class StoredFiles(NamedTuple):
 
 
 class FileIo(Protocol):
-    """Whole files in the plain good case; what is not that is the caller's. Thread: loop."""
+    """Fast path for whole files; errors and special cases are left to the caller. Thread: loop."""
 
     async def load_files(
         self, files: FileBatch, expected: Sequence[bytes | None], attribute: Attribute | None
     ) -> LoadedFiles:
-        """Read files into rows; ends as `BlockIo.extents` does.
+        """Read files into rows; for cancellation see `BlockIo.extents`.
 
         Args:
-            files: They.
-            expected: The attribute's value for the bytes, where it is known: then it is not read.
-            attribute: Where the checksum is; None: only lengths are looked at.
+            files: The files.
+            expected: Known values of the attribute, which are then not read.
+            attribute: Attribute with the checksum; None: only check lengths.
 
         Raises:
-            BusyError: Too many batches wait.
+            BusyError: Too many batches are queued.
         """
         ...
 
     async def store_files(
         self, files: FileBatch, how: FileStores, ended: list[StoredFiles]
     ) -> None:
-        """Write rows to files that are not there yet; ends as `BlockIo.extents` does.
+        """Write rows to files that do not exist yet; for cancellation see `BlockIo.extents`.
 
         Args:
-            files: They.
+            files: The files.
             how: See `FileStores`.
-            ended: What became of them is appended when the batch ends, also if this is cancelled.
+            ended: The result is appended when the batch ends, even if the call was cancelled.
 
         Raises:
-            BusyError: Too many batches wait.
+            BusyError: Too many batches are queued.
         """
         ...
 
     async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
-        """Return a byte for each name: 1 for a regular file, 0 for what is none or cannot be asked.
+        """Return a byte for each name: 1 for a regular file, 0 if not, or if unknown.
 
         Raises:
-            BusyError: Too many batches wait.
+            BusyError: Too many batches are queued.
         """
         ...
 
@@ -175,7 +173,7 @@ class BlockDigests(Protocol):
 
     Attributes:
         is_keyed: Whether they are made with an integrity key.
-        prefix: What the seed of a checksum that is not is computed of, before the block's key.
+        prefix: Hashed before the block's key to compute the seed of an unkeyed checksum.
     """
 
     @property
@@ -190,7 +188,7 @@ class BlockDigests(Protocol):
 
 
 class FileCalls(Protocol):
-    """The system calls for payload; they return how many bytes were moved. Thread: any."""
+    """System calls for payload; they return the number of bytes transferred. Thread: any."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
 
@@ -198,10 +196,10 @@ class FileCalls(Protocol):
 
 
 class BlockIo(ABC):
-    """Moves blocks between files and rows of one buffer. Thread: loop.
+    """Copies blocks between files and rows of one buffer. Thread: loop.
 
     Attributes:
-        name: Which implementation it is.
+        name: Name of the implementation.
     """
 
     name: ClassVar[str]
@@ -216,26 +214,26 @@ class BlockIo(ABC):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        """Move rows to or from slots; returns when no byte of them moves any more.
+        """Copy rows to or from slots; returns when no byte moves any more.
 
-        That holds as well when it is cancelled: what nobody has begun is not done then. Each run
-        fails on its own, and in one that fails every block that is not known to be whole.
+        Also if cancelled: then operations not begun are skipped. Each run fails separately; in a
+        failed run, every block not known to be complete fails.
 
         Args:
             direction: LOAD or STORE.
             rows: The rows, in the order of the slots.
-            runs: The slots; together as many as the rows.
-            keys: The blocks' keys, if checksums are wanted: of what was read, or written.
+            runs: The slots; as many in total as rows.
+            keys: The blocks' keys if checksums are requested, of the bytes read or written.
             is_direct: Whether the files bypass the page cache.
 
         Raises:
-            BusyError: Too many batches wait.
-            TierError: A defect, and not the files.
+            BusyError: Too many batches are queued.
+            TierError: An internal error, not one of the files.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Wait until no thread is at work, and let go of the buffer; idempotent.
+        """Wait until no thread is working, and release the buffer; idempotent.
 
-        Every batch must have ended.
+        All batches must have ended.
         """

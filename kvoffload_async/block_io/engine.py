@@ -1,10 +1,10 @@
-"""The native engine: batches of transfers, in threads that never take the interpreter's lock.
+"""The native engine: executes batches on threads that never take the GIL.
 
-A batch is submitted and gets a ticket; when it has ended, `fd` is readable, and `take` returns its
-outcome. What it was given may not change in between.
+A submitted batch gets a ticket; when it has ended, `fd` becomes readable, and `take` returns its
+outcome. Its arguments must not change meanwhile.
 
-Tests have the system calls made through `FileOps`, which can let them fail; those run on the
-engine's threads with the interpreter's lock.
+Tests replace the system calls by `FileOps`, to inject errors; those calls run on the engine's
+threads with the GIL.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileOps(Protocol):
-    """The tiers' own calls; they raise OSError."""
+    """The tiers' own system calls; they raise OSError."""
 
     def open(self, path: str, flags: int, /) -> int: ...
     def close(self, fd: int, /) -> None: ...
@@ -56,7 +56,7 @@ class _Buffer(ctypes.Structure):
 
 
 class _FileCall(ctypes.Structure):
-    """`struct file_call` in block_io.h, as far as it is needed."""
+    """`struct file_call` in block_io.h, except for fields not needed here."""
 
     _fields_ = (
         *(("kind", ctypes.c_int), ("fd", ctypes.c_int), ("flags", ctypes.c_int)),
@@ -68,13 +68,13 @@ class _FileCall(ctypes.Structure):
 
 
 class _Call:
-    """A call of the engine.
+    """Decoded arguments of an engine's call.
 
     Attributes:
-        path: Of what has a name.
-        target_path: Where it is to be.
-        attribute: A name of one.
-        buffers: What is written or read; what an attribute, or a status, is written into.
+        path: Path of the file.
+        target_path: Path to rename to.
+        attribute: Name of the extended attribute.
+        buffers: Data to write, or memory to read into, also for attributes and status.
     """
 
     def __init__(self, call: Any) -> None:  # noqa: ANN401 - a pointer to a _FileCall
@@ -117,7 +117,7 @@ def _get_status(ops: FileOps, call: _Call) -> None:
     struct.pack_into("2q", call.buffers[0], 0, is_regular, status.st_blocks * 512)
 
 
-_KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # as `enum call_kind`
+_KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # in the order of `enum call_kind`
     lambda ops, call: ops.open(call.path, call.flags),
     lambda ops, call: ops.close(call.fd),
     lambda ops, call: ops.preadv(call.fd, call.buffers, call.offset),
@@ -133,9 +133,9 @@ _KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # as `enum 
 
 
 def adapter(ops: object) -> tuple[int, object]:
-    """Return the address of a function that the engine calls, and what must live as long.
+    """Return the address of a callback for the engine, and an object to keep it alive.
 
-    What is raised and is no OSError is a defect: it is logged, and fails the call.
+    An exception other than OSError is a bug: it is logged, and fails the call.
     """
 
     def make(call: Any) -> int:  # noqa: ANN401 - a pointer to a _FileCall
@@ -144,13 +144,14 @@ def adapter(ops: object) -> tuple[int, object]:
             return _KINDS[call.contents.kind](cast("FileOps", ops), made) or 0
         except OSError as error:
             return -(error.errno or errno.EIO)
-        except Exception as error:  # noqa: BLE001 - whatever a stand-in raises
-            # As text: a log record that kept the error would keep its frames, and the buffers.
+        except Exception as error:  # noqa: BLE001 - any exception of a test's replacement
+            # Formatted now: a log record with the error would keep its frames, and the buffers,
+            # alive.
             trace = "".join(traceback.format_exception(error))
-            logger.error("%r cannot make a system call: %s", ops, trace)  # noqa: TRY400
+            logger.error("%r failed in a system call: %s", ops, trace)  # noqa: TRY400
             return -errno.EIO
         finally:
-            for buffer in made.buffers:  # memory that the engine may give back from now on
+            for buffer in made.buffers:  # the engine may free this memory after the call
                 buffer.release()
 
     caller = _CALLER(make)
@@ -158,17 +159,17 @@ def adapter(ops: object) -> tuple[int, object]:
 
 
 PIECE_BYTES: Final = 256 << 10
-"""What one system call moves at most, where blocks are no smaller; measured."""
+"""Maximum bytes of a system call, unless a block is larger; tuned by measurement."""
 
 PART_BYTES: Final = 1 << 20
-"""What one thread moves before it looks what is next; measured."""
+"""Bytes that a thread processes before it takes the next part; tuned by measurement."""
 
 NOT_BEGUN: Final = 3
-"""The status of a file that was withdrawn."""
+"""Status of a file whose operation was withdrawn."""
 
-_EXTENTS, _LOAD_FILES, _STORE_FILES, _HAS_FILES, _COPIES = range(5)  # as `enum batch_kind`
+_EXTENTS, _LOAD_FILES, _STORE_FILES, _HAS_FILES, _COPIES = range(5)  # in the order of `enum batch_kind`
 
-_COUNTERS: Final = (  # as `enum counter`
+_COUNTERS: Final = (  # in the order of `enum counter`
     *("system_calls", "pieces", "bytes", "hashed_bytes", "batches", "parts", "wake_ups"),
     *("threads", "spares"),
 )
@@ -183,10 +184,10 @@ _TRIPLE: Final = struct.Struct("3q")
 
 
 class Memory:
-    """Rows of a buffer, which is held until `release` and until no batch uses it any more.
+    """Rows of a buffer, which is held until `release` and until no batch uses it.
 
     Attributes:
-        rows: The buffer, bytes of a row, and bytes of a slot in a file; None once it is released.
+        rows: The buffer, bytes of a row, and bytes of a slot in a file; None after release.
     """
 
     __slots__ = ("rows",)
@@ -195,35 +196,34 @@ class Memory:
         """Hold a buffer; see `Engine.map`."""
         view = memoryview(buffer)
         if not view.c_contiguous:
-            raise BufferError("buffer: it is not contiguous")
+            raise BufferError("buffer: not contiguous")
         if row_bytes <= 0:
             raise ValueError(f"row_bytes: {row_bytes} is not positive")
         if not 0 <= slot_bytes - row_bytes <= _MAX_PAD_BYTES:
             raise ValueError(
-                f"slot_bytes: {slot_bytes} is not between row_bytes, {row_bytes}, and "
-                f"{_MAX_PAD_BYTES} more"
+                f"slot_bytes: {slot_bytes} is not between row_bytes ({row_bytes}) and "
+                f"row_bytes + {_MAX_PAD_BYTES}"
             )
         if view.nbytes % row_bytes:
             raise ValueError(
-                f"buffer: its {view.nbytes} bytes are no multiple of row_bytes, {row_bytes}"
+                f"buffer: its {view.nbytes} bytes are not a multiple of row_bytes ({row_bytes})"
             )
         self.rows: tuple[memoryview, int, int] | None = (view, row_bytes, slot_bytes)
 
     def release(self) -> None:
-        """Let go of the buffer as soon as nothing of it is in flight."""
+        """Release the buffer as soon as no transfer uses it."""
         self.rows = None
 
 
 class Engine:
-    """A pool of threads.
+    """A pool of native threads.
 
-    TypeError, ValueError and BufferError name the argument that is wrong. BlockingIOError: as many
-    batches wait as may; RuntimeError: the engine is closed, or was opened by a parent of this
-    process. Thread: one at a time.
+    TypeError, ValueError and BufferError name the invalid argument. BlockingIOError: the queue is
+    full; RuntimeError: the engine is closed, or was opened before a fork. Not thread-safe.
 
     Attributes:
         fd: An eventfd, readable when a batch has ended since the last `take`.
-        take: Returns (ticket, outcome) of what has ended, in no order, and clears `fd`.
+        take: Returns (ticket, outcome) of ended batches, unordered, and clears `fd`.
     """
 
     def __init__(  # noqa: PLR0917 - settings of threads
@@ -241,19 +241,19 @@ class Engine:
         """Start the threads.
 
         Args:
-            load_threads: Those that prefer loads.
-            store_threads: Those that prefer stores.
-            spare_threads: How many more may stand for those that hang.
-            queued: Batches of each direction of which something may wait.
-            hashes: What `hashes.addresses` returns.
-            ops: Has the methods of `FileOps`, called in place of the system, with the interpreter's
-                lock; for tests.
-            name: Of the threads; 15 bytes of it count.
+            load_threads: Threads that prefer loads.
+            store_threads: Threads that prefer stores.
+            spare_threads: Maximum number of threads to replace hanging ones.
+            queued: Maximum number of queued batches per direction.
+            hashes: Result of `hashes.addresses`.
+            ops: An object with the methods of `FileOps`, called with the GIL instead of the system;
+                for tests.
+            name: Name of the threads; truncated to 15 bytes.
             piece_bytes: See `PIECE_BYTES`.
             part_bytes: See `PART_BYTES`.
 
         Raises:
-            OSError: No memory, thread or descriptor.
+            OSError: Memory, threads or descriptors are exhausted.
         """
         _check_between("load_threads", load_threads, 1, _MAX_THREADS)
         _check_between("store_threads", store_threads, 1, _MAX_THREADS)
@@ -278,9 +278,9 @@ class Engine:
         """Return the rows of a C-contiguous buffer.
 
         Args:
-            buffer: Is held, and must be writable to load into it.
-            row_bytes: Of a row.
-            slot_bytes: From one row to the next in a file: a pad of zeros follows each row.
+            buffer: The buffer to hold; must be writable for loads.
+            row_bytes: Bytes of a row.
+            slot_bytes: Distance between rows in a file: each row is followed by zero padding.
         """
         return Memory(buffer, row_bytes, slot_bytes)
 
@@ -293,12 +293,11 @@ class Engine:
         keys: Sequence[bytes] | None,
         prefix: bytes,
     ) -> int:
-        """Move rows to or from runs of slots: (descriptor, offset, number of rows), in order.
+        """Copy rows to or from runs of slots: (descriptor, offset, number of rows), in order.
 
-        Outcome: ({index: errno}, digests). -1 in place of an errno: the file ended early. If a
-        call fails, so do the blocks of its run that are not known to be whole; other runs go on.
-        Digests are there if `keys` are, 16 bytes each, seeded by the prefix and the key; that of a
-        failed block means nothing.
+        Outcome: ({index: errno}, digests). Errno -1: the file ended early. If a call fails, blocks
+        of its run not known to be complete fail as well; other runs continue. With `keys`, there
+        are digests of 16 bytes each, seeded by the prefix and the key, undefined for failed blocks.
         """
         if keys is not None:
             keys = tuple(keys)
@@ -322,7 +321,8 @@ class Engine:
         """Read a file into each row.
 
         Outcome: (statuses, digests). Status 0: it has the row's length and, with `verify`, the
-        digest that is expected, or that its attribute has; `NOT_BEGUN`; else judge it yourself.
+        digest expected or stored in its attribute; `NOT_BEGUN`; otherwise the caller must find the
+        cause.
         """
         files = (
             *(*_checked(root), _joined(names), attribute, value_prefix, tuple(expected)),
@@ -351,16 +351,16 @@ class Engine:
         wants_disk_bytes: bool,
         has_digest: bool,
     ) -> int:
-        """Write each row to a temporary file, and rename that, if its name is not there yet.
+        """Write each row to a temporary file, and rename it unless the name exists.
 
-        `recycled` has 1 for each temporary file that is there, and is overwritten. `file_mode`
-        is -1 where it follows from the folder. Outcome: (statuses, digests, disk_bytes). Status
-        0: written; 1: a file is there already; 2: judge it yourself, the temporary file is
-        removed, if it can be; `NOT_BEGUN`.
+        `recycled` is 1 for each temporary file that exists and is overwritten. `file_mode` is -1 to
+        derive it from the folder. Outcome: (statuses, digests, disk_bytes). Status 0: written; 1:
+        the name exists; 2: the caller must find the cause, and the temporary file was removed if
+        possible; `NOT_BEGUN`.
         """
         if not -1 <= file_mode <= _MAX_MODE:
             raise ValueError(f"file_mode: {file_mode} is neither permissions nor -1")
-        # Whether they are as many is checked with the rest.
+        # Equal lengths are checked by the engine.
         for temp, name in zip(temps, names, strict=False):
             if os.path.dirname(temp) != os.path.dirname(name):  # noqa: PTH120 - for every file
                 raise ValueError(f"temps: {temp} is not in the folder of {name}")
@@ -374,7 +374,7 @@ class Engine:
         )
 
     def has_files(self, root: tuple[int, str], names: Sequence[str]) -> int:
-        """Look for files. Outcome: a byte each, 1 for a regular file, 0 for all else."""
+        """Look up files. Outcome: one byte per name, 1 for a regular file, otherwise 0."""
         files = (
             *(*_checked(root), _joined(names), "", b"", ()),
             *(b"", b"", -1, False, False),
@@ -384,16 +384,16 @@ class Engine:
     def copies(self, target: Memory, source: Memory, parts: Buffer) -> int:
         """Copy bytes between memories: int64 triples (target offset, source offset, bytes).
 
-        Outcome: None, or ECANCELED if some of it was not begun.
+        Outcome: None, or ECANCELED if some were not begun.
         """
         packed = bytes(parts)
         count, rest = divmod(len(packed), _TRIPLE.size)
         if rest:
-            raise ValueError(f"parts: {len(packed)} bytes are no triples of int64")
+            raise ValueError(f"parts: {len(packed)} bytes are not triples of int64")
         to, begin = (memory.rows or _released() for memory in (target, source))
         numbers = memoryview(packed).cast("q")
         is_large = max(numbers[2::3], default=0) > self._part_bytes
-        if is_large and max(numbers) <= max(to[0].nbytes, begin[0].nbytes):  # else it is refused
+        if is_large and max(numbers) <= max(to[0].nbytes, begin[0].nbytes):  # else rejected
             packed = _cut(packed, self._part_bytes)
             count = len(packed) // _TRIPLE.size
         return self._submit(
@@ -401,33 +401,33 @@ class Engine:
         )
 
     def withdraw(self, ticket: int) -> None:
-        """Take back what of a batch nobody has begun, with ECANCELED; the rest ends as usual."""
+        """Cancel the operations of a batch that have not begun (ECANCELED); others end as usual."""
         if ticket == 0:
-            raise ValueError("ticket: 0 is none")
+            raise ValueError("ticket: 0 is not valid")
         self._threads.withdraw(ticket)
 
     def replace_hung(self, hung_after_s: float) -> int:
-        """Start spare threads for those that hang in one call; return how many hang."""
+        """Start spare threads in place of those hanging in a call; return their number."""
         return self._threads.replace_hung(_nanoseconds("hung_after_s", hung_after_s))
 
     def close(self, timeout_s: float) -> int:
-        """Cancel what waits, and wait for what runs; return how many threads are left behind.
+        """Cancel queued work, and wait for running work; return the number of hanging threads.
 
-        What these may touch is kept for as long as they hang. `take` returns what has ended.
+        Memory that hanging threads may access is kept. `take` returns the ended batches.
         """
         return self._threads.close(_nanoseconds("timeout_s", timeout_s))
 
     def counters(self) -> dict[str, int]:
-        """Return what was counted since the start."""
+        """Return the counters since the start."""
         return dict(zip(_COUNTERS, self._threads.counters(), strict=True))
 
 
 def check_hashes(hashes: tuple[int, ...]) -> None:
-    """Compare an engine's digests with those of Python, of blocks in one piece and in several.
+    """Check the engine's digests against Python's, for blocks hashed in one and in several pieces.
 
     Raises:
-        OSError: No engine can be opened.
-        RuntimeError: They differ, or are not computed.
+        OSError: The engine cannot be opened.
+        RuntimeError: The digests differ, or the check does not end.
     """
     data, key, prefix = bytes(range(256)) * 16, b"key", b"prefix\0"
     seed = xxhash.xxh3_64_intdigest(prefix + key)
@@ -438,21 +438,21 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
         for size in (1, 100, 1000, len(data)):
             memory = engine.map(data[:size], size, size)
             sizes[engine.extents(memory, True, (0,), ((fd, 0, 1),), (key,), prefix)] = size
-        ends = select.poll()  # for descriptors of any number
+        ends = select.poll()  # select.select is limited to small descriptors
         ends.register(engine.fd, select.POLLIN)
         while sizes:
             if not ends.poll(_CHECK_MS):
-                raise RuntimeError("hashes: their check does not end")
+                raise RuntimeError("hashes: the check timed out")
             for ticket, (_, digest) in engine.take():
                 if digest != xxhash.xxh3_128_digest(data[: sizes.pop(ticket)], seed):
-                    raise RuntimeError("hashes: they do not compute XXH3")
+                    raise RuntimeError("hashes: the functions do not compute XXH3")
     finally:
         engine.close(1.0)
         os.close(fd)
 
 
 def _cut(copies: bytes, most: int) -> bytes:
-    """Return copies of so many bytes at most, for several threads."""
+    """Split copies into copies of at most `most` bytes, for several threads."""
     return b"".join(
         _TRIPLE.pack(target + at, source + at, min(size - at, most))
         for target, source, size in _TRIPLE.iter_unpack(copies)
@@ -461,7 +461,7 @@ def _cut(copies: bytes, most: int) -> bytes:
 
 
 def _released() -> NoReturn:
-    raise ValueError("memory: it is released")
+    raise ValueError("memory: already released")
 
 
 def _check_between(name: str, number: int, least: int, most: int) -> None:
@@ -471,14 +471,14 @@ def _check_between(name: str, number: int, least: int, most: int) -> None:
 
 def _nanoseconds(name: str, seconds: float) -> int:
     if not seconds >= 0:
-        raise ValueError(f"{name}: {seconds} is no duration")
+        raise ValueError(f"{name}: {seconds} is not a duration")
     return int(min(seconds, 1e9) * 1e9)
 
 
 def _checked(root: tuple[int, str]) -> tuple[int, bytes]:
     fd, path = root
     if fd < 0:
-        raise ValueError(f"root: {fd} is no descriptor")
+        raise ValueError(f"root: {fd} is not a descriptor")
     return fd, os.fsencode(path)
 
 

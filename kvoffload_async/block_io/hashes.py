@@ -1,7 +1,7 @@
-"""The addresses of the `xxhash` package's functions, for native code that hashes as it does.
+"""Addresses of the `xxhash` package's C functions, for native code with the same hashes.
 
-The shared object of the package exports the C library's functions, those for streams included, so
-that neither the algorithm nor a private structure has to be copied.
+The package's shared object exports the C library, including streaming functions, so that neither
+the algorithm nor a private structure has to be duplicated.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NAMES: Final = (
     "XXH3_128bits_digest",
     "XXH3_freeState",
 )
-"""As the native engine takes them."""
+"""In the order of the native engine's parameters."""
 
 
 def addresses() -> tuple[int, ...]:
-    """Return where they are; of those made for several processors the one that chooses.
+    """Return the functions' addresses; prefers variants that dispatch by processor.
 
     Raises:
-        OSError: There is no shared object, or it cannot be opened.
+        OSError: The shared object is missing, or cannot be opened.
         AttributeError: A function is not exported.
     """
     found = importlib.util.find_spec("xxhash._xxhash")

@@ -1,4 +1,4 @@
-"""Copies from memory to memory by native threads, for a thread that waits for them."""
+"""Blocking memory-to-memory copies by native threads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 __all__ = ["Copies", "Memory", "NativeCopies"]
 
 _QUEUED: Final = 1024
-"""Batches under way."""
+"""Maximum number of batches in flight."""
 
 _CLOSE_S: Final = 5.0
-"""For threads that have nothing to do."""
+"""Seconds for idle threads to end."""
 
 
 class Copies(NamedTuple):
-    """A batch.
+    """A batch of copies between two memories.
 
     Attributes:
-        target: Where bytes are written to.
-        source: Where they come from.
+        target: Memory to write to.
+        source: Memory to read from.
         parts: Offset in the target, offset in the source, bytes: int64 `[n, 3]`.
     """
 
@@ -37,29 +37,29 @@ class Copies(NamedTuple):
 
 
 class NativeCopies:
-    """Copies by a native engine of its own. Thread: one at a time."""
+    """Copies with its own native engine. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Start two threads: one alone does not use all of the memory's bandwidth.
+        """Start two threads: one does not use the full memory bandwidth.
 
         Raises:
-            OSError: There are no more threads.
+            OSError: Threads cannot be started.
         """
         self._engine = Engine(1, 1, 0, _QUEUED, addresses(), name="kvoffload-copy")
         self._ends = select.poll()
         self._ends.register(self._engine.fd, select.POLLIN)
 
     def map(self, view: npt.NDArray[np.uint8]) -> Memory:
-        """Return contiguous memory, which is held until it is released."""
+        """Hold contiguous memory until it is released."""
         return self._engine.map(view.data, view.nbytes, view.nbytes)
 
     def copy(self, batches: Iterable[Copies]) -> None:
-        """Copy batches, in no order; returns when no byte moves any more.
+        """Copy batches, in any order; blocks until no byte moves any more.
 
-        It has no deadline of its own: what copies memory ends, and who waits for it has one.
+        Has no timeout: memory copies always end, and the caller of the transfer has a deadline.
 
         Raises:
-            ValueError: A part is not within the memories; others may have been copied.
+            ValueError: A part is outside the memories; others may have been copied.
         """
         waiting: set[int] = set()
         try:
@@ -72,7 +72,7 @@ class NativeCopies:
                 waiting -= self._ended()
 
     def close(self) -> None:
-        """End the threads; nothing may be under way."""
+        """End the threads; no copy may be running."""
         self._ends.unregister(self._engine.fd)
         self._engine.close(_CLOSE_S)
 

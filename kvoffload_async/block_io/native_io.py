@@ -1,4 +1,4 @@
-"""The native implementation: the engine's threads move bytes, one descriptor wakes the loop."""
+"""The native implementation: the engine's threads copy; one descriptor wakes the loop."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = ["Engine", "Memory", "NativeBlockIo", "open_engine"]
 logger = logging.getLogger(__name__)
 
 _QUEUED: Final = 4096
-"""Batches that may wait in each direction."""
+"""Maximum number of queued batches per direction."""
 
 _HUNG_AFTER_S: Final = 1.0
-"""A thread whose system call lasts longer than that is replaced by a spare one."""
+"""Seconds in one system call after which a thread is replaced by a spare one."""
 
 _CLOSE_S: Final = 5.0
-"""For threads that have nothing to do."""
+"""Seconds for idle threads to end."""
 
 
 _Take = Callable[[Any], None]
-"""Takes an outcome."""
+"""Receives an outcome."""
 
 
 def _ignore(_outcome: object) -> None:
@@ -52,7 +52,7 @@ def _ignore(_outcome: object) -> None:
 
 @contextlib.contextmanager
 def _busy() -> Iterator[None]:
-    """Turn what a full queue raises into a tier's error."""
+    """Convert the error of a full queue to a tier error."""
     try:
         yield
     except BlockingIOError as error:
@@ -60,14 +60,14 @@ def _busy() -> Iterator[None]:
 
 
 def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
-    """Return an engine as a tier has it.
+    """Open an engine with a tier's thread counts.
 
     Args:
-        threads: How many move bytes; as many more may stand for those that hang.
-        calls: Made in place of the system's own, with the interpreter's lock.
+        threads: Number of threads that copy; as many spare ones may replace hanging threads.
+        calls: Replaces the system calls; called with the GIL.
 
     Raises:
-        OSError: There are no more threads.
+        OSError: Threads cannot be started.
     """
     store_threads = max(1, threads // 3)
     load_threads = max(1, threads - store_threads)
@@ -75,7 +75,7 @@ def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
 
 
 class NativeBlockIo(BlockIo):
-    """Moves blocks by a native engine of its own. Thread: loop."""
+    """Copies blocks with its own native engine. Thread: loop."""
 
     name: ClassVar[str] = "native"
 
@@ -91,7 +91,7 @@ class NativeBlockIo(BlockIo):
     ) -> None:
         """Start the threads, on the loop that awaits them; see `create_block_io`.
 
-        With `calls` these are made in place of the system's own, with the interpreter's lock.
+        `calls`, if given, replace the system calls, and are called with the GIL.
         """
         self._io = io
         self._prefix = digests.prefix
@@ -99,7 +99,8 @@ class NativeBlockIo(BlockIo):
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
         self._pending: dict[int, tuple[asyncio.Future[Any], _Take]] = {}
-        """Ticket -> who awaits its outcome, and what takes that, whoever awaits it still."""
+        """Ticket -> future of the outcome, and a callback that receives it even after a
+        cancellation."""
         self._tending: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._engine.fd, self._deliver, self._engine)
@@ -181,7 +182,7 @@ class NativeBlockIo(BlockIo):
         self._memory.release()
         left = await self._io.run(Direction.METADATA, partial(engine.close, _CLOSE_S))
         if left:
-            logger.warning("%d native threads hang in a system call, and are left behind", left)
+            logger.warning("%d native threads are still in a system call and were abandoned", left)
         else:
             self._flat.release()
 
@@ -190,8 +191,8 @@ class NativeBlockIo(BlockIo):
             raise TierClosedError("the block I/O is closed")
         return self._engine
 
-    async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - each call's own
-        """Return a batch's outcome; cancelled, take back what nobody has begun, and wait on."""
+    async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - differs by call
+        """Return a batch's outcome; if cancelled, withdraw operations not begun, and wait on."""
         future: LastingFuture[Any] = LastingFuture(partial(engine.withdraw, ticket))
         self._pending[ticket] = future, take
         if self._tending is None:
@@ -205,7 +206,7 @@ class NativeBlockIo(BlockIo):
             future.set_result(outcome)
 
     def _replace_hung(self, engine: Engine) -> None:
-        """Replace threads that hang, as long as anything is in flight."""
+        """Replace hanging threads, periodically while batches are in flight."""
         self._tending = None
         if self._pending:
             engine.replace_hung(_HUNG_AFTER_S)

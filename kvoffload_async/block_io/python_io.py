@@ -1,4 +1,4 @@
-"""The Python implementation: vectored calls on an `IoRunner`'s threads, hashing between them."""
+"""The Python implementation: vectored calls and hashing on an `IoRunner`'s threads."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.types import OffloadKey
 
 _ALIGNMENT_BYTES: Final = 4096
-"""What O_DIRECT asks of memory, at most."""
+"""Maximum memory alignment that O_DIRECT requires."""
 
 
 class Rows:
-    """The primary's buffer, row by row. Thread: any, until `release`.
+    """The primary's buffer by row. Thread: any, until `release`.
 
     Attributes:
         row_bytes: Bytes of a row.
         slot_bytes: Bytes of a slot.
-        is_aligned: Whether rows may be given to O_DIRECT as they are.
+        is_aligned: Whether rows can be passed to O_DIRECT calls directly.
     """
 
     def __init__(self, kv_view: memoryview, slot_bytes: int) -> None:
@@ -48,18 +48,18 @@ class Rows:
         self.is_aligned = not self._pad and _address_of(self._flat) % _ALIGNMENT_BYTES == 0
 
     def each(self, numbers: Sequence[int]) -> list[memoryview]:
-        """Return rows one by one."""
+        """Return a view of each row."""
         flat, size = self._flat, self.row_bytes
         return [flat[number * size : (number + 1) * size] for number in numbers]
 
     def padded(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Return what as many slots are written from, or read into."""
+        """Return the buffers for the rows' slots, with padding."""
         if not self._pad:
             return rows
         return [buffer for row in rows for buffer in (row, self._pad)]
 
     def release(self) -> None:
-        """Let go of the primary's memory."""
+        """Release the primary's memory."""
         self._flat.release()
 
 
@@ -70,19 +70,19 @@ def _address_of(view: memoryview) -> int:
 _IOV_MAX: Final = 1024
 
 _SHARES: Final = 4
-"""How many parts an idle thread gets of a batch, about."""
+"""Approximate number of parts per idle thread when a batch is divided."""
 
 _LEAST_SHARE: Final = 4
-"""Which share of a whole part these are at least."""
+"""Minimum size of such a part, as a fraction of a full one."""
 
 _CALL_BYTES: Final = 16 << 20
-"""What a thread moves before it takes the next call, which may be of the other direction."""
+"""Bytes that a thread copies before it takes the next call, possibly of the other direction."""
 
 
 class PythonBlockIo(BlockIo):
-    """Moves blocks by the calls of a `FileOps`, on the threads of an `IoRunner`.
+    """Copies blocks with a `FileOps`, on the threads of an `IoRunner`.
 
-    The threads that are free share a batch: each takes one part after the other.
+    Idle threads share a batch: each takes one part after the other.
     """
 
     name: ClassVar[str] = "python"
@@ -132,20 +132,20 @@ class PythonBlockIo(BlockIo):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether rows may be moved past the page cache as they are."""
+        """Whether rows can bypass the page cache without a bounce buffer."""
         return self._rows.is_aligned
 
     async def close(self) -> None:
         self.release()
 
     def release(self) -> None:
-        """Let go of the buffer; nothing may be under way."""
+        """Release the buffer; no batch may be running."""
         self._mover.close()
         self._rows.release()
 
 
 class _Part(NamedTuple):
-    """A part of a batch: the index of its first block, where its blocks are, and its bytes."""
+    """A part of a batch: index of its first block, its runs, and its bytes."""
 
     start: int
     runs: Sequence[Run]
@@ -153,12 +153,12 @@ class _Part(NamedTuple):
 
 
 class _Batch:
-    """Extents on their way.
+    """Blocks being copied.
 
     Attributes:
-        parts: Those that no thread has begun.
+        parts: Parts that no thread has begun.
         errors: See `Moved`.
-        digests: The checksums; empty where none is wanted.
+        digests: The checksums; empty if not requested.
     """
 
     def __init__(self, mover: _Mover, rows: Sequence[int], *, is_store: bool) -> None:
@@ -173,15 +173,15 @@ class _Batch:
         self._keys: Sequence[OffloadKey] = ()
         self._num_moving = 0
         self._mutex = threading.Lock()
-        """Guards which parts are begun; never held for longer than that takes."""
+        """Guards the taking of parts; held only briefly."""
 
     def want_digests(self, digester: BlockDigests, keys: Sequence[OffloadKey]) -> None:
-        """Compute checksums of the blocks that are moved."""
+        """Compute checksums of the blocks."""
         self._digester, self._keys = digester, keys
         self.digests = [bytes(DIGEST_BYTES)] * len(keys)
 
     def divide(self, runs: Sequence[Run], part_slots: int, idle_threads: int) -> None:
-        """Divide the batch into parts; smaller ones where threads are idle."""
+        """Divide the batch into parts; smaller ones if threads are idle."""
         size = part_slots
         if idle_threads:
             share = -(-len(self._numbers) // (_SHARES * idle_threads))
@@ -193,7 +193,7 @@ class _Batch:
         )
 
     def move(self) -> None:
-        """Move parts, up to `_CALL_BYTES`; by several threads at once. Thread: an I/O thread."""
+        """Copy parts, up to `_CALL_BYTES`; may run in several threads. Thread: an I/O thread."""
         left_bytes = _CALL_BYTES
         while left_bytes > 0 and (part := self._begin_part()) is not None:
             try:
@@ -203,14 +203,14 @@ class _Batch:
                     start += run.length
             except BaseException as error:
                 self.withdraw()
-                raise TierUnavailableError(f"moving blocks raised {error!r}") from error
+                raise TierUnavailableError(f"copying blocks raised {error!r}") from error
             finally:
                 with self._mutex:
                     self._num_moving -= 1
             left_bytes -= part.num_bytes
 
     def withdraw(self) -> bool:
-        """Begin no other part; return whether none is being moved. Thread: any."""
+        """Begin no further part; return whether none is being copied. Thread: any."""
         with self._mutex:
             self.parts.clear()
             return not self._num_moving
@@ -227,7 +227,7 @@ class _Batch:
         rows = self._mover.rows.each(self._numbers[start:stop])
         try:
             if self._is_store:
-                self._hash(start, rows)  # first: then the bytes are written from the cache
+                self._hash(start, rows)  # first, so that the write finds the bytes in the CPU cache
                 self._mover.write(run, rows, is_direct=self.is_direct)
                 return
             whole = self._mover.read(run, rows, is_direct=self.is_direct)
@@ -247,7 +247,7 @@ class _Batch:
 def _parts(
     runs: Sequence[Run], size: int, slot_bytes: int
 ) -> Iterator[tuple[int, int, Sequence[Run]]]:
-    """Yield parts of so many slots, of one file each: index of the first, how many, their runs."""
+    """Yield parts of at most `size` slots in one file: index of the first, count, runs."""
     start = count = 0
     part: list[Run] = []
     for fd, first, length in runs:
@@ -266,10 +266,10 @@ def _parts(
 
 
 class _Mover:
-    """Moves one run with as few calls as it takes. Thread: an I/O thread.
+    """Copies one run with as few calls as possible. Thread: an I/O thread.
 
     Attributes:
-        rows: The buffer's.
+        rows: The buffer's rows.
     """
 
     def __init__(self, calls: FileCalls, rows: Rows) -> None:
@@ -278,12 +278,16 @@ class _Mover:
         self._bounce: deque[mmap.mmap] = deque()
 
     def close(self) -> None:
-        """Unmap what was borrowed."""
+        """Unmap the bounce buffers."""
         while self._bounce:
             self._bounce.pop().close()
 
     def write(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> None:
-        """Write rows; raises OSError."""
+        """Write rows.
+
+        Raises:
+            OSError: They could not be written.
+        """
         if not is_direct or self.rows.is_aligned:
             self._transfer(run, self.rows.padded(rows), is_write=True)
             return
@@ -296,10 +300,10 @@ class _Mover:
                 self._transfer(run, [staged], is_write=True)
 
     def read(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> int:
-        """Read into rows; return how many blocks are whole.
+        """Read into rows; return the number of complete blocks.
 
         Raises:
-            OSError: Some could not be read; no row may be believed.
+            OSError: A read failed; no row is valid.
         """
         if not is_direct or self.rows.is_aligned:
             return self._whole(rows, self._transfer(run, self.rows.padded(rows), is_write=False))
@@ -313,13 +317,13 @@ class _Mover:
             return count
 
     def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
-        """Return how many slots lie within the first bytes of a transfer; the last needs no pad."""
+        """Return the number of slots within a transfer's bytes; the last one needs no padding."""
         slot_bytes, row_bytes = self.rows.slot_bytes, self.rows.row_bytes
         return min(len(rows), (done_bytes + slot_bytes - row_bytes) // slot_bytes)
 
     @contextlib.contextmanager
     def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
-        """Lend page-aligned memory; parts are of about one size, so it is used again."""
+        """Borrow page-aligned memory; it is reused, because parts have similar sizes."""
         try:
             memory = self._bounce.pop()
         except IndexError:
@@ -333,7 +337,7 @@ class _Mover:
             self._bounce.append(memory)
 
     def _transfer(self, run: Run, buffers: Sequence[memoryview], *, is_write: bool) -> int:
-        """Move all bytes; return how many, which are fewer only at the end of a file read."""
+        """Transfer all bytes; return their number, which is smaller only at the end of a file."""
         move = self._calls.pwritev if is_write else self._calls.preadv
         done = 0
         for start in range(0, len(buffers), _IOV_MAX):
@@ -358,7 +362,7 @@ def _array(memory: mmap.mmap, offset: int, size_bytes: int) -> npt.NDArray[np.ui
 
 
 def _behind(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:
-    """Return what is left of buffers behind their first bytes."""
+    """Return the remaining buffers after the first `done_bytes`."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if done_bytes < len(buffer):

@@ -1,4 +1,4 @@
-"""The cache policies: who leaves when a cache of blocks is full.
+"""Cache policies: which blocks are evicted from a full cache.
 
-They rank numbers of slots; no keys, bytes or I/O.
+They rank slot numbers; no keys, bytes or I/O.
 """

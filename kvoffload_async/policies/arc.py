@@ -1,9 +1,9 @@
-"""ARC: recency and frequency in balance, a balance that its own regrets adjust.
+"""ARC: balances recency and frequency, and adapts the balance to hits on evicted keys.
 
 Source: N. Megiddo, D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003,
-figure 4. Its names are kept: T1 and T2 hold the resident keys seen once and at least twice, B1 and
-B2 the *ghosts* of those that left them; L1 = T1 + B1, L2 = T2 + B2; c is the capacity, p the size
-at which T1 is aimed.
+figure 4, with its names: T1 and T2 hold the resident keys seen once and at least twice, B1 and B2
+the *ghosts* of keys evicted from them; L1 = T1 + B1, L2 = T2 + B2; c is the capacity, p the target
+size of T1.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _ONCE, _AGAIN = range(2)
 
 
 class ArcPolicy(CachePolicy):
-    """The paper's cases I to IV, key by key, where evicting is not always possible or needed.
+    """Cases I to IV of the paper, key by key, extended for pinned blocks and free slots.
 
-    Four things differ from the paper's cache. REPLACE runs only when no slot is free (a failed
-    write frees one while ghosts remain). LRU means the least recent *evictable* key, and a list
-    without one leaves it to the other, whichever that is. A batch is planned whole before
-    anything changes. Keys are admitted apart from their eviction, so a list is trimmed after the
-    insertion that overfills it and not before, which drops the same ghosts; a T1 that fills the
-    cache (case IV A, second half) needs no case of its own, as its victim's ghost is the one to go.
+    There are four differences from the paper. REPLACE runs only if no slot is free (a failed write
+    frees one while ghosts remain). LRU means the least recent *evictable* key; if a list has none,
+    the other list is used. A batch is planned completely before anything changes. Admission is
+    separate from eviction, so a list is trimmed after the insertion that overfills it instead of
+    before, which drops the same ghosts; a T1 that fills the cache (case IV A, second half) needs no
+    special case, because its victim's ghost is dropped.
 
-    Always: |T1| + |T2| <= c; |L1| <= c; |L1| + |L2| <= 2c; no key in two lists; 0 <= p <= c.
+    Invariants: |T1| + |T2| <= c; |L1| <= c; |L1| + |L2| <= 2c; no key in two lists; 0 <= p <= c.
 
-    Inside, a ghost has a number below 2c, like a slot has one below c. Bytes a slot: 55, and with a
-    ghost for each block in the cache about 330.
+    Ghosts are numbered below 2c, as slots are below c. Memory per slot: 55 bytes, or about 330 with
+    a ghost for each block in the cache.
 
     Attributes:
-        p: Target size of `t1`, in blocks and fractions of one.
+        p: Target size of `t1` in blocks, fractional.
 
     Thread: owner.
     """
@@ -67,12 +67,12 @@ class ArcPolicy(CachePolicy):
 
     @property
     def t1(self) -> Sequence[OffloadKey]:
-        """Seen once. This and the others: copies, least recent first. For inspection."""
+        """Keys seen once, least recent first; a copy, like the next three. For inspection."""
         return tuple(self._keys[slot] for slot in self._lists.walk(_ONCE))
 
     @property
     def t2(self) -> Sequence[OffloadKey]:
-        """Seen at least twice."""
+        """Keys seen at least twice."""
         return tuple(self._keys[slot] for slot in self._lists.walk(_AGAIN))
 
     @property
@@ -99,7 +99,7 @@ class ArcPolicy(CachePolicy):
     def _replace_by_new(
         self, num_incoming: int, count: int, is_evictable: Callable[[int], bool]
     ) -> list[int] | None:
-        """Replace victims where no incoming key has a ghost: p stays, and T1 grows by each."""
+        """Evict victims when no incoming key has a ghost: p stays, and T1 grows by each key."""
         lists = self._lists
         up_to_target = min(count, int(self.p) + 1 - (self._sizes[_ONCE] + num_incoming - count))
         if up_to_target <= 0:
@@ -125,7 +125,7 @@ class ArcPolicy(CachePolicy):
     def _replace_by_any(
         self, found: Sequence[int | None], count: int, is_evictable: Callable[[int], bool]
     ) -> list[int] | None:
-        """Replace victims by keys of which these are the ghosts, and adapt p."""
+        """Evict victims when some incoming keys have ghosts, given by `found`, and adapt p."""
         t1 = self._lists.pick(count, is_evictable, _ONCE)
         t2 = self._lists.pick(count, is_evictable, _AGAIN)
         sizes = tuple(zip(self._sizes, self._ghost_sizes, strict=True))
@@ -189,7 +189,7 @@ class ArcPolicy(CachePolicy):
             if ghost is not None:
                 self._admit_once(once)
                 once = []
-                if key in self._ghosts:  # those admitted just now may have pushed it out
+                if key in self._ghosts:  # earlier admissions may have dropped it
                     self._ghost_lists.remove([ghost])
                     self._drop([ghost], self._ghost_list_of[ghost])
                     self._join(_AGAIN, [slot])
@@ -198,7 +198,7 @@ class ArcPolicy(CachePolicy):
         self._admit_once(once)
 
     def _admit_once(self, slots: Sequence[int]) -> None:
-        """Admit to T1, and trim as if after each one."""
+        """Admit to T1, and trim as if after each key."""
         self._join(_ONCE, slots)
         (t1, t2), (b1, b2) = self._sizes, self._ghost_sizes
         surplus = t1 + b1 - self.capacity_blocks
@@ -265,7 +265,7 @@ class ArcPolicy(CachePolicy):
             list_of[slot] = which
 
     def _bury(self, slots: Sequence[int], which: int) -> None:
-        """Make ghosts of blocks that were in this list."""
+        """Turn blocks evicted from a list into ghosts."""
         if not slots:
             return
         ghosts = self._free_ghosts.take(len(slots))
@@ -280,7 +280,7 @@ class ArcPolicy(CachePolicy):
         self._ghost_sizes[which] += len(slots)
 
     def _drop(self, ghosts: Sequence[int], which: int) -> None:
-        """Forget ghosts that were in this list."""
+        """Drop ghosts of a list."""
         self._ghost_sizes[which] -= len(ghosts)
         key_of = self._ghost_keys
         self._ghosts.discard([key_of[ghost] for ghost in ghosts])
@@ -288,10 +288,10 @@ class ArcPolicy(CachePolicy):
 
 
 class _Rehearsal:
-    """L1 or L2 as a batch in the making would leave it; the lists themselves keep their order.
+    """L1 or L2 during the planning of a batch; the lists themselves do not change.
 
     Attributes:
-        gone: Ghosts that the batch takes or drops, of either list.
+        gone: Ghosts taken or dropped by the batch, of either list.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class _Rehearsal:
         ghosts: Iterable[int],
         gone: set[int],
     ) -> None:
-        """Start with so many blocks and ghosts, with those that may go, each in order of rank."""
+        """Start with the current sizes, and the evictable victims and ghosts in order of rank."""
         self.num_resident, self.num_ghosts = sizes
         self._victims = iter(victims)
         self.gone = gone
@@ -323,7 +323,7 @@ class _Rehearsal:
 
     def drop_ghost(self) -> None:
         self.num_ghosts -= 1
-        # None left: the one that goes is the batch's own victim, which nobody asks for again.
+        # If none is left, the batch's own victim becomes the dropped ghost, which needs no record.
         self.gone.update(islice(self._droppable, 1))
 
 

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class LruPolicy(CachePolicy):
-    """Evicts the blocks whose last access is the longest ago. Bytes a slot: 12.
+    """Evicts the least recently used blocks. Memory per slot: 12 bytes.
 
-    Order lives apart from pinning: a block that may not go when its turn comes, and is unpinned
-    late, still has the rank of its last access.
+    Pinning does not change the order: a block that was skipped because it was pinned keeps the rank
+    of its last access.
 
     Thread: owner.
     """

@@ -1,4 +1,4 @@
-"""Where threads meet: the loop thread, the I/O pool, the bridge, memory that processes share.
+"""Cross-thread infrastructure: loop thread, I/O pool, bridge, shared memory.
 
-No decisions, and nothing that knows what a tier does with its threads.
+Makes no decisions, and knows nothing of what tiers do with their threads.
 """

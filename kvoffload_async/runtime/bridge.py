@@ -1,8 +1,8 @@
 """The two one-way queues between the owner's thread and the loop's.
 
-Outbox: the effects in the tiers' states, handed over in one wake-up a batch. Inbox: a `deque` a
-tier, to which the actor appends and which the owner drains. There is no lock, and neither side
-waits.
+Outbox: the effects in the tiers' states, handed over in batches with one wake-up each. Inbox: a
+`deque` per tier, to which the actor appends and which the owner drains. There are no locks, and
+neither side blocks.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class PoolRunner(IoRunner, Protocol):
     """An `IoRunner` that can be closed."""
 
     def close(self, timeout_s: float) -> int:
-        """Stop; return how many threads are still in a call."""
+        """Stop the threads; return how many are still in a call."""
         ...
 
     def abandon(self) -> None:
-        """End the coroutines that await such calls, after the tier could not be opened."""
+        """Fail the coroutines that await hanging calls, after the tier could not be opened."""
         ...
 
 
 class TierLink:
     """One tier's pair of queues: a state on the owner's side, an actor on the loop's.
 
-    Thread: owner, but for `post`.
+    Thread: owner, except for `post`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TierLink:
         probe_timeout_s: float,
         identity: KVIdentity,
     ) -> None:
-        """Connect; nothing runs before `open`. The pool is closed with the link."""
+        """Connect; nothing runs before `open`. The link owns the pool."""
         self.state = state
         self._pool = pool
         self._opening_s = tier.opening_s(kv_view.nbytes // len(kv_view))
@@ -79,10 +79,10 @@ class TierLink:
         )
 
     def pump(self, key_limit: float = math.inf) -> None:
-        """Apply the events that have come in, in their order. Never waits.
+        """Apply received events, in order. Never blocks.
 
         Args:
-            key_limit: From how many announced keys on the rest is left for the next call.
+            key_limit: Number of announced keys after which the rest is left for the next call.
         """
         inbox, state = self.inbox, self.state
         while inbox and key_limit > 0:
@@ -92,13 +92,13 @@ class TierLink:
                 key_limit -= len(event.keys)
 
     def open(self, timeout_s: float) -> None:
-        """Open the tier and join the bridge; waits. Raises what the tier's `open` raises.
+        """Open the tier and join the bridge; blocks. Raises the errors of the tier's `open`.
 
         Args:
-            timeout_s: What any tier has for it; one that may be large has more.
+            timeout_s: Timeout for an ordinary tier; a large one is given more.
 
         Raises:
-            TierTimeoutError: It did not open in time.
+            TierTimeoutError: The tier did not open in time.
         """
         timeout_s += self._opening_s
         try:
@@ -109,8 +109,8 @@ class TierLink:
                 self._pool.abandon()
             if isinstance(error, TimeoutError):
                 why = str(error) or (
-                    f"did not open within {timeout_s:g} s; look whether its place answers, or "
-                    "give it more as open_timeout_s"
+                    f"did not open within {timeout_s:g} s; check that its storage responds, or "
+                    "raise open_timeout_s"
                 )
                 name = self.state.name
                 raise TierTimeoutError(f"tier {name} ({self.actor.place}): {why}") from error
@@ -118,21 +118,21 @@ class TierLink:
         self._bridge.links.append(self)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has its result; False at the deadline."""
+        """Wait until every job has a result; False on timeout."""
         self._bridge.flush()
         return self._bridge.runner.wait_until(self._is_drained, timeout_s)
 
     def close(self, timeout_s: float) -> CloseReport:
-        """Close state and actor; every job has its result afterwards. Never raises.
+        """Close state and actor; afterwards every job has a result. Never raises.
 
-        Waits about `timeout_s` for running jobs, then gives them up.
+        Waits about `timeout_s` for running jobs, then orphans them.
         """
         self.state.close()
         try:
             report = self._bridge.runner.run(
                 self.actor.close(timeout_s), timeout_s + _CLOSE_MARGIN_S
             )
-        except Exception as error:  # noqa: BLE001 - the rest must be closed all the same
+        except Exception as error:  # noqa: BLE001 - closing must continue
             drop_tracebacks(error)
             report = CloseReport(error=error)
         finally:
@@ -162,32 +162,32 @@ class Bridge:
     def __init__(
         self, runner: LoopRunner, create_pool: Callable[[int, int, int], PoolRunner] = IoPool
     ) -> None:
-        """Connect nothing yet.
+        """Start without links.
 
         Args:
             runner: The loop.
-            create_pool: Makes a tier's I/O pool, given its threads that prefer loads, those that
-                prefer stores, and those for calls without payload. A pool a tier: one that hangs
-                takes no other tier's threads.
+            create_pool: Creates a tier's I/O pool, given the numbers of threads that prefer loads,
+                that prefer stores, and for calls without payload. Each tier has its own pool, so
+                that a hanging tier does not use up other tiers' threads.
         """
         self.runner = runner
         self.create_pool = create_pool
         self.links: list[TierLink] = []
         self.wake_ups = 0
         self.lag = Histogram()
-        """From a hand-over until the loop gets to it, in seconds; observed by the loop's thread."""
+        """Seconds from a hand-over until the loop processes it; observed on the loop's thread."""
         self.hung_openings: dict[str, PoolRunner] = {}
-        """Tier -> the pool of its last opening that failed with a thread in a call."""
+        """Tier -> pool of its last failed opening with a thread still in a call."""
 
     def opening_hangs(self, tier: str) -> bool:
-        """Tell whether a thread still hangs from when a tier could not be opened. Thread: any."""
+        """Return whether a thread of a tier's failed opening is still in a call. Thread: any."""
         pool = self.hung_openings.get(tier)
         return pool is not None and pool.close(0.0) > 0
 
     def flush(self) -> None:
-        """Hand over what the tiers are to do: one wake-up of the loop, or none. Never waits.
+        """Hand over the tiers' effects, with at most one wake-up of the loop. Never blocks.
 
-        Where the loop has ended, every job fails now.
+        If the loop has ended, every job fails at once.
         """
         if self.runner.has_ended():
             self._give_up()
@@ -199,25 +199,25 @@ class Bridge:
             self.wake_ups += 1
             try:
                 self.runner.call_soon(self._execute, batch, self.runner.now_s())
-            except ClosedError:  # it has ended since it was asked
+            except ClosedError:  # it ended after the check
                 self._give_up()
 
     def wait_for_progress(self, timeout_s: float) -> bool:
-        """Hand over, then wait until an event has come in; False if none has in time."""
+        """Hand over effects, then wait for an event; False on timeout."""
         self.flush()
         return self.runner.wait_until(self._has_events, timeout_s)
 
     def _give_up(self) -> None:
-        """Fail what the loop will never end; a copy that was begun keeps its memory."""
+        """Fail jobs that the loop will not end; a running copy keeps its memory."""
         for link in self.links:
             if link.state.is_available:
-                logger.error("tier %s: its event loop has ended, and it with it", link.state.name)
-                link.pump()  # what the loop has posted before
+                logger.error("tier %s: closed because its event loop has ended", link.state.name)
+                link.pump()  # events posted before
                 link.state.close()
                 link.state.abandon_rest()
 
     def _execute(self, batch: Batch, handed_over_s: float) -> None:
-        """Thread: loop."""
+        """Execute a batch. Thread: loop."""
         self.lag.observe(self.runner.now_s() - handed_over_s)
         execute(batch)
 
@@ -248,12 +248,12 @@ class RuntimeHost:
         self.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the loop; idempotent. The tiers' pools are closed with their links."""
+        """Stop the loop; idempotent. The links close their pools."""
         self._loop_thread.close(timeout_s)
 
 
 def execute(batch: Batch) -> None:
-    """Start what the effects ask for, in order. Thread: loop."""
+    """Execute the effects in order. Thread: loop."""
     for actor, effects in batch:
         for effect in effects:
             match effect:

@@ -1,4 +1,4 @@
-"""The primary tier's memory: one mapping, a row a slot; and who holds views of it."""
+"""The primary tier's memory: one mapping with a row per slot, and the holders of its views."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from kvoffload_async.errors import ConfigError
 
 _MOST_NAMES = 8
 _MOST_STEPS = 6
-"""How far a name is looked for behind containers: each step is a pass over every object."""
+"""How many containers deep holders are searched: each step scans every object."""
 _MOST_FOLLOWED = 256
-"""How many containers are looked behind in a step."""
+"""Maximum number of containers followed per step."""
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, memoryview)
 _CODE_OF = {
-    FrameType: ("frame of", "f_code"),  # kept by an error, mostly
+    FrameType: ("frame of", "f_code"),  # usually kept by an exception
     CoroutineType: ("coroutine", "cr_code"),
     GeneratorType: ("generator", "gi_code"),
     AsyncGeneratorType: ("generator", "ag_code"),
 }
 _EXPORT = "managedbuffer"
-"""What stands between memory and the views of it; the interpreter does not give the type away."""
+"""Type of the object between memory and its views; not accessible in Python."""
 
 
 def describe_holders(memory: object, ignored: Iterable[object] = ()) -> str:
-    """Return the names of functions and types that hold a view of `memory`; never contents.
+    """Describe the functions and types that hold a view of `memory`, without contents.
 
     Args:
-        memory: What exports the views.
-        ignored: Holders that are not worth a word.
+        memory: The object that exports the views.
+        ignored: Holders to omit.
     """
     names: dict[str, None] = {}
     known = {id(memory), *map(id, ignored)}
@@ -63,7 +63,7 @@ def describe_holders(memory: object, ignored: Iterable[object] = ()) -> str:
         del links[_MOST_FOLLOWED:]
         if not links or len(names) >= _MOST_NAMES:
             break
-    # The collector sees neither arrays nor what a function has that is running.
+    # The garbage collector knows neither arrays nor locals of running functions.
     return ", ".join(list(names)[:_MOST_NAMES]) or "arrays, code in C or running functions"
 
 
@@ -85,22 +85,22 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def row_stride_bytes(block_bytes: int, num_workers: int = 1, page_bytes: int = PAGE_BYTES) -> int:
-    """Return the bytes of one row: a cell a worker, padded to whole pages."""
+    """Return the bytes of one row: a cell per worker, padded to whole pages."""
     return -(-block_bytes * num_workers // page_bytes) * page_bytes
 
 
 class Pages(mmap.mmap):
-    """A mapping that knows who copies to or from it; see `abc.pages`.
+    """A mapping that tracks who copies to or from it; see `abc.pages`.
 
     Attributes:
-        when_idle: Called when the last holder lets go. Thread: the holder's.
+        when_idle: Called when the last hold is released. Thread: the releasing one.
     """
 
     when_idle: Callable[[], object] | None = None
 
     @property
     def holders(self) -> list[str]:
-        """Who holds it now."""
+        """Names of the current holders."""
         return list(self._holders().values())
 
     def hold(self, who: str) -> Callable[[], None]:
@@ -116,7 +116,7 @@ class Pages(mmap.mmap):
         return release
 
     def _holders(self) -> dict[object, str]:
-        # mmap makes its objects in __new__ alone, with arguments that no __init__ should repeat.
+        # mmap objects are initialised only in __new__.
         return self.__dict__.setdefault("holders_by_token", {})  # type: ignore[no-any-return]
 
 
@@ -131,16 +131,17 @@ class PrimaryBuffer:
         prefault: bool = True,
         mapping: Pages | None = None,
     ) -> None:
-        """Map anonymous memory and, with `prefault`, touch it: first touches are slow.
+        """Map anonymous memory and, with `prefault`, touch its pages: first touches are slow.
 
         Args:
-            num_slots: Rows.
+            num_slots: Number of rows.
             stride_bytes: Bytes of a row.
-            prefault: Whether to touch it.
-            mapping: Memory that begins with the rows, to use instead; owned from now on.
+            prefault: Whether to touch the pages.
+            mapping: Existing memory to use instead, which begins with the rows; ownership passes to
+                this object.
 
         Raises:
-            ConfigError: The system does not give that much memory.
+            ConfigError: The memory cannot be allocated.
         """
         size_bytes = num_slots * stride_bytes
         self._map = _map_anonymous(size_bytes, prefault=prefault) if mapping is None else mapping
@@ -149,21 +150,21 @@ class PrimaryBuffer:
         self._released = False
 
     def release(self, *, is_idle: bool = True) -> bool:
-        """Give the memory back to the system; idempotent. To be called when no job runs.
+        """Return the memory to the system; idempotent. Call it when no job runs.
 
-        While a transport holds it, it stays as it is until the last one lets go: memory is never
-        taken away under a copy. While somebody else has a view, its pages go and the range of
-        addresses stays, with a warning that names them.
+        While transports hold it, it stays mapped until the last hold is released. If other views
+        exist, its pages are freed but the address range stays mapped, with a warning that names the
+        holders.
 
         Args:
-            is_idle: Whether it is sure that whoever has a view does not copy.
+            is_idle: Whether no holder of a view is copying.
 
         Returns:
             Whether it is unmapped.
         """
         if self._released:
             return True
-        # Before asking: who lets go in between will call it.
+        # Set before checking, so that a concurrent release will call it.
         self._map.when_idle = partial(self.release, is_idle=is_idle)
         if self._map.holders:
             logger.warning(
@@ -184,21 +185,21 @@ class PrimaryBuffer:
         """Unmap the memory.
 
         Raises:
-            BufferError: Somebody has a view of it.
+            BufferError: There is a view of it.
         """
         self.view.release()
         self._map.close()
 
     def _give_pages_back(self, *, is_idle: bool) -> None:
-        what = "its pages too, as a load or a store has not ended"
+        what = "its pages too, because a load or store is still running"
         if is_idle:
-            what = "its pages were given back"
+            what = "its pages were freed"
             try:
                 self._map.madvise(mmap.MADV_DONTNEED)
-            except OSError as error:  # locked, say
-                what = f"its pages could not be given back ({error})"
+            except OSError as error:  # for example, locked memory
+                what = f"its pages could not be freed ({error})"
         if not logger.isEnabledFor(logging.WARNING):
-            return  # looking for the holders takes passes over every object of the process
+            return  # the search for holders scans every object of the process
         logger.warning(
             "the primary buffer is still in use and its %d bytes of addresses stay mapped: %s; "
             "views of it are held by %s",
@@ -209,10 +210,10 @@ class PrimaryBuffer:
 
 
 def _map_anonymous(size_bytes: int, *, prefault: bool) -> Pages:
-    """Map private memory, in huge pages where the system has them.
+    """Map private memory, with huge pages if available.
 
-    With small ones, whoever copies or hashes whole rows waits for the TLB; shared anonymous memory
-    has no others.
+    With small pages, copying or hashing whole rows is limited by TLB misses; shared anonymous
+    memory has no huge pages.
     """
     try:
         mapping = Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -220,7 +221,7 @@ def _map_anonymous(size_bytes: int, *, prefault: bool) -> Pages:
         raise ConfigError(
             f"cpu_bytes_to_use: cannot map {size_bytes} bytes of memory ({error}); use less"
         ) from error
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # not supported by the kernel
         mapping.madvise(mmap.MADV_HUGEPAGE)
     if prefault:
         np.frombuffer(mapping, dtype=np.uint8)[::PAGE_BYTES] = 0

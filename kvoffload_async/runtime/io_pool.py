@@ -1,9 +1,8 @@
-"""A few threads for few, large, GIL-free system calls; loads and stores cannot starve each other.
+"""A small thread pool for large blocking calls that release the GIL, fair to loads and stores.
 
-Some threads take a load first and a store if there is none, others the reverse, and a few take
-only calls that move no payload, so that a probe never waits behind a transfer. A thread that finds
-nothing to take helps with a call that is under way. Finished calls are handed to the loop in
-batches, with one wake-up a batch.
+Some threads take a load first and a store if there is none, others the reverse, and a few take only
+calls without payload, so that a probe never waits behind a transfer. An idle thread helps with a
+running call. Finished calls are handed to the loop in batches, with one wake-up per batch.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Bell = queue.SimpleQueue[None]
-"""Rung once for a call, and once for each helper that it wants; a thread takes one ring a turn."""
+"""Signalled once per call and once per requested helper; a thread consumes one signal per turn."""
 
 
 _STOP_S = 1.0
-"""For threads that have nothing to do yet."""
+"""Seconds for idle threads to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,19 +46,19 @@ class _Call:
     call: Callable[[], Any]
     future: asyncio.Future[Any]
     is_shared: bool
-    """Whether more threads than one may be in it."""
+    """Whether several threads may run it."""
     helpers: int
-    """How many more threads may join."""
+    """Number of further threads that may join."""
     threads: int = 0
-    """How many are in it, where others may join."""
+    """Number of threads running it, if shared."""
     result: Any = None
     error: BaseException | None = None
 
 
 def suitable_threads() -> int:
-    """Return how many threads move bytes fastest where nobody says: one a usable CPU, 2 to 4.
+    """Return the default number of copying threads: one per usable CPU, but 2 to 4.
 
-    More than that only wait for each other as long as the page cache answers.
+    More threads only contend with each other while the page cache serves requests.
     """
     return max(2, min(4, len(os.sched_getaffinity(0))))
 
@@ -67,7 +66,7 @@ def suitable_threads() -> int:
 class IoPool:
     """Threads that run blocking calls for the coroutines of one loop; an `IoRunner`.
 
-    The threads are daemons: one that hangs in a system call cannot keep the process alive.
+    The threads are daemons, so that one hanging in a system call cannot keep the process alive.
     """
 
     def __init__(
@@ -84,16 +83,17 @@ class IoPool:
         Args:
             load_preferring_threads: Threads that take loads first.
             store_preferring_threads: Threads that take stores first.
-            payload_free_threads: Threads that take calls without payload only.
-            queued_calls: Calls that may wait in each direction; one more raises BusyError.
+            payload_free_threads: Threads that take only calls without payload.
+            queued_calls: Maximum number of queued calls per direction; beyond it, BusyError is
+                raised.
             name: Prefix of the threads' names.
         """
         self._queues: dict[Direction, deque[_Call]] = {d: deque() for d in Direction}
         self._queued_calls = queued_calls
         self._wanting: dict[_Call, None] = {}
-        """Calls under way that one more thread may help with."""
+        """Running calls that another thread may join."""
         self._mutex = threading.Lock()
-        """Guards the queues and who is in which call; never held for longer than that takes."""
+        """Guards the queues and the counts of threads in calls; held only briefly."""
         transfers: _Bell = queue.SimpleQueue()
         self._bells: dict[Direction, _Bell] = {
             Direction.LOAD: transfers,
@@ -101,9 +101,9 @@ class IoPool:
             Direction.METADATA: queue.SimpleQueue(),
         }
         self._awaited: dict[_Call, None] = {}
-        """Calls whose coroutine waits. Thread: loop."""
+        """Calls awaited by a coroutine. Thread: loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Whose coroutines call; asked for once, as every answer costs a system call."""
+        """Loop of the callers; cached, because `get_running_loop` makes a system call."""
         self._stopping = False
         self._done: deque[_Call] = deque()
         self._wake_pending = False
@@ -119,7 +119,7 @@ class IoPool:
                 )
                 thread.start()
                 self._threads.append(thread)
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # thread limit reached
             self.close(_STOP_S)
             raise
 
@@ -135,7 +135,7 @@ class IoPool:
 
         Raises:
             BusyError: Too many calls are queued.
-            TierClosedError: The pool is closed, or closes before the call has begun.
+            TierClosedError: The pool is closed, or closes before the call begins.
 
         Thread: loop.
         """
@@ -145,15 +145,15 @@ class IoPool:
             return await work.future  # type: ignore[no-any-return]  # the call's own type
         finally:
             self._awaited.pop(work, None)
-            # What is raised holds this frame, which must not hold it: with it, until the collector
-            # comes, would live the frames of the call, and what they were copying.
+            # Break the reference cycle of exception and frame: it would keep the call's frames and
+            # buffers alive until garbage collection.
             del work, call
 
     def close(self, timeout_s: float) -> int:
-        """Fail the queued calls, let the running ones end, join the threads.
+        """Fail queued calls, wait for running ones, join the threads.
 
         Returns:
-            Threads that are still in a call after `timeout_s`; they are left behind.
+            Number of threads still in a call after `timeout_s`; they are abandoned.
 
         Thread: any but the pool's own.
         """
@@ -174,21 +174,21 @@ class IoPool:
         return sum(thread.is_alive() for thread in self._threads)
 
     def abandon(self) -> None:
-        """End the coroutines that await a call; it keeps its thread until the system answers.
+        """Fail the coroutines that await a call; the call keeps its thread until it returns.
 
-        To be used after `close`, for a tier that could not be opened: nobody may be told that
-        memory is free which a call still uses.
+        Use it after `close`, only for a tier that could not be opened: otherwise memory still used
+        by a call could be reported as free.
 
         Thread: any but the pool's own.
         """
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody awaits
+            with contextlib.suppress(RuntimeError):  # the loop has ended: there are no waiters
                 self._loop.call_soon_threadsafe(self._abandon)
 
     def _abandon(self) -> None:
         for work in self._awaited:
             if not work.future.done():
-                error = TierTimeoutError("the system did not answer, and the call was abandoned")
+                error = TierTimeoutError("the system call hangs and was abandoned")
                 work.future.set_exception(error)
 
     def _submit(
@@ -222,19 +222,19 @@ class IoPool:
                     return
                 work = self._next(order)
             if work is None:
-                continue  # whoever came before has left nothing to do
+                continue  # other threads have taken the work
             try:
                 work.result = work.call()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the call
+            except BaseException as error:  # noqa: BLE001 - passed to the awaiting coroutine
                 work.error = _as_failure(error)
             if not work.is_shared or self._is_last_in(work):
-                # Whoever learns that the call has ended may release what it captured.
+                # A waiter may release what the call captured once it knows that the call has ended.
                 work.call = _spent
                 self._finish(work)
             del work
 
     def _next(self, order: tuple[Direction, ...]) -> _Call | None:
-        """Take a call, or a part in one if none is queued. Under the mutex."""
+        """Take a queued call, or join a running one if none is queued. Call with the mutex held."""
         for direction in order:
             if self._queues[direction]:
                 work = self._queues[direction].popleft()
@@ -252,7 +252,7 @@ class IoPool:
         return work
 
     def _is_last_in(self, work: _Call) -> bool:
-        """Note that a thread has returned from a call that others may be in."""
+        """Leave a shared call; return whether this was its last thread."""
         with self._mutex:
             self._wanting.pop(work, None)  # it has no more work to share
             work.threads -= 1
@@ -260,15 +260,15 @@ class IoPool:
 
     def _finish(self, work: _Call) -> None:
         self._done.append(work)
-        # Appended before the flag is read, and the loop clears the flag before it reads the
-        # queue: whichever comes first, the call is seen.
+        # Append before reading the flag, and the loop clears the flag before reading the queue: so
+        # no call is missed.
         if self._wake_pending:
             return
         self._wake_pending = True
         try:
             work.future.get_loop().call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # A call that hung until after the loop was closed: nobody awaits it any more.
+            # The call ended after its loop was closed: nobody awaits it.
             self._wake_pending = False
             logger.debug("a late I/O call ended after its loop")
 
@@ -277,7 +277,7 @@ class IoPool:
         while self._done:
             work = self._done.popleft()
             if work.future.done():
-                continue  # it was abandoned or withdrawn
+                continue  # abandoned or withdrawn
             if work.error is not None:
                 work.future.set_exception(work.error)
             else:
@@ -285,11 +285,11 @@ class IoPool:
 
 
 def _spent() -> None:
-    """Stands where a call was that has been made."""
+    """Replaces a call that has been made."""
 
 
 def _as_failure(error: BaseException) -> BaseException:
-    """Return what a call raised, in a form that a future takes and that does not end the loop."""
+    """Convert exceptions that a future cannot hold or that would end the loop."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     failure = TierUnavailableError(f"an I/O call raised {text_of(error)}")

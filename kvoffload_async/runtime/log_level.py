@@ -1,4 +1,4 @@
-"""How much of the package's log is shown, where the environment says so."""
+"""Log level of the package, set by the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ LEVELS: Final = {
 
 
 def level_from_environment() -> int | None:
-    """Return the level that the environment names, if it does; raises ConfigError."""
+    """Return the log level named by the environment, or None.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
     name = os.environ.get(LEVEL_VARIABLE)
     if not name:
         return None
@@ -33,13 +37,13 @@ def level_from_environment() -> int | None:
 
 
 def show_log() -> None:
-    """Show the package's log from the level on that the environment names, if it does.
+    """Show the package's log from the level named by the environment, if any.
 
-    For servers that configure the logs of their own packages alone, as vLLM does: where nobody
-    takes the lines, they go to standard error.
+    For servers that configure only their own loggers, such as vLLM: without a handler, log lines
+    are written to standard error.
 
     Raises:
-        ConfigError: There is no such level.
+        ConfigError: The level is unknown.
     """
     level = level_from_environment()
     if level is None:

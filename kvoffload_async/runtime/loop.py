@@ -1,7 +1,6 @@
-"""The event loop as its owner's thread sees it: hand something over, wait with a deadline.
+"""Access to the event loop from its owner's thread: handing over work, waiting with a timeout.
 
-The loop runs on a thread that is owned (`LoopThread`), or it is the caller's own
-(`SameLoopRunner`).
+The loop runs on its own thread (`LoopThread`), or is the caller's (`SameLoopRunner`).
 """
 
 from __future__ import annotations
@@ -24,39 +23,39 @@ T = TypeVar("T")
 
 
 class LoopRunner(Protocol):
-    """An event loop as its owner's thread sees it."""
+    """Interface to an event loop for its owner's thread."""
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """Have the loop call back; never waits.
+        """Schedule a callback on the loop; never blocks.
 
         Raises:
-            ClosedError: The loop is gone.
+            ClosedError: The loop is closed.
         """
         ...
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine to its end and return its result. For opening and closing only.
+        """Run a coroutine and return its result. For opening and closing only.
 
         Raises:
             TimeoutError: It did not end in time, and was cancelled.
-            StateError: Called on the loop's own thread, which it would deadlock.
+            StateError: Called on the loop's own thread, which would deadlock.
         """
         ...
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `is_done()`, asked again after every `notify`; False at the deadline."""
+        """Wait until `is_done()`, checked again after every `notify`; False on timeout."""
         ...
 
     def notify(self) -> None:
-        """Wake whoever waits in `wait_until`. Thread: any."""
+        """Wake the thread in `wait_until`. Thread: any."""
         ...
 
     def has_ended(self) -> bool:
-        """Tell whether the loop is gone for good, so that nothing on it will ever end."""
+        """Return whether the loop is closed, so that nothing on it will ever end."""
         ...
 
     def now_s(self) -> float:
-        """Return this runner's monotonic time."""
+        """Return this runner's monotonic time in seconds."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -65,10 +64,10 @@ class LoopRunner(Protocol):
 
 
 class ThreadsafeRunner:
-    """A `LoopRunner` over an event loop that is run elsewhere."""
+    """A `LoopRunner` for an event loop that runs on another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand things over to `loop`."""
+        """Use `loop`."""
         self._loop = loop
         self._progress = threading.Event()
         self._is_waited_for = False
@@ -91,7 +90,7 @@ class ThreadsafeRunner:
             raise ClosedError("the loop thread is closed")
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError as error:  # the loop has ended by itself
+        except RuntimeError as error:  # the loop was closed
             coroutine.close()
             raise ClosedError("the loop thread is closed") from error
         try:
@@ -101,14 +100,14 @@ class ThreadsafeRunner:
                 future.cancel()
             raise
         finally:
-            del future, coroutine  # what is raised holds this frame, which must not hold it
+            del future, coroutine  # avoid a reference cycle of exception and frame
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._progress.clear()
-            # Announced before asking: what comes after the answer will set the event.
+            # Set before the check: later progress will set the event.
             self._is_waited_for = True
             if is_done():
                 break
@@ -134,18 +133,19 @@ class ThreadsafeRunner:
         return time.monotonic()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Hand nothing over any more; the loop itself is its runner's to stop."""
+        """Refuse further work; the loop is stopped by its owner."""
         self._closed = True
 
 
 class SameLoopRunner(ThreadsafeRunner):
-    """The caller's own loop: owner and loop are one thread, and progress calls back.
+    """A `LoopRunner` for the caller's own loop: progress is reported by a callback.
 
-    What waits (`run`, `wait_until`) is called from a helper thread while the owner awaits it.
+    Blocking methods (`run`, `wait_until`) are called from a helper thread while the owner awaits
+    it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_progress: Callable[[], object]) -> None:
-        """Call `on_progress` on the loop's thread whenever a tier has something to report."""
+        """Call `on_progress` on the loop's thread whenever a tier has posted an event."""
         super().__init__(loop)
         self._on_progress = on_progress
         self._clock = clock_of(loop)
@@ -158,7 +158,7 @@ class SameLoopRunner(ThreadsafeRunner):
             super().call_soon(callback, *args)
 
     def now_s(self) -> float:
-        """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
+        """See `LoopRunner.now_s`: the loop's time, which callers use for deadlines."""
         return self._clock()
 
     def notify(self) -> None:
@@ -168,12 +168,12 @@ class SameLoopRunner(ThreadsafeRunner):
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the clock of a loop: uvloop's own counts milliseconds, from where `time` does."""
+    """Return a loop's clock; for uvloop `time.monotonic`, because its own counts milliseconds."""
     return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new loop: uvloop's where it is installed, asyncio's elsewhere."""
+    """Create a loop: uvloop's if installed, otherwise asyncio's."""
     try:
         import uvloop  # noqa: PLC0415 - optional on platforms that it does not support
     except ImportError:  # pragma: no cover - uvloop is installed wherever the tests run
@@ -182,9 +182,9 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class LoopThread(ThreadsafeRunner):
-    """Runs an event loop for its owner; a `LoopRunner` and a context manager.
+    """Runs an event loop on a thread for its owner; a `LoopRunner` and a context manager.
 
-    The thread does I/O bookkeeping only and owns no policy state. It is a daemon, so that a loop
+    The thread does only I/O bookkeeping and holds no policy state. It is a daemon, so that a loop
     that cannot be stopped does not keep the process alive.
     """
 
@@ -198,7 +198,7 @@ class LoopThread(ThreadsafeRunner):
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # thread limit reached
             self._loop.close()
             raise
 
@@ -214,14 +214,14 @@ class LoopThread(ThreadsafeRunner):
         self.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the loop and join the thread; tasks that are left are named in a warning.
+        """Stop the loop and join the thread; log a warning with the names of unfinished tasks.
 
         Thread: any but the loop's.
         """
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(RuntimeError):  # the loop has died by itself
+        with contextlib.suppress(RuntimeError):  # the loop was closed by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -246,17 +246,17 @@ class LoopThread(ThreadsafeRunner):
             self._loop.set_exception_handler(_repeat_quietly)
 
     def _run_until_closed(self) -> None:
-        """Run the loop; it is its owner's to stop, and one tier must not stop the others."""
+        """Run the loop until `close`; restart it if anything else stops it."""
         self._loop.run_forever()
         if not self._closed:
             logger.error(
-                "%s was stopped by something that ran on it, and goes on", self._thread.name
+                "%s was stopped by a task or callback, and was restarted", self._thread.name
             )
         while not self._closed:
             self._loop.run_forever()
 
     def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
-        """Cancel what is left, one turn of the loop: a copy in flight holds on to its task."""
+        """Cancel tasks and run the loop briefly; orphaned copies do not end."""
         for task in tasks:
             task.cancel()
         self._loop.call_later(0.05, self._loop.stop)
@@ -264,7 +264,7 @@ class LoopThread(ThreadsafeRunner):
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the loop that runs on this thread, or None."""
+    """Return the loop running on this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -272,7 +272,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _repeat_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what asyncio says of a task that is still pending when it is destroyed: it was named."""
+    """Log a message about a pending task that is destroyed at DEBUG: it was named before."""
     task = context.get("task")
     if task is None or task.done():
         loop.default_exception_handler(context)

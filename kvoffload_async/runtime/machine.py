@@ -1,4 +1,4 @@
-"""What this machine has, and what of it a process may use."""
+"""Memory and disk limits of this machine and process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A bound that the surroundings set.
+    """A memory or disk limit of this machine or container.
 
     Attributes:
-        size_bytes: How much there can be at most.
-        name: What it is, for messages.
+        size_bytes: The limit.
+        name: Its name, for messages.
     """
 
     size_bytes: int
@@ -26,13 +26,13 @@ class Limit:
 
 
 def memory_limit(root: Path = Path("/")) -> Limit | None:
-    """Return the tightest bound on this process's memory: the machine's, or a control group's.
+    """Return the lowest limit on this process's memory: the machine's or a control group's.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        root: Directory that contains `proc` and `sys`.
 
     Returns:
-        None if the system does not say.
+        None if unknown.
     """
     return min(_memory_limits(root), key=lambda limit: limit.size_bytes, default=None)
 
@@ -50,7 +50,7 @@ def _memory_limits(root: Path) -> Iterator[Limit]:
             mount, file = root / "sys/fs/cgroup", "memory.max"
         else:
             continue
-        # In a container the path may be the host's: then only what is mounted can be asked.
+        # In a container the path may be the host's: then only mounted groups are readable.
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(mount):
@@ -62,19 +62,19 @@ def _memory_limits(root: Path) -> Iterator[Limit]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):  # not there, or not ours to read
+    except (OSError, UnicodeDecodeError):  # missing or not readable
         return []
 
 
 def filesystem_limit(directory: str) -> Limit | None:
-    """Return the size of the filesystem that a directory is on; None if it has none."""
+    """Return the size of a directory's filesystem; None if it reports none."""
     found = os.statvfs(directory)
     size_bytes = found.f_blocks * found.f_frsize
     return Limit(size_bytes, f"the filesystem of {directory!r}") if size_bytes else None
 
 
 class _Answer(Generic[T]):
-    """What a call came to; empty until then."""
+    """Result of a call; empty until it has ended."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -84,15 +84,15 @@ class _Answer(Generic[T]):
     def run(self) -> None:
         try:
             self.values.append(self._call())
-        except BaseException as error:  # noqa: BLE001 - raised on the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             self.error = error
 
 
 def answered(call: Callable[[], T], timeout_s: float) -> T:
-    """Return what a system call says, however long it would hang: on a dead mount, for ever.
+    """Return the result of a system call that may hang forever, for example on a dead mount.
 
     Raises:
-        TimeoutError: It has not ended in time; it is left to itself.
+        TimeoutError: It did not end in time; it continues on its thread.
     """
     answer = _Answer(call)
     thread = threading.Thread(target=answer.run, name="kvoffload-ask", daemon=True)
@@ -101,5 +101,5 @@ def answered(call: Callable[[], T], timeout_s: float) -> T:
     if answer.error is not None:
         raise answer.error
     if not answer.values:
-        raise TimeoutError(f"no answer within {timeout_s} s")
+        raise TimeoutError(f"no response within {timeout_s} s")
     return answer.values[0]

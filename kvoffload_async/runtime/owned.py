@@ -1,4 +1,4 @@
-"""Objects that own threads and memory: a forked child cannot use them, and somebody closes them."""
+"""Objects that own threads and memory: unusable in a forked child, and to be closed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _guarded: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()
 
 
 def guard_forks(owner: object, **closed: object) -> None:
-    """Make the public calls of `owner` raise StateError in a forked child.
+    """Make public methods of `owner` raise StateError in a forked child.
 
-    The child would wait for threads that it does not have, and write into memory that it shares.
-    Costs the parent's calls nothing.
+    The child would wait for threads that it does not have, and write to shared memory. Has no cost
+    in the parent.
 
     Args:
         owner: An object that owns threads or shared memory.
-        closed: Its attributes, with the values that they have once it is closed: so that closing
-            it does nothing in the child, which owns nothing of it.
+        closed: Attributes and their values in the closed state, so that closing it in the child has
+            no effect.
     """
     _guarded[owner] = closed
 
 
 def warn_unclosed(owner: object, closing: str) -> None:
-    """Warn of an object that is collected and was never closed; for `__del__`."""
+    """Warn about an object that is collected without having been closed; for `__del__`."""
     warnings.warn(
         f"{type(owner).__name__} was never closed: use it as a context manager, or call {closing}",
         ResourceWarning,
@@ -40,7 +40,7 @@ def warn_unclosed(owner: object, closing: str) -> None:
 
 def _refuse(what: str, *_args: object, **_kwargs: object) -> NoReturn:
     raise StateError(
-        f"{what} was opened before this process was forked, and works in the parent alone; open "
+        f"{what} was opened before this process was forked, and works only in the parent; open "
         'one in the child, or start the child with the "spawn" method'
     )
 

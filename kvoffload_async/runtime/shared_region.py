@@ -1,18 +1,17 @@
-"""The primary's memory as one mapping that several processes share, and no file left behind.
+"""The primary's memory as a mapping shared by several processes, without leaking a file.
 
-The mapping needs a name only until every participant has it. Whoever comes first makes the file,
-exclusively, in a directory that lies in memory; the others open it and wait for its full size; and
-the last one to arrive removes the name, so that from then on no kind of ending can leak it. Until
-then a file that nobody locks belongs to participants that were killed on their way, and is removed
-by whoever of the same user starts next: everybody keeps a shared lock on the file for as long as it
-uses the memory.
+The file needs a name only until every participant has mapped it. The first participant creates the
+file exclusively in an in-memory filesystem; the others open it and wait for its full size; the last
+one to arrive removes the name, after which no crash can leak it. Until then an unlocked file
+belongs to killed participants, and is removed by the next starting process of the same user: every
+participant holds a shared lock on the file while it uses the memory.
 
-The directory is usually open to every user of the machine, so a name proves nothing. A file is used
-or removed only if this user owns it, it is a regular file that nobody else may read or write, and
-it has no second name; everything else is left untouched.
+The directory is usually writable by all users, so names are not trustworthy. A file is used or
+removed only if it belongs to this user, is a regular file without access for others, and has a
+single name; all other files are left untouched.
 
-In the file: the rows of the primary, one flag byte per slot, one arrival byte and one note per
-participant.
+Contents of the file: the rows of the primary, one flag byte per slot, one arrival byte and one note
+per participant.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _POLL_S = 0.005
 
 
 class SharedBuffer(PrimaryBuffer):
-    """A `PrimaryBuffer` that several participants map, in one process or in several.
+    """A `PrimaryBuffer` mapped by several participants, in one or several processes.
 
     Attributes:
-        slot_flags: One byte a slot, shape `[num_slots]`, zero at first: what participants tell
-            each other about a slot.
-        is_creator: Whether this participant made the file.
+        slot_flags: One byte per slot, shape `[num_slots]`, initially zero: state shared between
+            participants.
+        is_creator: Whether this participant created the file.
     """
 
     def __init__(
@@ -59,23 +58,23 @@ class SharedBuffer(PrimaryBuffer):
         note: bytes = b"",
         free_bytes: Callable[[Path], int | None] | None = None,
     ) -> None:
-        """Make the mapping or join it; waits for whoever makes it.
+        """Create the mapping or join it; waits for its creator.
 
         Args:
-            name: The same for all participants, and for nobody else.
-            num_slots: Rows.
+            name: Unique name, the same for all participants.
+            num_slots: Number of rows.
             stride_bytes: Bytes of a row.
-            participant: This one's number, from 0.
-            num_participants: How many there will be.
-            directory: Where the file lies until all have arrived; of a filesystem in memory.
+            participant: Number of this participant, from 0.
+            num_participants: Total number of participants.
+            directory: Directory of the file until all have arrived, on an in-memory filesystem.
             join_timeout_s: Seconds until the file must have its full size.
-            note: What the others are told of this one with its arrival, `NOTE_BYTES` at most.
-            free_bytes: Tells how many bytes a directory has room for, None for "no limit".
+            note: Message for the other participants, at most `NOTE_BYTES`.
+            free_bytes: Returns a directory's free space in bytes, or None for "no limit".
 
         Raises:
-            ConfigError: There is no room for it, another engine uses the name, or the file under
-                the name is not a private file of this user.
-            TimeoutError: Whoever makes the file did not do so in time.
+            ConfigError: There is not enough space, another engine uses the name, or the file is not
+                a private file of this user.
+            TimeoutError: The creator did not finish in time.
         """
         self._directory = Path(directory)
         self._path = self._directory / file_name(name)
@@ -98,11 +97,11 @@ class SharedBuffer(PrimaryBuffer):
                 _await_size(self._file, size_bytes, self._path, deadline_s)
             mapping = Pages(self._file, size_bytes)
             if self.is_creator:
-                # A page that could not be had later would be a bus error in the middle of a copy.
+                # Reserve all pages: a missing page would raise SIGBUS during a copy.
                 _reserve(self._file, size_bytes, self._directory)
             self._arrive(participant, note.ljust(NOTE_BYTES, b"\0"))
         except BaseException as error:
-            # Timed out: whoever was to make it is gone, and nobody else would remove the name.
+            # On timeout the creator is gone, and nobody else would remove the name.
             self._undo(mapping, remove=self.is_creator or isinstance(error, TimeoutError))
             raise
         self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
@@ -110,7 +109,7 @@ class SharedBuffer(PrimaryBuffer):
 
     @property
     def has_name(self) -> bool:
-        """Whether the file still has a name: some participant has not arrived yet."""
+        """Whether the file still has a name: some participants have not arrived yet."""
         return self._is_file_open and os.fstat(self._file).st_nlink > 0
 
     def notes(self, timeout_s: float = 30.0) -> list[bytes]:
@@ -124,21 +123,21 @@ class SharedBuffer(PrimaryBuffer):
             if not _pause(deadline_s):
                 raise TimeoutError(
                     f"participants {absent} of {self._path.name} have not arrived within "
-                    f"{timeout_s} s: they have ended or hang; see their own errors"
+                    f"{timeout_s} s: they have ended or hang; see their errors"
                 )
         notes = os.pread(self._file, self._num_participants * NOTE_BYTES, self._notes_at)
         return [notes[at : at + NOTE_BYTES] for at in range(0, len(notes), NOTE_BYTES)]
 
     def remove_name(self) -> None:
-        """Remove the file's name if it still has one; the memory stays."""
+        """Remove the file's name if it still has one; the memory is kept."""
         if self._is_file_open:
             _remove_name(self._path, self._file)
 
     def release(self, *, is_idle: bool = True) -> bool:
-        """Give the memory back, see `PrimaryBuffer`; a name that is still there goes as well.
+        """Release the memory, see `PrimaryBuffer`, and remove the name if it still exists.
 
-        The pages are everybody's, so they stay until the last participant releases them: then they
-        go, even where another one's range of addresses is still mapped.
+        The pages are shared: they are freed when the last participant releases them, even if other
+        address ranges are still mapped.
         """
         try:
             self.remove_name()
@@ -149,14 +148,14 @@ class SharedBuffer(PrimaryBuffer):
     # -- inside ---------------------------------------------------------------------------------
 
     def _arrive(self, participant: int, note: bytes) -> None:
-        """Note the arrival; the last one removes the name.
+        """Record the arrival; the last participant removes the name.
 
-        By writing and reading the file and not through the mapping: the system puts these in one
-        order for all processes, so that the last to arrive sees that it is.
+        Uses file I/O instead of the mapping: the kernel orders it for all processes, so that the
+        last participant knows that it is the last.
         """
         if os.pread(self._file, 1, self._arrivals_at + participant) == b"\1":
             raise ConfigError(
-                f"engine_id: participant {participant} of {self._path.name} is there already; two "
+                f"engine_id: participant {participant} of {self._path.name} exists already; two "
                 "engines share one engine_id: give each its own"
             )
         os.pwrite(self._file, note, self._notes_at + participant * NOTE_BYTES)
@@ -170,7 +169,7 @@ class SharedBuffer(PrimaryBuffer):
         return [number for number, mark in enumerate(arrived) if not mark]
 
     def _undo(self, mapping: Pages | None, *, remove: bool) -> None:
-        """Close what was opened before the arrival has failed."""
+        """Close what was opened, after the arrival has failed."""
         with contextlib.ExitStack() as closing:
             closing.callback(self._close_file)
             if mapping is not None:
@@ -182,7 +181,7 @@ class SharedBuffer(PrimaryBuffer):
         if is_idle:
             try:
                 if self._is_last():
-                    # A filesystem that cannot free them in place frees them with the last mapping.
+                    # Filesystems without support free the pages with the last mapping.
                     with contextlib.suppress(OSError):
                         self._map.madvise(mmap.MADV_REMOVE)
             finally:
@@ -192,12 +191,12 @@ class SharedBuffer(PrimaryBuffer):
         self._close_file()
 
     def _is_last(self) -> bool:
-        """Tell whether no other participant uses the memory, and count as one that does not.
+        """Give up the shared lock; return whether no other participant uses the memory.
 
-        By the lock that each has from its arrival to its release, or its death.
+        Each participant holds the lock from arrival to release or death.
         """
-        # Whoever asks for an exclusive lock in vain has lost the shared one, see flock(2); closing
-        # the file would not do, as the mapping has a descriptor of its own.
+        # A failed upgrade to an exclusive lock drops the shared one, see flock(2); closing the file
+        # would not, because the mapping has its own descriptor.
         return self._is_file_open and _try_lock(self._file, fcntl.LOCK_EX)
 
     def _close_file(self) -> None:
@@ -207,21 +206,21 @@ class SharedBuffer(PrimaryBuffer):
 
 
 def file_name(name: str) -> str:
-    """Return what the file for a `SharedBuffer` of this name and this user is called.
+    """Return the file name for this name and user.
 
-    A hash, as any text is a name; the user's number, so that users never meet by accident.
+    The name is hashed, because it may be any text; the user's id separates users.
     """
     return f"{_user_prefix()}{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def free_space_bytes(directory: Path) -> int | None:
-    """Return how many bytes a directory's filesystem has room for; None if it has no limit."""
+    """Return the free bytes of a directory's filesystem; None if it has no limit."""
     space = os.statvfs(directory)
     return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
 def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
-    """Open the file and lock it; return its descriptor, and whether it was made here."""
+    """Open and lock the file; return its descriptor, and whether it was created here."""
     while True:
         for create in (True, False):
             try:
@@ -229,27 +228,27 @@ def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
             except (FileExistsError, FileNotFoundError):
                 continue
             with _closing_on_error(file):
-                # Without a name by now: it was taken for an orphan before it was locked.
+                # Without a name: it was removed as an orphan before it was locked.
                 if _try_lock(file, fcntl.LOCK_SH) and os.fstat(file).st_nlink:
                     return file, create
             os.close(file)
         if not _pause(deadline_s):
-            raise TimeoutError(f"{path} could neither be made nor opened in time")
+            raise TimeoutError(f"{path} could be neither created nor opened in time")
 
 
 def _await_size(file: int, size_bytes: int, path: Path, deadline_s: float) -> None:
     while (found := os.fstat(file)).st_size != size_bytes:
         if found.st_size:
             raise ConfigError(
-                f"cpu_bytes_to_use: {path} has {found.st_size} bytes and not {size_bytes}; every "
-                "participant must have the same configuration"
+                f"cpu_bytes_to_use: {path} has {found.st_size} bytes instead of {size_bytes}; all "
+                "participants must have the same configuration"
             )
         if not found.st_nlink:
-            raise StateError(f"whoever was to make {path} has failed; see its own error")
+            raise StateError(f"the creator of {path} has failed; see its error")
         if not _pause(deadline_s):
             raise TimeoutError(
-                f"{path} did not reach its size of {size_bytes} bytes in time: whoever makes it "
-                "has ended or hangs; end the other processes of this engine and start it again"
+                f"{path} did not reach its size of {size_bytes} bytes in time: its creator "
+                "has ended or hangs; end the other processes of this engine and restart it"
             )
 
 
@@ -258,11 +257,11 @@ def _require_room(
 ) -> None:
     available = free_bytes(directory)
     if available is not None and size_bytes > available:
-        raise _no_room(size_bytes, directory, f"only {available} are free there")
+        raise _no_room(size_bytes, directory, f"only {available} are free")
 
 
 def _reserve(file: int, size_bytes: int, directory: Path) -> None:
-    """Have the memory now, all of it."""
+    """Allocate all pages now."""
     try:
         os.posix_fallocate(file, 0, size_bytes)
     except OSError as error:
@@ -271,21 +270,21 @@ def _reserve(file: int, size_bytes: int, directory: Path) -> None:
 
 def _no_room(size_bytes: int, directory: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"cpu_bytes_to_use: the primary takes {size_bytes} bytes of shared memory in {directory}, "
+        f"cpu_bytes_to_use: the primary needs {size_bytes} bytes of shared memory in {directory}, "
         f"but {why}; use less, or enlarge it (mount -o remount,size=..., or --shm-size of a "
         "container)"
     )
 
 
 def _remove_orphans(directory: Path) -> None:
-    """Remove the files of participants that were all killed before the last one arrived."""
+    """Remove files of participants that were all killed before the last one arrived."""
     for path in directory.glob(f"{_user_prefix()}*"):
         try:
             if _objection(path.lstat()):
-                continue  # not even opened
+                continue  # do not even open it
             file = _open_private(path)
         except (FileNotFoundError, ConfigError):
-            continue  # gone, and perhaps another file has taken the name
+            continue  # removed, and possibly replaced
         try:
             if _try_lock(file, fcntl.LOCK_EX):
                 _remove_name(path, file)
@@ -298,12 +297,12 @@ def _user_prefix() -> str:
 
 
 def _open_private(path: Path, *, create: bool = False) -> int:
-    """Open a file that belongs to this user alone, without waiting; return its descriptor.
+    """Open a file that is private to this user, without blocking; return its descriptor.
 
     Raises:
-        ConfigError: There is a file, and it is not a private one of this user.
-        FileExistsError: It was to be created.
-        FileNotFoundError: It is not there.
+        ConfigError: The file exists and is not private to this user.
+        FileExistsError: `create` is set, and the file exists.
+        FileNotFoundError: The file does not exist.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     if create:
@@ -331,7 +330,7 @@ def _closing_on_error(file: int) -> Iterator[None]:
 
 
 def _objection(found: os.stat_result) -> str:
-    """Return why a file is not this user's alone; empty if it is. One without a name may be."""
+    """Return why a file is not private to this user; empty if it is, with one name or none."""
     if found.st_uid != os.geteuid():
         return f"it belongs to user {found.st_uid}"
     if not stat.S_ISREG(found.st_mode):
@@ -344,13 +343,13 @@ def _objection(found: os.stat_result) -> str:
 def _not_private(path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"engine_id: {path} cannot be the shared memory of user {os.geteuid()}'s engine: {why}; "
-        "this engine has not made it: have it removed, or choose another engine_id"
+        "this engine did not create it: remove it, or choose another engine_id"
     )
 
 
 def _remove_name(path: Path, file: int) -> None:
-    """Remove the name of an open file, unless it is another file's by now."""
-    # Where only the owner may remove a name, another user's file that took it stays.
+    """Remove the name of an open file, unless it was replaced."""
+    # In a directory where only owners may remove names, another user's file stays.
     with contextlib.suppress(FileNotFoundError, PermissionError):
         if os.path.samestat(path.lstat(), os.fstat(file)):
             path.unlink()
@@ -365,7 +364,7 @@ def _try_lock(file: int, kind: int) -> bool:
 
 
 def _pause(deadline_s: float) -> bool:
-    """Let a moment pass; False if the deadline has passed instead."""
+    """Sleep briefly; return False if the deadline has passed."""
     left_s = deadline_s - time.monotonic()
     threading.Event().wait(min(_POLL_S, max(0.0, left_s)))
     return left_s > 0

@@ -1,10 +1,10 @@
-"""A Unix socket on which a running engine answers questions: one line asks, one line answers.
+"""A Unix socket for querying a running engine: one request line, one response line.
 
-A thread of its own serves it, and not the event loop: under `OffloadEngine` the loop is that of the
-server's requests, and whoever connects must not cost them anything. The thread works in rounds, of
-which there are at most twenty a second whatever clients do, and in a round every connection has at
-most one read and one write. A connection asks once, has two seconds for all of it, and there are at
-most sixteen; others wait in the listener's queue, which the system bounds.
+It is served by its own thread instead of the event loop: with `OffloadEngine` the loop is that of
+the server's requests, which clients of the socket must not delay. The thread works in rounds, at
+most twenty per second; per round each connection has at most one read and one write. A connection
+makes one request, has two seconds in total, and at most sixteen are open; others wait in the
+listener's queue, which the system limits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 16
 MAX_QUEUED: Final = 16
-"""Connections that wait to be accepted; the system refuses more."""
+"""Connections waiting to be accepted; the system refuses more."""
 MAX_REQUEST_BYTES: Final = 1024
 CONNECTION_TIMEOUT_S: Final = 2.0
 _ROUND_S: Final = 0.05
@@ -42,18 +42,18 @@ _LOCK_PAUSE_S: Final = 0.01
 
 _Identity = tuple[int, int, int]
 Answer = Callable[[bytes], bytes]
-"""Given a request without its line end, returns the answer without one; must not raise."""
+"""Maps a request to its response, both without line end; must not raise."""
 
 
 @dataclass(slots=True)
 class SocketCounters:
-    """What became of connections; counters.
+    """Counters of connections.
 
     Attributes:
-        answered: Those that have taken their answer.
-        refused: Those whose request was too long.
-        timed_out: Those that had not asked, or not taken the answer, in time.
-        broken_off: Those that the other side has closed before.
+        answered: Connections that received their response.
+        refused: Connections with a too long request.
+        timed_out: Connections that did not complete in time.
+        broken_off: Connections closed early by the client.
     """
 
     answered: int = 0
@@ -62,13 +62,13 @@ class SocketCounters:
     broken_off: int = 0
 
     def read(self) -> dict[str, int]:
-        """Return them by name."""
+        """Return the counters by name."""
         return asdict(self)
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One client: what it has sent, or what is still to be sent to it."""
+    """One client: its partial request, or the rest of its response."""
 
     peer: socket.socket
     deadline_s: float
@@ -77,28 +77,28 @@ class _Connection:
 
 
 class StatusSocket:
-    """Listens from the beginning, and answers from `serve` until `close`.
+    """Listens from construction, and answers from `serve` until `close`.
 
-    Thread: owner, but for the rounds, which a thread of its own does.
+    Thread: owner, except for the rounds, which run on their own thread.
 
     Attributes:
-        path: Where it listens.
-        counters: What became of connections.
+        path: Path of the socket.
+        counters: Counters of connections.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take the path, with mode 0600; the socket of a process that is dead is replaced.
+        """Listen on the path, with mode 0600; a dead process's socket is replaced.
 
         Raises:
-            ConfigError: A living process listens there, something else is there, or no socket can
-                be made there.
+            ConfigError: A live process listens there, another file exists, or the socket cannot be
+                created.
         """
         self.path = path
         self.counters = SocketCounters()
         self._clock = clock
         self._answer: Answer = _not_yet
         self._answers: dict[bytes, bytes] = {}
-        """Those of a round: who asks the same gets the same."""
+        """Responses of a round, so that equal requests are answered once."""
         self._connections: set[_Connection] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -112,13 +112,13 @@ class StatusSocket:
         _open_sockets.add(self)
 
     def serve(self, answer: Answer) -> None:
-        """Answer from now on, on a thread of its own."""
+        """Start answering, on a separate thread."""
         self._answer = answer
         self._thread = threading.Thread(target=self._run, name="kvoffload-status", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the connections, stop the thread and remove the socket; idempotent."""
+        """Close the connections, stop the thread and remove the socket; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -128,7 +128,7 @@ class StatusSocket:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_STOP_S)
-            if self._thread.is_alive():  # it is in the middle of an answer, and closes them then
+            if self._thread.is_alive():  # it is computing a response, and closes them afterwards
                 logger.warning("%s did not stop within %s s", self._thread.name, _STOP_S)
         else:
             self._close_descriptors()
@@ -153,10 +153,10 @@ class StatusSocket:
         try:
             while not self._stop.is_set():
                 self.run_round(None)
-                # Clients that keep it busy wait for each other, nobody else does.
+                # Limits the rate, so that busy clients delay only each other.
                 self._stop.wait(_ROUND_S)
         finally:
-            self._remove()  # nobody answers there any more
+            self._remove()  # the socket is no longer served
             self._close_descriptors()
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
@@ -166,7 +166,7 @@ class StatusSocket:
         return left_s if timeout_s is None else min(left_s, timeout_s)
 
     def _watch_listener(self) -> None:
-        """Look at the listener only while there is room: else it would be readable all the time."""
+        """Poll the listener only below the connection limit, to avoid a busy loop."""
         has_room = len(self._connections) < MAX_CONNECTIONS
         if has_room and not self._listens:
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -178,7 +178,7 @@ class StatusSocket:
         while len(self._connections) < MAX_CONNECTIONS:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # nobody waits any more, or no descriptor is left: in another round
+            except OSError:  # the queue is empty, or no descriptor is free: retry in a later round
                 return
             peer.setblocking(False)
             connection = _Connection(peer, self._clock() + CONNECTION_TIMEOUT_S)
@@ -198,7 +198,7 @@ class StatusSocket:
             self._end(connection)
 
     def _receive(self, connection: _Connection) -> bool:
-        """Read what has come; return whether the connection is to be ended."""
+        """Read available data; return whether to close the connection."""
         received = connection.peer.recv(MAX_REQUEST_BYTES + 1 - len(connection.request))
         connection.request += received
         line, end, _ = connection.request.partition(b"\n")
@@ -215,7 +215,7 @@ class StatusSocket:
         return False
 
     def _send(self, connection: _Connection) -> bool:
-        """Send what the other side takes; return whether that was all."""
+        """Send as much as possible; return whether everything was sent."""
         answer = connection.answer
         if answer is None:
             return False
@@ -229,9 +229,9 @@ class StatusSocket:
         connection.peer.close()
 
     def _remove(self) -> None:
-        """Remove the path, unless somebody has put something else there; idempotent.
+        """Remove the path unless another file replaced it; idempotent.
 
-        Before the listener is closed, as no other file can have its inode's number until then.
+        Call it before closing the listener, because until then the inode number cannot be reused.
         """
         own, self._identity = self._identity, None
         try:
@@ -250,7 +250,7 @@ class StatusSocket:
             opened.close()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: close what it has inherited, so that it does not look alive."""
+        """Close inherited descriptors in a forked child, which does not serve the socket."""
         self._closed = True
         self._close_descriptors()
 
@@ -271,12 +271,12 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _listen(path: str) -> tuple[socket.socket, _Identity | None]:
-    """Return a listening socket, and what tells its file apart."""
+    """Return a listening socket and the identity of its file."""
     with _locked_directory(Path(path).parent):
         _remove_stale(Path(path))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            os.fchmod(listener.fileno(), 0o600)  # Linux makes the file with the socket's own mode
+            os.fchmod(listener.fileno(), 0o600)  # Linux creates the file with the socket's own mode
             listener.bind(path)
             identity = _identity(Path(path))
             listener.listen(MAX_QUEUED)
@@ -288,7 +288,7 @@ def _listen(path: str) -> tuple[socket.socket, _Identity | None]:
 
 @contextlib.contextmanager
 def _locked_directory(directory: Path) -> Iterator[None]:
-    """Keep others from finding the same stale socket, and then removing a new one in its place."""
+    """Lock a directory, so that no process removes another's new socket as stale."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         pause = threading.Event()
@@ -298,22 +298,22 @@ def _locked_directory(directory: Path) -> Iterator[None]:
                 break
             pause.wait(_LOCK_PAUSE_S)
         else:
-            raise OSError(errno.EAGAIN, f"another process keeps {directory} locked")
+            raise OSError(errno.EAGAIN, f"{directory} is locked by another process")
         yield
     finally:
         os.close(fd)
 
 
 def _remove_stale(path: Path) -> None:
-    """Make room for a socket, where nobody listens.
+    """Remove a stale socket.
 
     Raises:
-        ConfigError: Somebody does, or it is no socket.
+        ConfigError: A process listens on it, or it is not a socket.
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(
-                f"status_socket: {str(path)!r} is there and is no socket; name another"
+                f"status_socket: {str(path)!r} exists and is not a socket; give another path"
             )
     except FileNotFoundError:
         return
@@ -324,7 +324,7 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
             return
         except BlockingIOError:  # its queue is full
-            owner = "a process that is busy"
+            owner = "a busy process"
         else:
             owner = f"process {_pid_of(probe)}"
     raise ConfigError(
@@ -340,18 +340,18 @@ def _pid_of(connected: socket.socket) -> int:
 
 
 def _identity(path: Path) -> _Identity:
-    """Return what tells a file from others that were there before or come later."""
+    """Return a file's identity, to distinguish it from earlier and later files."""
     found = path.lstat()
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 @contextlib.contextmanager
 def _usable(path: str) -> Iterator[None]:
-    """Turn the system's refusal into one that names the key."""
+    """Convert an OSError to a ConfigError that names the option."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"status_socket: no socket can be made at {path!r}: {error.strerror or error}; name "
-            "a path in a directory that is there and that this user can write to"
+            f"status_socket: cannot create a socket at {path!r}: {error.strerror or error}; give "
+            "a path in an existing directory that this user can write to"
         ) from error

@@ -1,4 +1,4 @@
-"""Which of the numbers below a bound are free."""
+"""The free numbers below a bound."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import chain
 
 
 class FreeNumbers:
-    """The free ones of the numbers below `capacity`; at the start all of them.
+    """The free numbers below `capacity`; initially all of them.
 
-    Those that were never taken are handed out first, in increasing order, then the one that was
-    given back last. Bytes a number that was given back: 4.
+    Numbers never taken are handed out first, in increasing order, then the one returned last.
+    Memory per returned number: 4 bytes.
     """
 
     __slots__ = ("_end", "_never_taken", "_returned", "count")
@@ -21,13 +21,13 @@ class FreeNumbers:
         self._end = capacity
         self._returned = array("i")
         self.count = capacity
-        """How many are free."""
+        """Number of free numbers."""
 
     def __iter__(self) -> chain[int]:
         return chain(range(self._never_taken, self._end), self._returned)
 
     def take(self, count: int) -> list[int]:
-        """Take so many; there must be."""
+        """Take `count` numbers; there must be that many."""
         self.count -= count
         numbers: list[int] = []
         start = self._never_taken
@@ -41,12 +41,12 @@ class FreeNumbers:
         return numbers
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Give taken ones back, the one to be handed out first at the end."""
+        """Return taken numbers; the last one is handed out first."""
         self._returned.extend(numbers)
         self.count += len(numbers)
 
     def reset(self, free: Iterable[int]) -> None:
-        """Make these and no others free, the one to be handed out first at the end."""
+        """Make exactly these numbers free; the last one is handed out first."""
         self._never_taken = self._end
         self._returned = array("i", free)
         self.count = len(self._returned)

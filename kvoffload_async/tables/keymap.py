@@ -15,15 +15,15 @@ from kvoffload_async.types import OffloadKey
 MOST_PARTS: Final = 256
 
 LAST_HASH_BYTE: Final = -5
-"""Where a key's block hash ends: 4 bytes of its group follow.
+"""Index of the last byte of a key's block hash: 4 bytes of the group follow.
 
-The first and the last byte of a hash choose the part of its key by their sum: one of them varies
-also where hashes are counters, of either byte order.
+The sum of the first and last byte of the hash selects the part of its key: one of them varies even
+if hashes are counters, of either byte order.
 """
 
 LEAST_KEY_BYTES: Final = -LAST_HASH_BYTE
 MAX_KEY_BYTES: Final = 96
-"""What every tier can keep: hashes of 92 bytes, or of 84 with the tag of a generation."""
+"""Maximum key length of all tiers: hashes of 92 bytes, or of 84 with a generation tag."""
 
 _KEYS_PER_PART: Final = 4096
 
@@ -31,26 +31,26 @@ _ends = itemgetter(0, LAST_HASH_BYTE)
 
 
 class KeyMap(Collection[OffloadKey]):
-    """Keys and their integers, in no order.
+    """Maps keys to integers, unordered.
 
-    A dictionary moves all its entries whenever it is rebuilt, which happens as it grows and, under
-    keys that come and go, ever again: this one is rebuilt a part at a time, of 4,000 entries at a
-    million keys. Bytes a key: 27 to 54 (38 at a million, 30 at ten), and up to twice that once keys
-    have come and gone (75 at a million), besides the key itself (33 and its length) and the integer
-    (28, none up to 256).
+    A dictionary copies all entries when it is resized, as it grows and repeatedly as keys come and
+    go: this one is resized one part at a time, of 4,000 entries at a million keys. Bytes per key:
+    27 to 54 (38 at a million, 30 at ten million), and up to twice that after many removals (75 at a
+    million), in addition to the key itself (33 and its length) and the integer (28, none up to
+    256).
     """
 
     __slots__ = ("distinct", "parts")
 
     def __init__(self, capacity: int = MOST_PARTS * _KEYS_PER_PART) -> None:
-        """Start empty; more keys than the capacity have room, in parts that are larger."""
-        num_parts = 1  # a divisor of the values of a byte; few parts of many keys are the fastest
+        """Start empty; `capacity` determines the number of parts, and may be exceeded."""
+        num_parts = 1  # a divisor of 256; few parts with many keys are fastest
         while num_parts < MOST_PARTS and num_parts * _KEYS_PER_PART < capacity:
             num_parts *= 2
         self.distinct: list[dict[OffloadKey, int]] = [{} for _ in range(num_parts)]
         """The parts."""
         self.parts = self.distinct * (2 * MOST_PARTS // num_parts)
-        """The part for each sum of a hash's two ends; always the same list and parts."""
+        """The part for each sum of two hash bytes; list and parts never change."""
 
     def __len__(self) -> int:
         return sum(map(len, self.distinct))
@@ -62,10 +62,10 @@ class KeyMap(Collection[OffloadKey]):
         return chain.from_iterable(self.distinct)
 
     def get(self, key: OffloadKey) -> int | None:
-        """Return a key's integer, None if it is absent.
+        """Return a key's integer, None if absent.
 
         Raises:
-            StateError: It is too short to be a key. So for all the others.
+            StateError: The key is too short; also raised by the other methods.
         """
         try:
             return self.parts[key[0] + key[LAST_HASH_BYTE]].get(key)
@@ -73,7 +73,7 @@ class KeyMap(Collection[OffloadKey]):
             raise too_short([key]) from None
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int | None]:
-        """Return each key's integer, None for those that are absent."""
+        """Return each key's integer, None for absent keys."""
         parts = self.parts
         try:
             return [parts[key[0] + key[LAST_HASH_BYTE]].get(key) for key in keys]
@@ -81,16 +81,16 @@ class KeyMap(Collection[OffloadKey]):
             raise too_short(keys) from None
 
     def update(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
-        """Give keys, which may be there, their integers."""
+        """Set the integers of keys, present or not."""
         parts = self.parts
         try:
-            for key, number in zip(keys, numbers, strict=False):  # the integers may be endless
+            for key, number in zip(keys, numbers, strict=False):  # the integers may be infinite
                 parts[key[0] + key[LAST_HASH_BYTE]][key] = number
         except IndexError:
             raise too_short(keys) from None
 
     def fill(self, keys: Sequence[OffloadKey], numbers: Sequence[int]) -> None:
-        """Give many keys their integers: fast where those of one part follow each other."""
+        """Set the integers of many keys: fast if keys of the same part are adjacent."""
         try:
             ends = np.fromiter(map(_ends, keys), dtype=(np.int16, 2), count=len(keys))
         except IndexError:
@@ -101,24 +101,24 @@ class KeyMap(Collection[OffloadKey]):
             part.update(zip(keys[start:stop], numbers[start:stop], strict=True))
 
     def set(self, key: OffloadKey, number: int) -> None:
-        """Give a key, which may be there, an integer."""
+        """Set the integer of a key, present or not."""
         self.parts[key[0] + key[LAST_HASH_BYTE]][key] = number
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Take keys out; absent ones are ignored."""
+        """Remove keys; absent ones are ignored."""
         parts = self.parts
         for key in keys:
             parts[key[0] + key[LAST_HASH_BYTE]].pop(key, None)
 
     def discard_present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Take keys out; return those that were there."""
+        """Remove keys; return those that were present."""
         parts = self.parts
         return [
             key for key in keys if parts[key[0] + key[LAST_HASH_BYTE]].pop(key, None) is not None
         ]
 
     def change(self, keys: Iterable[OffloadKey], number: int) -> list[OffloadKey]:
-        """Give keys an integer; return those that had another one, or none."""
+        """Set keys to one integer; return those that had another one or were absent."""
         parts = self.parts
         changed: list[OffloadKey] = []
         for key in keys:
@@ -129,7 +129,7 @@ class KeyMap(Collection[OffloadKey]):
         return changed
 
     def take(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Take keys out, which are there; return their integers."""
+        """Remove present keys; return their integers."""
         parts = self.parts
         return [parts[key[0] + key[LAST_HASH_BYTE]].pop(key) for key in keys]
 
@@ -138,19 +138,19 @@ class KeyMap(Collection[OffloadKey]):
         return chain.from_iterable(part.items() for part in self.distinct if part)
 
     def copy(self) -> KeyMap:
-        """Return a map of its own with the same keys and integers."""
+        """Return an independent copy."""
         copied = KeyMap(0)
         copied.distinct = [part.copy() for part in self.distinct]
         copied.parts = copied.distinct * (2 * MOST_PARTS // len(copied.distinct))
         return copied
 
     def merge(self, other: KeyMap) -> None:
-        """Take in another's keys, with their integers."""
+        """Add another map's keys, with their integers."""
         for key, number in other.items():
             self.set(key, number)
 
     def clear(self) -> None:
-        """Take every key out."""
+        """Remove all keys."""
         for part in self.distinct:
             part.clear()
 
@@ -162,14 +162,14 @@ def require_keys(keys: Collection[OffloadKey]) -> None:
     if keys and max(map(len, keys)) > MAX_KEY_BYTES:
         long = max(keys, key=len)
         raise StateError(
-            f"a key of {len(long)} bytes ({long[:8].hex()}...) is too long: {MAX_KEY_BYTES} are "
-            "the most, with the group's 4 and a generation's 8; use a shorter block hash"
+            f"a key of {len(long)} bytes ({long[:8].hex()}...) is too long: at most "
+            f"{MAX_KEY_BYTES}, with the group's 4 and a generation's 8; use a shorter block hash"
         )
 
 
 def too_short(keys: Iterable[OffloadKey]) -> StateError:
-    """Return the error about the shortest of the keys."""
+    """Return the error for the shortest of the keys."""
     short = min(keys, key=len)
     return StateError(
-        f"{short!r} is no key: it needs a block hash and 4 bytes behind it; see make_offload_key"
+        f"{short!r} is too short: a key is a block hash followed by 4 bytes; see make_offload_key"
     )

@@ -1,4 +1,4 @@
-"""Keys with numbers, found both ways."""
+"""A bidirectional table of keys and numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class KeyTable:
-    """Keys that have a number below `capacity`, which the caller chooses; a number has one key.
+    """Keys with distinct numbers below `capacity`, chosen by the caller.
 
-    Bytes a key: those of `KeyMap`, and 8 for a number, taken or not.
+    Bytes per key: those of `KeyMap`; in addition 8 per number, taken or not.
 
     Attributes:
-        map: Key -> number; to be read only.
-        get: Returns a key's number, None if it is absent.
-        find: The same of several keys.
+        map: Key -> number; read-only.
+        get: Returns a key's number, None if absent.
+        find: Returns the numbers of several keys.
     """
 
     __slots__ = ("_capacity", "_keys", "find", "get", "map")
@@ -39,34 +39,34 @@ class KeyTable:
         return key in self.map
 
     def key_of(self, number: int) -> OffloadKey:
-        """Return the key that has a number, or had it last."""
+        """Return the current or last key of a number."""
         key: OffloadKey = self._keys[number]
         return key
 
     def keys_of(self, numbers: Sequence[int]) -> list[OffloadKey]:
-        """Return the keys that have these numbers, or had them last."""
+        """Return the current or last keys of numbers."""
         keys = self._keys
         return [keys[number] for number in numbers]
 
     def keys_in(self, numbers: range) -> list[OffloadKey]:
-        """Return the same of numbers that follow each other; several times as fast."""
+        """Return the keys of consecutive numbers; several times faster than `keys_of`."""
         keys: list[OffloadKey] = self._keys[numbers.start : numbers.stop].tolist()
         return keys
 
     def add(self, keys: Sequence[OffloadKey], numbers: Sequence[int]) -> None:
-        """Give absent keys numbers that are free."""
+        """Assign free numbers to absent keys."""
         parts, of = self.map.parts, self._keys
         for key, number in zip(keys, numbers, strict=True):
             parts[key[0] + key[LAST_HASH_BYTE]][key] = number
             of[number] = key
 
     def fill(self, keys: Sequence[OffloadKey], numbers: npt.NDArray[np.int64]) -> None:
-        """Do what `add` does with many keys: fast where those of a part follow each other."""
+        """Like `add` for many keys: fast if keys of the same part are adjacent."""
         self.map.fill(keys, numbers.tolist())
         self._keys[numbers] = keys
 
     def remove(self, numbers: Sequence[int]) -> list[OffloadKey]:
-        """Free numbers that are taken; return their keys, which are absent from now on."""
+        """Free taken numbers; return and remove their keys."""
         parts, of = self.map.parts, self._keys
         keys: list[OffloadKey] = []
         for number in numbers:
@@ -76,10 +76,10 @@ class KeyTable:
         return keys
 
     def items(self) -> list[tuple[OffloadKey, int]]:
-        """Return every key with its number, in the order of these."""
+        """Return every key with its number, sorted by number."""
         return sorted(self.map.items(), key=itemgetter(1))
 
     def clear(self) -> None:
-        """Free every number."""
+        """Free all numbers."""
         self.map.clear()
         self._keys = objects(self._capacity)

@@ -1,4 +1,4 @@
-"""Lists of numbers from which any number leaves at once, wherever it is."""
+"""Linked lists of numbers with removal in constant time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvoffload_async.tables.arrays import integers
 class NumberLists:
     """`num_lists` lists of the numbers below `capacity`, doubly linked through two arrays.
 
-    A number is in one list at most; who calls knows in which. Bytes a number: 8, in a list or not.
+    A number is in at most one list; the caller knows in which. Bytes per number: 8, in a list or
+    not.
     """
 
     __slots__ = ("_after", "_before", "_capacity", "_num_lists")
@@ -20,18 +21,18 @@ class NumberLists:
     def __init__(self, capacity: int, num_lists: int = 1) -> None:
         self._capacity = capacity
         self._num_lists = num_lists
-        # Each list is a ring through a number of its own, which is no member.
+        # Each list is a ring with a sentinel number.
         self._after = integers(capacity + num_lists)
         self._before = integers(capacity + num_lists)
         self.clear()
 
     def clear(self) -> None:
-        """Empty every list."""
+        """Empty all lists."""
         for ring in range(self._capacity, self._capacity + self._num_lists):
             self._after[ring] = self._before[ring] = ring
 
     def walk(self, which: int = 0) -> Iterator[int]:
-        """Yield a list's numbers from its front; nothing may leave or join in the meantime."""
+        """Yield a list's numbers from its front; the list must not change meanwhile."""
         after, ring = self._after, self._capacity + which
         number = after[ring]
         while number != ring:
@@ -39,7 +40,7 @@ class NumberLists:
             number = after[number]
 
     def take_front(self, count: int, which: int = 0) -> list[int]:
-        """Take the first numbers out of a list; there must be so many."""
+        """Remove and return the first `count` numbers of a list, which must have that many."""
         after, ring = self._after, self._capacity + which
         taken: list[int] = []
         number = after[ring]
@@ -51,13 +52,13 @@ class NumberLists:
         return taken
 
     def append(self, numbers: Sequence[int], which: int = 0) -> None:
-        """Put numbers, which are in no list, at the end of one, in their order.
+        """Append numbers that are in no list, in order.
 
-        A range of them, not an empty one, costs next to nothing.
+        A non-empty range is appended by array operations, at almost no cost.
         """
         after, before, ring = self._after, self._before, self._capacity + which
         last = before[ring]
-        if isinstance(numbers, range):  # what a store has when it is opened
+        if isinstance(numbers, range):  # a store's contents at opening
             first, stop = numbers.start, numbers.stop
             after[last], before[first] = first, last
             after[first : stop - 1] = np.arange(first + 1, stop, dtype=np.intc).data
@@ -71,11 +72,11 @@ class NumberLists:
         before[ring] = last
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Take numbers out of the lists in which they are; none is named twice."""
+        """Remove distinct numbers from their lists."""
         if not numbers:
             return
         after, before = self._after, self._before
-        # What was put in together leaves together, in the same order or in the opposite one.
+        # Numbers added together are usually removed together, in the same or opposite order.
         if len(numbers) > 1 and after[numbers[1]] == numbers[0]:
             numbers = numbers[::-1]
         previous = before[numbers[0]]
@@ -90,7 +91,7 @@ class NumberLists:
         before[following] = previous
 
     def move_to_end(self, numbers: Sequence[int], which: int = 0) -> None:
-        """Put numbers, which are in any lists, at the end of one, in their order."""
+        """Move numbers from any lists to the end of one, in order."""
         after, before, ring = self._after, self._before, self._capacity + which
         following = numbers[0] if numbers else ring
         for number in numbers:
@@ -99,7 +100,7 @@ class NumberLists:
                 self.append(numbers, which)
                 return
             following = after[number]
-        if following != ring:  # neighbours already: the run moves as it is
+        if following != ring:  # already adjacent: move the whole run
             first, last = numbers[0], numbers[-1]
             previous = before[first]
             after[previous] = following

@@ -1,6 +1,7 @@
-"""Lists in order of rank, from whose front numbers are taken unless they must stay.
+"""Lists in order of rank, from which the first evictable members are taken.
 
-A heap of integers finds the released ones; the garbage collector walks neither.
+Released members are found by a heap of integers; the garbage collector does not traverse lists or
+heap.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from kvoffload_async.tables.lists import NumberLists
 
 
 class IntegerHeap:
-    """Integers of 63 bits, the smallest of which comes first. Bytes an integer: 8.
+    """A min-heap of 63-bit integers. Memory per integer: 8 bytes.
 
-    The latest are in a heap; whenever there are more than `num_loose`, they become a sorted array.
+    The latest integers are in a heap; when there are more than `num_loose`, they become a sorted
+    array.
     """
 
     __slots__ = ("_loose", "_next_run", "_num_loose", "_runs", "_smallest")
@@ -36,15 +38,15 @@ class IntegerHeap:
         return chain(self._loose, *self._runs.values())
 
     def clear(self) -> None:
-        """Take everything out."""
+        """Remove all integers."""
         self._loose: list[int] = []
         self._runs: dict[int, array[int]] = {}
-        """Number of a run -> what it has left, the smallest at the end."""
+        """Number of a run -> its remaining integers, smallest last."""
         self._smallest: list[tuple[int, int]] = []
-        """A heap: the smallest of each run, with the run's number."""
+        """A heap of each run's smallest integer, with the run's number."""
 
     def push(self, value: int) -> None:
-        """Put one in."""
+        """Add an integer."""
         loose = self._loose
         heappush(loose, value)
         if len(loose) > self._num_loose:
@@ -55,7 +57,7 @@ class IntegerHeap:
             self._next_run += 1
 
     def pop(self) -> int:
-        """Take the smallest out; there must be one."""
+        """Remove and return the smallest; the heap must not be empty."""
         loose, smallest = self._loose, self._smallest
         if not smallest or (loose and loose[0] < smallest[0][0]):
             return heappop(loose)
@@ -75,14 +77,14 @@ _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 
 
 class RankedLists(NumberLists):
-    """`NumberLists` whose members are picked from the front, over those that must stay for now.
+    """`NumberLists` that pick members from the front, skipping those that must stay for now.
 
-    A member that must stay when it is met is *skipped*: it keeps its rank, but is not met again
-    until it is released (or moved, or put in anew). So nobody asks about a member more often than
-    it was put in, moved or released, however many others must stay.
+    A member that must stay is *skipped*: it keeps its rank, but is not checked again until it is
+    released (or moved, or added again). So a member is checked at most as often as it is added,
+    moved or released, regardless of the number of members that must stay.
 
-    What was met lies in a second list, before the rest, with stamps that ascend with the rank; what
-    has been released is in a heap by stamp as well. Bytes a number: 12, and 8 while in the heap.
+    Checked members are in a second list, before the rest, with stamps ascending by rank; released
+    ones are also in a heap by stamp. Bytes per number: 12, and 8 more while in the heap.
     """
 
     __slots__ = ("_heaps", "_last_stamp", "_max_stamp", "_num_ranked", "_stamps", "num_met")
@@ -90,7 +92,7 @@ class RankedLists(NumberLists):
     def __init__(
         self, capacity: int, num_lists: int = 1, *, max_stamp: int = (1 << 31) - 1
     ) -> None:
-        """Start empty; stamps begin anew at the maximum, which is no less than the capacity."""
+        """Start empty; stamps are renumbered at `max_stamp`, which is at least the capacity."""
         self._num_ranked = num_lists
         self._max_stamp = max_stamp
         super().__init__(capacity, 2 * num_lists)
@@ -98,26 +100,26 @@ class RankedLists(NumberLists):
     def clear(self) -> None:
         super().clear()
         self._stamps = integers(self._capacity)
-        """Number -> 0 unless it was met; its stamp if it is skipped, that negated if released."""
+        """Number -> 0 if not checked, the stamp if skipped, the negated stamp if released."""
         self._last_stamp = 0
         self._heaps = [IntegerHeap() for _ in range(self._num_ranked)]
         self.num_met = 0
-        """How many members were met: nothing is skipped as long as this is 0."""
+        """Number of checked members; none is skipped while this is 0."""
 
     def walk(self, which: int = 0) -> Iterator[int]:
         return chain(super().walk(which + self._num_ranked), super().walk(which))
 
     def pick(self, count: int, may_leave: Callable[[int], bool], which: int = 0) -> list[int]:
-        """Return the first members that may leave, fewer than `count` if there are no more.
+        """Return the first members that may leave, at most `count`.
 
-        They are still in the list: they have to be removed next, or else released.
+        They remain in the list: the caller must remove or release them next.
         """
         return self._pick(count, may_leave, which)[0]
 
     def take_first(
         self, count: int, may_leave: Callable[[int], bool], which: int = 0
     ) -> list[int] | None:
-        """Take out the first members that may leave; None, and no change, if there are fewer."""
+        """Remove the first members that may leave; None, and no change, if fewer than `count`."""
         taken, following = self._pick(count, may_leave, which)
         if len(taken) < count:
             self.release(taken, which)
@@ -131,7 +133,7 @@ class RankedLists(NumberLists):
         return taken
 
     def release(self, numbers: Iterable[int], which: int = 0) -> None:
-        """Let members of a list be met again, at their rank; those not skipped are ignored."""
+        """Allow skipped members to be checked again, at their rank; others are ignored."""
         if not self.num_met:
             return
         stamps, heap = self._stamps, self._heaps[which]
@@ -144,7 +146,7 @@ class RankedLists(NumberLists):
     def remove(self, numbers: Sequence[int]) -> None:
         if self.num_met:
             self._forget(numbers)
-        NumberLists.remove(self, numbers)  # super() would take longer than the rest of a short one
+        NumberLists.remove(self, numbers)  # super() would take longer than removing a few numbers
 
     def move_to_end(self, numbers: Sequence[int], which: int = 0) -> None:
         if self.num_met:
@@ -152,14 +154,14 @@ class RankedLists(NumberLists):
         NumberLists.move_to_end(self, numbers, which)
 
     def skipped(self) -> Iterator[int]:
-        """Yield the members that are not met until they are released. For inspection."""
+        """Yield the skipped members. For inspection."""
         for which in range(self._num_ranked):
             for number in super().walk(which + self._num_ranked):
                 if self._stamps[number] > 0:
                     yield number
 
     def violations(self) -> Iterator[str]:
-        """Yield which invariants do not hold, in words."""
+        """Yield descriptions of the violated invariants."""
         num_met = 0
         for which in range(self._num_ranked):
             met = [self._stamps[number] for number in super().walk(which + self._num_ranked)]
@@ -167,20 +169,20 @@ class RankedLists(NumberLists):
             if 0 in met or sorted(set(ascending)) != ascending:
                 yield f"the stamps of list {which} do not ascend: {met}"
             if any(self._stamps[number] for number in super().walk(which)):
-                yield f"a member of list {which} has a stamp, but was not met"
+                yield f"a member of list {which} has a stamp, but was not checked"
             waiting = {entry >> _NUMBER_BITS for entry in self._heaps[which]}
             if not waiting.issuperset(-stamp for stamp in met if stamp < 0):
-                yield f"a released member of list {which} is not waiting to be met"
+                yield f"a released member of list {which} is not in the heap"
             num_met += len(met)
         if num_met != self.num_met:
-            yield f"{num_met} members were met, but {self.num_met} counted"
+            yield f"{num_met} members were checked, but {self.num_met} counted"
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _pick(
         self, count: int, may_leave: Callable[[int], bool], which: int
     ) -> tuple[list[int], int | None]:
-        """Return what `pick` does; and who follows, if those before it are what was picked."""
+        """Like `pick`; also return the next member if exactly those before it were picked."""
         picked: list[int] = []
         if self.num_met and self._heaps[which]:
             self._pick_released(picked, count, may_leave, which)
@@ -194,7 +196,7 @@ class RankedLists(NumberLists):
             number = after[number]
         if not num_missing or number == ring:
             return picked, None if already else number
-        met = [*picked[already:], number]  # the last one is the first that must stay
+        met = [*picked[already:], number]  # ends with the first that must stay
         number = after[number]
         while num_missing and number != ring:
             met.append(number)
@@ -212,15 +214,16 @@ class RankedLists(NumberLists):
         while heap and len(picked) < count:
             entry = heap.pop()
             number, stamp = entry & _NUMBER_MASK, entry >> _NUMBER_BITS
-            if stamps[number] == -stamp:  # else it was moved or has left since
+            if stamps[number] == -stamp:  # else it was moved or removed since
                 stamps[number] = stamp
                 if may_leave(number):
                     picked.append(number)
 
     def _skip(self, met: Sequence[int], following: int, which: int) -> None:
-        """Put the first members of a list, up to that before `following`, behind those met before.
+        """Move the entries just scanned, those before `following`, to the end of the checked list.
 
-        Those of them that may leave as well: if they stay, they are released, and keep their rank.
+        Includes those that may leave: if they stay after all, they are released and keep their
+        rank.
         """
         if self._last_stamp + len(met) > self._max_stamp:
             self._begin_stamps_anew()
@@ -248,7 +251,7 @@ class RankedLists(NumberLists):
         self._last_stamp = last
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Take back the stamps of members that leave or move."""
+        """Reset the stamps of members that leave or move."""
         stamps = self._stamps
         for number in numbers:
             if stamps[number]:

@@ -1,4 +1,4 @@
-"""Storage tiers as async actors; `files` is what those on disk share.
+"""Storage tiers as async actors; `files` has the common parts of disk tiers.
 
-No tier knows another, and none its jobs: queues, deadlines and results are the actor's.
+Tiers do not depend on each other, or on jobs: the actor owns queues, deadlines and results.
 """

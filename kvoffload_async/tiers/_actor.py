@@ -1,9 +1,9 @@
-"""The actor that runs a tier: a bounded mailbox, one task a job, an end for every one of them.
+"""The actor that runs a tier: a bounded queue, one task per job, exactly one result per job.
 
-A job that the tier has ended is settled right then, before the loop runs anything else: what the
-tier does next, such as evicting one of the job's blocks, is announced after it. Any other end is
-settled by the task's done-callback: a task that is cancelled before its first step never runs its
-body, and still ends its job.
+When the tier's coroutine returns, the job is settled before the loop runs anything else, so that
+later announcements of the tier (such as evictions of the job's blocks) are posted after it. All
+other jobs are settled by the task's done-callback: a task cancelled before its first step never
+runs its body, but still ends its job.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _FAILED_OPEN_CLOSE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Side:
-    """The jobs of one direction; see `TierBounds` for how many run."""
+    """The jobs of one direction; `TierBounds` limits how many run."""
 
     name: str
     waiting: dict[JobId, _Run] = field(default_factory=dict)
@@ -70,12 +70,12 @@ class _Side:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One accepted job; `task` is None while it waits, `watch` until the tier sees the job."""
+    """One accepted job; `task` is None while it is queued, `watch` until the tier gets the job."""
 
     job: JobMetadata
     side: _Side
     accepted_s: float
-    """In the loop's time, as deadlines are; the two below are in the actor's, which is finer."""
+    """Loop time, as for deadlines; the next two use the actor's clock, which is more precise."""
     arrived_s: float
     began_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -86,9 +86,9 @@ class _Run:
 class TierActor:
     """Runs one tier on one event loop.
 
-    Loads and stores have a queue and a concurrency bound each, so that neither starves the other.
-    A job that is still running at its deadline is reported and left alone: a copy in flight is
-    orphaned, never cancelled. Only `close` cancels, after its own deadline.
+    Loads and stores have separate queues and concurrency limits, so that neither starves the other.
+    A job still running at its deadline is reported but not cancelled: a copy in flight is orphaned.
+    Only `close` cancels, after its own timeout.
 
     Thread: loop.
     """
@@ -103,15 +103,16 @@ class TierActor:
         probe_timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Prepare; nothing runs before `open`.
+        """Create the actor; nothing runs before `open`.
 
         Args:
             name: For task names and log lines.
-            tier: What to run; closed by this actor.
-            env: What the tier may use; its `post` receives every event, in order.
-            io_timeout_s: Seconds from a job's acceptance to its deadline, waiting included.
-            probe_timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
-            clock: Monotonic seconds, by which durations are measured.
+            tier: The tier; closed by this actor.
+            env: The tier's environment; its `post` receives every event, in order.
+            io_timeout_s: Seconds from a job's acceptance to its deadline, including time in the
+                queue.
+            probe_timeout_s: Seconds until a probe is cancelled and its keys count as absent.
+            clock: Monotonic seconds, for durations.
         """
         self.name = name
         self._tier = tier
@@ -121,37 +122,37 @@ class TierActor:
         self._loads = _Side(f"{name}:load")
         self._stores = _Side(f"{name}:store")
         self._due: dict[JobId, _Run] = {}
-        """Jobs whose deadline has not passed, in its order, which is that of their acceptance."""
+        """Jobs before their deadline, in order of acceptance, which is that of the deadlines."""
         self._next_deadline: asyncio.TimerHandle | None = None
         self._reconciler = Reconciler(name, tier, env.announcements, env.post)
         self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         self._log = JobLog(name)
         self._closing = False
         self._has_cancelled = False
-        """Whether the jobs that ran on at the deadline of `close` have been cancelled."""
+        """Whether jobs still running at the deadline of `close` have been cancelled."""
         self._clock = clock
-        # Asked for once: the interpreter makes a system call for every answer.
+        # Cached, because `get_running_loop` makes a system call each time.
         self._loop: asyncio.AbstractEventLoop
 
     @property
     def waiting_jobs(self) -> int:
-        """Jobs that were accepted and have not begun. Thread: any."""
+        """Number of queued jobs. Thread: any."""
         return len(self._loads.waiting) + len(self._stores.waiting)
 
     @property
     def place(self) -> str:
-        """What the tier says of itself, for messages. Thread: any."""
+        """The tier's description, for messages. Thread: any."""
         try:
             return self._tier.describe()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
             return text_of(error)
 
     async def open(self) -> None:
-        """Open the tier; on failure it is closed again, and the error goes on."""
+        """Open the tier; if that fails, close it and raise the error."""
         self._loop = asyncio.get_running_loop()
         try:
             await guarded(self._tier.open, self._env)
-        except GeneratorExit:  # the loop has ended meanwhile: nothing can be awaited on it
+        except GeneratorExit:  # the loop has been closed: nothing can be awaited
             raise
         except BaseException as error:
             await self._close_tier(_FAILED_OPEN_CLOSE_S)
@@ -160,13 +161,13 @@ class TierActor:
             raise
 
     def start_job(self, job: JobMetadata) -> None:
-        """Accept a job: from now on it settles exactly once."""
+        """Accept a job; it will be settled exactly once."""
         try:
             self._accept(job)
-        except Exception as error:  # noqa: BLE001 - a third party's bounds; the job must end
+        except Exception as error:  # noqa: BLE001 - third-party bounds; the job must end
             side = self._loads if job.is_promotion else self._stores
             side.waiting.pop(job.job_id, None)
-            failure = TierUnavailableError(f"{self.name} cannot run it: {text_of(error)}")
+            failure = TierUnavailableError(f"{self.name} cannot run the job: {text_of(error)}")
             self._settle_unrun(self._run_of(job, side), failure)
 
     def _accept(self, job: JobMetadata) -> None:
@@ -194,27 +195,27 @@ class TierActor:
         chains: Sequence[Sequence[OffloadKey]] = (),
         before: Sequence[Sequence[OffloadKey]] = (),
     ) -> None:
-        """Ask the tier which keys it has; answered exactly once, at the deadline at the latest."""
+        """Probe the tier for keys; answered exactly once, at the timeout at the latest."""
         self._probes.start(generation, keys, chains, before)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Pass a use of blocks on to the tier."""
+        """Pass a use of blocks to the tier."""
         try:
             self._tier.touch(keys)
-        except BaseException as error:  # noqa: BLE001 - the loop and the effects behind it go on
+        except BaseException as error:  # noqa: BLE001 - the loop and later effects must go on
             log_trace(error)
             drop_tracebacks(error)
             logger.error("%s: touch failed: %s", self.name, text_of(error))  # noqa: TRY400 - no frames
 
     async def close(self, timeout_s: float) -> CloseReport:
-        """Stop the intake, fail what waits, let what runs end, cancel the rest, close the tier.
+        """Refuse new jobs, fail queued ones, await running ones, cancel the rest, close the tier.
 
         Args:
-            timeout_s: Seconds for the running jobs to end and the tier to close, together; a
-                tier whose jobs took them all still has a moment to close.
+            timeout_s: Seconds for running jobs to end and the tier to close, in total; if the jobs
+                use them up, the tier still has a short grace period.
 
         Returns:
-            What was left behind. The tier itself is closed only if nothing was.
+            Unfinished jobs and errors. The tier itself is closed only if no task is left.
         """
         self._closing = True
         self._reconciler.close()
@@ -234,7 +235,7 @@ class TierActor:
             for task in late:
                 task.cancel()
             await asyncio.wait(late, timeout=_CANCEL_GRACE_S)
-        await asyncio.sleep(0)  # the done-callbacks of tasks that ended just now
+        await asyncio.sleep(0)  # runs the done-callbacks of tasks that have just ended
         unfinished = (*self._loads.running, *self._stores.running)
         if self._tasks():
             error = TierTimeoutError(f"{self.name}: {len(self._tasks())} calls did not end")
@@ -245,7 +246,7 @@ class TierActor:
     # -- inside ---------------------------------------------------------------------------------
 
     def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
-        """Return what runs, in the order in which it began: loads, stores, probes."""
+        """Return the running tasks: loads, stores, probes, each in order of start."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
         return [
             *(run.task for run in runs if run.task),
@@ -254,7 +255,7 @@ class TierActor:
         ]
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
-        """Close the tier; a failure is returned, so that it cannot stop what closes next."""
+        """Close the tier; return a failure instead of raising, so that other tiers are closed."""
         task = self._loop.create_task(guarded(self._tier.close), name=f"{self.name}:close")
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
@@ -262,13 +263,13 @@ class TierActor:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             log_trace(error)
-            drop_tracebacks(error)  # before it is logged, as logs may be kept
+            drop_tracebacks(error)  # before logging, because log records may be kept
             logger.warning("%s: closing failed: %s", self.name, text_of(error))
             return error
         return None
 
     def _defect_of(self, job: JobMetadata) -> TierError | None:
-        """Return why a job can't be run at all."""
+        """Return why a job is invalid, or None."""
         if len(set(job.keys)) < len(job.keys):
             return RepeatedKeyError(f"job {job.job_id} names a key twice")
         slots, num_slots = job.block_ids.tolist(), len(self._env.kv_view)
@@ -323,17 +324,17 @@ class TierActor:
     def _outdated(
         self, run: _Run, failures: BlockFailures, error: TierError | None
     ) -> frozenset[OffloadKey]:
-        """Return the blocks of which a job says what was true before; the tier is asked for them.
+        """Return the blocks for which the job's result is outdated; the tier is asked about them.
 
-        A load that has failed for no block says nothing of any.
+        A load without failures is never outdated.
         """
         if run.watch is None:
-            return frozenset()  # its task was cancelled before the tier saw it
+            return frozenset()  # its task was cancelled before the tier got the job
         announcements, keys, is_load = self._env.announcements, run.job.keys, run.job.is_promotion
         outdated = announcements.end(run.watch, looks=bool(failures) or not is_load)
         if is_load:
             outdated = outdated.intersection(keys[index] for index in failures)
-            # The tier has dropped what is corrupt: a store under way has not stored it after all.
+            # The tier has dropped corrupt blocks, so the result of a concurrent store is outdated.
             corrupt = [i for i, why in failures.items() if isinstance(why, CorruptBlockError)]
             if corrupt:
                 announcements.note([keys[index] for index in corrupt])
@@ -345,7 +346,7 @@ class TierActor:
         return outdated
 
     def _settle_unrun(self, run: _Run, error: TierError) -> None:
-        """Settle a job that never ran: its memory was never touched."""
+        """Settle a job that never ran, and never accessed its memory."""
         self._forget_deadline(run)
         self._post_end(run, {}, error)
 
@@ -362,7 +363,7 @@ class TierActor:
         self._post(JobSettled(run.job.job_id, failures, error, seconds, outdated, queue_s))
 
     def _await_deadline(self, run: _Run) -> None:
-        """Set the one timer to the deadline that is the next."""
+        """Set the timer to the next deadline."""
         due_s = run.accepted_s + self._io_timeout_s
         self._next_deadline = self._loop.call_at(due_s, self._pass_deadlines)
 

@@ -1,12 +1,12 @@
-"""What an actor gives its tier to work with, and what the tier tells its actor.
+"""A tier's environment, and the ordering of its announcements against job results.
 
-A job says only at its end what it did to its blocks, while a tier announces an eviction when it
-happens. So what a job's end says of a block is out of date if something was said of the block since
-the job began: a block that a store has written, and that made room for others before the store has
-ended, is gone; and one that a load has missed may have been stored since. Whether a block was
-evicted before or after it was written is known to the tier alone: see `Reconciler`.
+A job reports its effect on blocks only at its end, while a tier announces an eviction at once. So a
+job's result for a block is outdated if there was an announcement about the block since the job
+began: a block written by a store may have been evicted before the store ended, and a block missed
+by a load may have been stored since. Only the tier knows whether a block was evicted before or
+after it was written: see `Reconciler`.
 
-Thread: the loop's.
+Not thread-safe; call only from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, KeyMap
 from kvoffload_async.types import OffloadKey
 
 ENDS_LOOP = (SystemExit, KeyboardInterrupt)
-"""What asyncio does not keep in the task that raises it."""
+"""Exceptions that asyncio raises out of the loop instead of storing them in the task."""
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 async def guarded(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Await an operation of a tier; one that would end the loop only fails itself."""
+    """Await a tier's operation; convert exceptions that would end the loop."""
     try:
         return await operation(*args, **kwargs)
     except ENDS_LOOP as error:
@@ -48,21 +48,21 @@ async def guarded(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs:
 
 
 def as_guarded(error: BaseException) -> TierUnavailableError:
-    """Return what stands in for an exit that a tier has asked for."""
+    """Return the error that replaces an exit requested by a tier."""
     return TierUnavailableError(f"a tier raised {text_of(error)}")
 
 
 def log_trace(error: BaseException) -> None:
-    """Log where an error came from, for whoever looks for a defect: before its frames are dropped.
+    """Log an error's traceback for debugging, before its frames are dropped.
 
-    As text, as logs may be kept.
+    Formatted as text, because log records may be kept.
     """
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", "".join(traceback.format_exception(error)))
 
 
 def error_of(task: asyncio.Task[Any]) -> TierError:
-    """Return why the task of a job or a probe has failed, in the vocabulary of its owner."""
+    """Return the error of a job's or probe's failed task as a `TierError`."""
     error = None if task.cancelled() else task.exception()
     if error is None:
         return JobCancelledError("its task was cancelled")
@@ -74,7 +74,7 @@ def error_of(task: asyncio.Task[Any]) -> TierError:
 
 
 def validate_result(failures: object, num_blocks: int) -> tuple[BlockFailures, TierError | None]:
-    """Return what a tier has returned of a job, or that it has broken its contract."""
+    """Return a tier's result for a job, or an error if it violates the contract."""
     if isinstance(failures, Mapping) and all(
         isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)
         for i, e in failures.items()
@@ -88,13 +88,13 @@ _BOUND: Final = 16_384
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """What has been said of some blocks since a call of the tier about them began.
+    """Announcements about some blocks since a tier call on them began.
 
     Attributes:
         keys: The blocks.
-        heeds_stores: Whether the end of a store says something.
-        begun_at: The number of the last thing said before.
-        outdated: Blocks of which something was said since, as far as was looked.
+        heeds_stores: Whether results of stores count as announcements.
+        begun_at: Number of the last announcement before the call.
+        outdated: Blocks with a later announcement, as far as already evaluated.
     """
 
     keys: Sequence[OffloadKey]
@@ -104,44 +104,44 @@ class Watch:
 
 
 class Announcements:
-    """What was said since the oldest watch began.
+    """Announcements since the oldest watch began.
 
-    A watch costs nothing a block unless something was announced in the meantime. A bound on what is
-    kept holds however long a call hangs: beyond it, each watch is given what concerns it.
+    A watch has no cost per block unless there are announcements meanwhile. Memory is limited even
+    if a call hangs: at the limit, the announcements are evaluated for each watch and dropped.
 
     Attributes:
-        refused_keys: How many keys were announced that are none.
+        refused_keys: Number of malformed keys announced.
     """
 
     def __init__(self, bound: int = _BOUND) -> None:
-        """Keep what is said of about so many blocks, besides those that are watched."""
+        """Keep announcements for about `bound` blocks."""
         self.refused_keys = 0
         self._bound = bound
         self._watches: dict[Watch, None] = {}
         self._heeding_stores = 0
         self._number = 0
         self._announced: dict[OffloadKey, int] = {}
-        """Block -> the number of the last announcement about it."""
+        """Block -> number of the last announcement about it."""
         self._stored: list[tuple[int, Sequence[OffloadKey]]] = []
-        """What stores have ended with, numbered as announcements are."""
+        """Results of stores, numbered like announcements."""
         self._stored_blocks = 0
 
     def begin(self, keys: Sequence[OffloadKey], *, heeds_stores: bool) -> Watch:
-        """Watch blocks, which the tier is about to look at for the first time."""
+        """Start watching blocks, before the tier gets the call."""
         watch = Watch(keys, heeds_stores, self._number)
         self._watches[watch] = None
         self._heeding_stores += heeds_stores
         return watch
 
     def note(self, keys: Collection[OffloadKey]) -> None:
-        """Note that a tier says something of its own accord; what it is does not matter."""
+        """Record an announcement of the tier; its content does not matter."""
         if self._watches:
             self._number += 1
             self._announced.update(dict.fromkeys(keys, self._number))
             self._keep_bound()
 
     def note_stored(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that a store has ended, and that these blocks are there."""
+        """Record that a store has ended and these blocks are stored."""
         if self._heeding_stores:
             self._number += 1
             self._stored.append((self._number, keys))
@@ -149,11 +149,11 @@ class Announcements:
             self._keep_bound()
 
     def end(self, watch: Watch, *, looks: bool = True) -> frozenset[OffloadKey]:
-        """Stop watching blocks; return those of which something was said since the beginning.
+        """Stop watching blocks; return those with announcements since the beginning.
 
         Args:
-            watch: What began.
-            looks: Whether that is of interest; else nothing is returned.
+            watch: The watch to end.
+            looks: Whether the result is needed; else it is empty.
         """
         del self._watches[watch]
         self._heeding_stores -= watch.heeds_stores
@@ -164,7 +164,7 @@ class Announcements:
         return frozenset(watch.outdated) if looks else frozenset()
 
     def _look(self, watch: Watch) -> None:
-        """Take what was said of watched blocks over to their watch."""
+        """Evaluate the announcements for a watch."""
         keys, begun_at, announced = watch.keys, watch.begun_at, self._announced
         if announced and not announced.keys().isdisjoint(keys):
             watch.outdated.update(key for key in keys if announced.get(key, 0) > begun_at)
@@ -202,7 +202,7 @@ class ActorEnvironment:
     announcements: Announcements = field(default_factory=Announcements)
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner: a `KeyMap`, which is the owner's from now on, as it is."""
+        """Post blocks that appeared; ownership of a `KeyMap` passes to the tier's owner."""
         if isinstance(keys, KeyMap):
             self.announcements.note(keys)
             self.post(BlocksAppeared(keys))
@@ -211,14 +211,14 @@ class ActorEnvironment:
             self.post(BlocksAppeared(portion))
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Post the news to the owner."""
+        """Post evicted blocks."""
         for portion in self._portions(keys):
             self.post(BlocksEvicted(portion))
 
     def _portions(self, keys: Iterable[OffloadKey]) -> Iterator[tuple[OffloadKey, ...]]:
-        """Yield the keys in portions, so that the owner can take them in step by step.
+        """Yield the keys in portions, which the owner processes step by step.
 
-        What is no key is refused here: in the owner's tables it would raise.
+        Malformed keys are filtered out here, because they would raise in the owner's tables.
         """
         rest = iter(keys)
         while portion := tuple(islice(rest, _PORTION_KEYS)):
@@ -230,10 +230,10 @@ class ActorEnvironment:
                 yield usable
 
     def _refuse(self, keys: list[OffloadKey]) -> None:
-        if not self.announcements.refused_keys:  # once: a tier may do so for every block
+        if not self.announcements.refused_keys:  # once, because a tier may do it for every block
             logger.error(
-                "a tier announced %r, which is no key: it needs a block hash and 4 bytes behind "
-                "it; this and what else it announces so is ignored, and counted",
+                "a tier announced the malformed key %r: a key is a block hash followed by 4 bytes; "
+                "this and further malformed keys are ignored and counted",
                 keys[0],
             )
         self.announcements.refused_keys += len(keys)
@@ -245,5 +245,5 @@ def _is_key(key: object) -> bool:
 
 
 def _are_keys(portion: tuple[OffloadKey, ...]) -> bool:
-    """Tell whether all of them certainly are keys; faster than to look at each."""
+    """Return whether all are certainly keys; faster than checking each."""
     return set(map(type, portion)) == {bytes} and min(map(len, portion)) >= LEAST_KEY_BYTES

@@ -1,6 +1,6 @@
-"""What the log says of a tier's jobs: a line each, with tier, request, blocks, time and remedy.
+"""Log lines for a tier's jobs, with tier, request, blocks, time and remedy.
 
-A tier without room may refuse every store for a long time: that is said once in a while.
+A full tier may refuse every store for a long time: this is logged at a limited rate.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from kvoffload_async.tiers._environment import log_trace
 from kvoffload_async.types import JobMetadata
 
 INTERVAL_S: Final = 60.0
-"""How long nothing more is said."""
+"""Seconds between two log lines for the same reason."""
 
 
 class Refusals:
-    """Counts what a tier has refused for one reason. Thread: loop."""
+    """Rate-limits log lines for refusals of one kind. Thread: loop."""
 
     def __init__(self) -> None:
         self._said_s: float | None = None
         self._unsaid = 0
 
     def note(self, now_s: float) -> str | None:
-        """Count one; return what its line in the log ends with, or None if there is to be none."""
+        """Count a refusal; return a suffix for its log line, or None to suppress the line."""
         if self._said_s is not None and now_s < self._said_s + INTERVAL_S:
             self._unsaid += 1
             return None
         self._said_s, unsaid, self._unsaid = now_s, self._unsaid, 0
-        return f" ({unsaid} more since the last time this was said)" if unsaid else ""
+        return f" ({unsaid} more since the last such line)" if unsaid else ""
 
 
 logger = logging.getLogger(__name__)
 
 _EXPECTED = (BlockMissingError, BusyError, TierClosedError)
-"""What is no fault of the tier's: another process, back-pressure, the shutdown."""
+"""Not faults of the tier: another process, back-pressure, shutdown."""
 
 _REMEDIES: Final[Mapping[type[TierError], str]] = {
-    CorruptBlockError: "was not served; if it comes again, check the disk: kvoffload store verify",
-    TierFullError: "nothing more is stored until there is room: raise its capacity, or make some",
+    CorruptBlockError: "not served; if this recurs, check the disk: kvoffload store verify",
+    TierFullError: "no blocks are stored until there is space: raise its capacity, or free some",
     TierTimeoutError: "check the device or the network; raise io_timeout_s if it is only slow",
-    RepeatedKeyError: "a defect of whoever submitted it: name each key once",
-    UnknownSlotError: "a defect of whoever submitted it: name slots of the primary",
-    TierUnavailableError: "the engine does without these blocks; fix the named cause",
+    RepeatedKeyError: "a bug of the caller: name each key once",
+    UnknownSlotError: "a bug of the caller: name slots of the primary",
+    TierUnavailableError: "the engine continues without these blocks; fix the named cause",
 }
-"""What to do about an error; a subclass stands before its base."""
+"""Remedy for each kind of error; subclasses precede their bases."""
 
 
 class JobLog:
-    """Logs how jobs end. Errors are logged as errors, all else for debugging.
+    """Logs the ends of jobs: errors at level ERROR, everything else at DEBUG.
 
-    That a tier is full is logged once a minute, since that may be every store for a long time; an
-    overdue job at its deadline, and not as an error again when its copy has ended.
+    A full tier is logged once a minute, because it may refuse every store for a long time. An
+    overdue job is logged as an error at its deadline, and not again when its copy ends.
 
     Thread: loop.
     """
@@ -77,16 +77,16 @@ class JobLog:
         self._overdue: set[int] = set()
 
     def overdue(self, job: JobMetadata, timeout_s: float) -> TierTimeoutError:
-        """Log that the deadline of a running job has passed; return the error."""
+        """Log that a running job's deadline has passed; return the error."""
         self._overdue.add(job.job_id)
         error = self.timeout(job, timeout_s)
         logger.error(
-            "%s; its copy goes on, and keeps its slots until it has ended%s", error, _remedy(error)
+            "%s; its copy continues and keeps its slots until it ends%s", error, _remedy(error)
         )
         return error
 
     def timeout(self, job: JobMetadata, timeout_s: float) -> TierTimeoutError:
-        """Return the error of a job whose deadline has passed."""
+        """Return the error for a job whose deadline has passed."""
         return TierTimeoutError(
             f"tier {self._name}: {described(job)} timed out after {timeout_s} s"
         )
@@ -100,7 +100,7 @@ class JobLog:
         seconds: float,
         now_s: float,
     ) -> None:
-        """Log that a job's bytes have stopped moving, or never moved; drop its errors' frames."""
+        """Log that a job no longer accesses memory; drop its errors' frames."""
         was_overdue = job.job_id in self._overdue
         self._overdue.discard(job.job_id)
         first = error or next(iter(failures.values()), None)
@@ -133,7 +133,7 @@ def _remedy(error: TierError) -> str:
 
 
 def described(job: JobMetadata) -> str:
-    """Return what a job does."""
+    """Describe a job in one phrase."""
     what = "load" if job.is_promotion else "store"
     return (
         f"{what} of {len(job.keys)} blocks for request {job.req_context.req_id} (job {job.job_id})"

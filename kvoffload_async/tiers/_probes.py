@@ -1,7 +1,8 @@
-"""Existence probes on the loop: bounded, cancelled at their deadline, answered exactly once.
+"""Existence probes on the loop: limited, cancelled at their timeout, answered exactly once.
 
-A recheck is a probe of the actor's own: which of some blocks a tier has, where its announcements
-do not say. Thread: the loop's.
+The reconciler makes probes of its own, for blocks whose state is not clear from announcements.
+
+Not thread-safe; call only from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _BOUND: Final = 16_384
 
 
 class Reconciler:
-    """Asks a tier which blocks it has, where what it has said does not tell; one call at a time."""
+    """Asks a tier for blocks whose state is not clear from announcements; one call at a time."""
 
     def __init__(
         self,
@@ -40,18 +41,18 @@ class Reconciler:
         announcements: Announcements,
         post: Callable[[TierEvent], None],
     ) -> None:
-        """Ask `tier`, and post what it answers as if it had announced it."""
+        """Probe `tier`, and post its answers as announcements."""
         self._name = name
         self._tier = tier
         self._announcements = announcements
         self._post = post
         self._waiting: dict[OffloadKey, None] = {}
         self.tasks: list[asyncio.Task[frozenset[OffloadKey]]] = []
-        """The call under way, if there is one."""
+        """The running call, if any."""
         self._closing = False
 
     def ask(self, keys: Collection[OffloadKey]) -> None:
-        """Ask for blocks; if the tier does not answer, what was said of them last stands."""
+        """Probe for blocks; if the tier does not answer, the last announcement holds."""
         if self._closing:
             return
         self._waiting.update(dict.fromkeys(keys))
@@ -59,7 +60,7 @@ class Reconciler:
             self._start()
         elif len(self._waiting) > _BOUND:
             logger.warning(
-                "%s: contains() does not end; %d blocks that were evicted while they were stored "
+                "%s: contains() does not end; %d blocks that were evicted during their store "
                 "count as evicted",
                 self._name,
                 len(self._waiting),
@@ -67,7 +68,7 @@ class Reconciler:
             self._waiting.clear()
 
     def close(self) -> None:
-        """Ask for nothing more; the call under way goes on."""
+        """Make no further calls; a running call continues."""
         self._closing = True
         self._waiting.clear()
 
@@ -94,8 +95,8 @@ class Reconciler:
             if absent := tuple(key for key in known if key not in found):
                 self._post(BlocksEvicted(absent))
         else:
-            drop_tracebacks(error)  # before it is logged, as logs may be kept
-            logger.warning("%s: contains() gave no answer: %s", self._name, error or found)
+            drop_tracebacks(error)  # before logging, because log records may be kept
+            logger.warning("%s: contains() failed: %s", self._name, error or found)
         if self._waiting:
             self._start()
 
@@ -104,7 +105,7 @@ _NOTHING: frozenset[OffloadKey] = frozenset()
 
 
 class Probes:
-    """The probes of one tier; no more run at once than its bounds allow, those that hang included.
+    """The probes of one tier; the limit of concurrent ones includes hanging ones.
 
     Thread: loop.
     """
@@ -117,14 +118,14 @@ class Probes:
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """Start with none.
+        """Start without probes.
 
         Args:
             name: For task names and log lines.
-            tier: Whom to ask.
+            tier: The tier to probe.
             post: Receives every answer.
-            timeout_s: Seconds until an unanswered probe is cancelled, and counts as "absent".
-            clock: Monotonic seconds, by which durations are measured.
+            timeout_s: Seconds until a probe is cancelled and its keys count as absent.
+            clock: Monotonic seconds, for durations.
         """
         self._name = name
         self._tier = tier
@@ -132,9 +133,9 @@ class Probes:
         self._timeout_s = timeout_s
         self._clock = clock
         self._unanswered: dict[int, tuple[asyncio.TimerHandle, float]] = {}
-        """Generation -> its deadline, and when it began."""
+        """Generation -> its timeout handle, and its start time."""
         self.tasks: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
-        """Those that run, a cancelled one until it has ended."""
+        """Running probes, including cancelled ones until they end."""
         self._closing = False
 
     def start(
@@ -144,10 +145,10 @@ class Probes:
         chains: Sequence[Sequence[OffloadKey]] = (),
         before: Sequence[Sequence[OffloadKey]] = (),
     ) -> None:
-        """Ask the tier which keys it has; answered exactly once, at the deadline at the latest.
+        """Probe the tier for keys; answered exactly once, at the timeout at the latest.
 
-        With `chains`, which are the same keys, it is asked for their longest heads, and told what
-        comes `before` each, if that is given.
+        With `chains`, which contain the same keys, calls `longest_prefixes`, with `before` if not
+        empty.
         """
         if (error := self._refusal()) is not None:
             self._post(ProbeAnswered(generation, _NOTHING, error))
@@ -163,7 +164,7 @@ class Probes:
         task.add_done_callback(lambda ended: self._ended(ended, generation))
 
     def close(self) -> None:
-        """Start none any more."""
+        """Refuse new probes."""
         self._closing = True
 
     # -- inside ---------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class Probes:
     async def _heads(
         self, chains: Sequence[Sequence[OffloadKey]], before: Sequence[Sequence[OffloadKey]]
     ) -> frozenset[OffloadKey]:
-        # Without `before` a method that does not take it is called as it always was.
+        # Omit an empty `before`, for implementations without that parameter.
         asked = (chains, before) if before else (chains,)
         lengths = await self._tier.longest_prefixes(*asked)
         heads = zip(chains, lengths, strict=True)
@@ -184,15 +185,15 @@ class Probes:
             bound = self._tier.bounds.concurrent_probes
         except Exception as error:  # noqa: BLE001 - third-party code; the probe must be answered
             return TierUnavailableError(
-                f"{self._name}: its bounds cannot be read: {text_of(error)}"
+                f"{self._name}: reading its bounds failed: {text_of(error)}"
             )
         if len(self.tasks) < bound:
             return None
-        # The owner starts no more than that: these were answered, cancelled, and did not end.
+        # The owner respects the limit: these were answered and cancelled, but did not end.
         return TierTimeoutError(f"{self._name}: {len(self.tasks)} probes hang")
 
     def _deadline_passed(self, generation: int, task: asyncio.Task[frozenset[OffloadKey]]) -> None:
-        task.cancel()  # first: with the answer its owner may start the next one
+        task.cancel()  # before the answer, since the owner may then start the next probe
         error = TierTimeoutError(
             f"{self._name}: probe {generation} timed out after {self._timeout_s} s"
         )
@@ -202,7 +203,7 @@ class Probes:
     def _ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
         del self.tasks[task]
         if generation not in self._unanswered:
-            return  # cancelled at the deadline, which has answered
+            return  # cancelled at the timeout, which has answered
         present, error = self._judged(task)
         if error is not None and not self._closing:
             logger.warning("%s: probe %s failed: %s", self._name, generation, text_of(error))

@@ -1,4 +1,4 @@
-"""The reference tier: a dictionary of real bytes, unlimited, gone with the process."""
+"""The reference tier: an unbounded in-memory dictionary of blocks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _Rows = npt.NDArray[np.uint8]
 
 
 class ExampleTier(AsyncTier):
-    """Keeps a copy of every block that it is given.
+    """Keeps a copy of every block stored.
 
-    One call of the I/O runner a job: the copies run off the loop thread, and numpy lets go of the
-    interpreter lock while it copies.
+    Each job is one call of the I/O runner: the copies run off the loop thread, and numpy releases
+    the GIL while copying.
     """
 
     capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU)
 
     def __init__(self, custom_param: int = 0) -> None:
-        """Start empty; `custom_param` shows how a tier takes options, and is logged only."""
+        """Start empty; `custom_param` demonstrates options, and is only logged."""
         if not isinstance(custom_param, int):
             raise ConfigError(f"custom_param: {custom_param!r} is not valid; it must be an integer")
         logger.info("example tier: custom_param=%d", custom_param)
@@ -37,16 +37,16 @@ class ExampleTier(AsyncTier):
         self._env: TierEnvironment | None = None
 
     async def open(self, env: TierEnvironment) -> None:
-        """Look at the primary's buffer."""
+        """Keep references to the environment and the primary's buffer."""
         self._env = env
         self._rows = np.asarray(env.kv_view)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that are kept."""
+        """Return the keys that are stored."""
         return frozenset(key for key in keys if key in self._blocks)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        """Copy the missing ones of the job's slots."""
+        """Copy the blocks that are not stored yet."""
         env, rows = self._opened()
 
         def copy() -> dict[OffloadKey, _Rows]:
@@ -60,7 +60,7 @@ class ExampleTier(AsyncTier):
         return {}
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        """Copy blocks into the job's slots; a missing one fails alone."""
+        """Copy blocks into the job's slots; missing blocks fail individually."""
         env, rows = self._opened()
         found = [self._blocks.get(key) for key in job.keys]
 
@@ -71,24 +71,24 @@ class ExampleTier(AsyncTier):
 
         await env.io.run(Direction.LOAD, copy)
         return {
-            i: BlockMissingError(f"block {job.keys[i].hex()} is not here")
+            i: BlockMissingError(f"block {job.keys[i].hex()} is not stored")
             for i, block in enumerate(found)
             if block is None
         }
 
     async def close(self) -> None:
-        """Let go of the buffer; the blocks stay until the tier itself is dropped."""
+        """Release the buffer; the blocks are kept until the tier object is deleted."""
         self._env = None
         self._rows = None
 
     def gauges(self) -> Mapping[str, float]:
-        """Return how many blocks are kept, and their bytes; nothing bounds them."""
+        """Return the number of blocks and their bytes; there is no capacity."""
         rows, num_blocks = self._rows, len(self._blocks)
         row_bytes = 0 if rows is None else rows.shape[1]
         return {"blocks": num_blocks, "used_bytes": num_blocks * row_bytes}
 
     def get_num_blocks(self) -> int:
-        """Return how many blocks are kept. Thread: any."""
+        """Return the number of blocks. Thread: any."""
         return len(self._blocks)
 
     def _opened(self) -> tuple[TierEnvironment, _Rows]:

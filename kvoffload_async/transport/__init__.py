@@ -1,4 +1,4 @@
-"""Moving bytes between device and host: layouts of tensors, one transport a kind of device.
+"""Copies between device and host memory: tensor layouts, and one transport per kind of device.
 
-No tiers, and no keys: a transport knows device blocks and rows.
+Knows device blocks and rows, but no tiers or keys.
 """

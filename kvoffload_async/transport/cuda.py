@@ -1,17 +1,17 @@
 """Copies between device and pinned host memory, on CUDA streams.
 
-One thread a direction launches what was submitted, in order: a stream whose queue is full blocks
-that thread and not the one that submits (vLLM issue 29013), and a few pooled streams with at most
-a few transfers each keep the queues short. Each transfer waits on its stream for the caller's
-compute event, loads too, or a pending zeroing would wipe what they bring (vLLM issues 31341 and
-50696), and for the transfer before it. One more thread a stream waits for the ends in order, off
-the interpreter lock, and wakes the loop; Python callbacks on a stream would deadlock with it.
+One thread per direction launches submitted transfers in order: a stream with a full queue blocks
+that thread instead of the submitter (vLLM issue 29013), and a few pooled streams with a few
+transfers each keep the queues short. Each transfer waits on its stream for the caller's compute
+event, also before loads, because a pending zeroing would overwrite the loaded data (vLLM issues
+31341 and 50696), and for the previous transfer. One thread per stream waits for the ends in order,
+with the GIL released, and wakes the loop; Python callbacks on a stream could deadlock with the GIL.
 
-All device memory that is made here is made, used and let go on the stream that uses it; the
-page tables are the caller's, and are held until the last copy has ended.
+Device memory allocated here is allocated, used and freed on the stream that uses it; the page
+tables belong to the caller, and are referenced until the last copy has ended.
 
-A store gathers blocks into staging memory that has the layout of the slots, one operation per page
-table, and copies neighbouring slots in one extent each; a load goes the other way.
+A store gathers blocks into staging memory with the layout of the slots, one operation per page
+table, and copies each run of adjacent slots at once; loads use the reverse order.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.transport.settling import SettlingTransfer
 from kvoffload_async.types import BlockIds
 
-# An element of a gather is moved by one thread: bytes one by one would take eight times as long.
+# One thread moves an element of a gather: bytes would take eight times as long as words.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """A page table in the widest words that fit: `[num_blocks, page_words]`."""
+    """A page table viewed as the widest possible words: `[num_blocks, page_words]`."""
 
     pages: torch.Tensor
     offset_words: int
@@ -56,14 +56,14 @@ class _Words:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A part of a transfer that fits in staging memory, of one group.
+    """A part of a transfer that fits into staging memory, of one group.
 
     Attributes:
-        group: Which group.
-        slots: The slots, one a row of staging memory.
-        begin: Where its rows, places and blocks begin in the plan's index, `count` each.
-        count: Device blocks.
-        is_whole: Whether they fill every row, in order.
+        group: Index of the group.
+        slots: The slots, one per row of staging memory.
+        begin: Start of its rows, places and blocks in the plan's index, `count` each.
+        count: Number of device blocks.
+        is_whole: Whether they fill all rows, in order.
     """
 
     group: int
@@ -75,11 +75,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One transfer, in extents.
+    """One transfer, divided into extents.
 
     Attributes:
-        extents: In the order in which they are copied.
-        index: What the extents index with, int64, all in one: it goes to the device in one copy.
+        extents: The extents, in order of copying.
+        index: All indices of the extents, int64, in one array to be copied to the device at once.
     """
 
     extents: Sequence[Extent]
@@ -87,19 +87,19 @@ class Plan:
 
 
 class StagedCopies:
-    """Copies between a layout's page tables and a worker's cells of the slots.
+    """Copies between a layout's page tables and a worker's cells in the slots.
 
     Thread: any, one at a time for each staging buffer.
     """
 
     def __init__(self, layout: KVLayout, host: torch.Tensor, cell_offset_bytes: int) -> None:
-        """Take the device's tables, and `host`: the slots, uint8 `[num_slots, slot_bytes]`."""
+        """Use the layout's tables, and `host`: the slots, uint8 `[num_slots, slot_bytes]`."""
         self._blocks_per_chunk = layout.blocks_per_chunk
         self._host = host
         self._cell_offset_bytes = cell_offset_bytes
         self._word_bytes, self._dtype = _widest_words(layout)
         self._row_bytes = -(-layout.chunk_bytes // self._word_bytes) * self._word_bytes
-        # From the first byte on, gaps between a group's tables included: nobody else's bytes.
+        # Includes gaps between a group's tables, but no bytes of other workers.
         self._group_bytes = [
             max(
                 (t.offset_bytes + t.page_bytes * layout.blocks_per_chunk for t in group),
@@ -116,12 +116,12 @@ class StagedCopies:
         ]
 
     def create_staging(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return staging memory of about that size, uint8 `[rows, row_bytes]`: at least a row."""
+        """Allocate staging memory of about this size, uint8 `[rows, row_bytes]`, rows >= 1."""
         rows = max(1, size_bytes // self._row_bytes)
         return torch.empty((rows, self._row_bytes), dtype=torch.uint8, device=device)
 
     def plan(self, parts: Sequence[GroupCopies], staging_rows: int) -> Plan:
-        """Cut a transfer into extents of at most `staging_rows` slots."""
+        """Divide a transfer into extents of at most `staging_rows` slots."""
         extents: list[Extent] = []
         index: list[npt.NDArray[np.integer[Any]]] = []
         begin = 0
@@ -146,7 +146,7 @@ class StagedCopies:
             where = index[extent.begin : extent.begin + 3 * extent.count].view(3, extent.count)
             used = staging[: len(extent.slots), : self._group_bytes[extent.group]]
             if direction is Direction.LOAD or not extent.is_whole:
-                # A chunk that is stored in part keeps the rest of its slot's bytes.
+                # A partially stored chunk keeps the other bytes of its slot.
                 self._copy_rows(used, extent.slots, to_host=False)
             for table in self._groups[extent.group]:
                 cells = self._cells_of(staging, table, len(extent.slots))
@@ -158,7 +158,7 @@ class StagedCopies:
                 self._copy_rows(used, extent.slots, to_host=True)
 
     def release(self) -> None:
-        """Let go of the slots' memory: who owns it may unmap it now."""
+        """Release the reference to the slots' memory; its owner may unmap it now."""
         self._host = torch.empty((0, 0), dtype=torch.uint8)
 
     def _cells_of(self, staging: torch.Tensor, table: _Words, rows: int) -> torch.Tensor:
@@ -172,9 +172,9 @@ class StagedCopies:
         )
 
     def _copy_rows(self, staging: torch.Tensor, slots: BlockIds, *, to_host: bool) -> None:
-        """Copy between staging rows and slots, each run of neighbouring slots in one call."""
+        """Copy between staging rows and slots, each run of adjacent slots in one call."""
         begin, end = self._cell_offset_bytes, self._cell_offset_bytes + staging.shape[1]
-        # A copy is asynchronous only between contiguous memories: no run may skip padding.
+        # Copies are asynchronous only between contiguous memories: a run must not skip padding.
         is_joined = staging.is_contiguous() and staging.shape[1] == self._host.shape[1]
         for row, slot, count in _runs(slots, len(slots) if is_joined else 1):
             device_rows = staging[row : row + count]
@@ -206,14 +206,14 @@ def _scatter(
 
 
 def _rows_of(part: GroupCopies) -> tuple[npt.NDArray[np.int64], BlockIds]:
-    """Return, for each device block, which of the part's slots is its, and those slots in order."""
+    """Return each device block's index among the part's slots, and those slots in order."""
     is_new = np.ones(len(part.slots), dtype=bool)
     is_new[1:] = part.slots[1:] != part.slots[:-1]
     return np.cumsum(is_new, dtype=np.int64) - 1, part.slots[is_new]
 
 
 def _runs(slots: BlockIds, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, slot, count) for each run of neighbouring, increasing slots."""
+    """Yield (row, slot, count) for each run of consecutive, increasing slots."""
     begin = 0
     for end in range(1, len(slots) + 1):
         is_cut = end == len(slots) or end - begin == longest or slots[end] != slots[end - 1] + 1
@@ -223,7 +223,7 @@ def _runs(slots: BlockIds, longest: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _widest_words(layout: KVLayout) -> tuple[int, torch.dtype]:
-    """Return the widest words that every table can be read in: their bytes, and their type."""
+    """Return the widest words that fit all tables: their size and type."""
     tables = [table for group in layout.groups for table in group]
     return next(word for word in _WORDS if all(_is_aligned(table, word[0]) for table in tables))
 
@@ -254,18 +254,18 @@ class CudaTransfer(SettlingTransfer):
         self.parts: Sequence[GroupCopies] = ()
         self.num_bytes = 0
         self.started = _new_event(timed=True)
-        # Blocking: who synchronises sleeps instead of spinning, off the interpreter lock.
+        # Blocking: waiters sleep with the GIL released, instead of spinning.
         self.copied = _new_event(timed=True, blocking=True)
         self.failure: Exception | None = None
 
     def settle(self) -> None:
-        """Wait until nothing of it runs any more, and publish how it ended."""
+        """Wait until no operation of the transfer runs, and publish its outcome."""
         seconds = None
         try:
             self.copied.synchronize()
             if self.failure is None:
                 seconds = self.started.elapsed_time(self.copied) / 1000
-        except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+        except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
             self.failure = self.failure or error
         if self.failure is None:
             self.end(TransferOutcome(self.num_bytes, seconds))
@@ -278,8 +278,8 @@ class _StagedStream:
     """One pooled stream and its staging memory.
 
     Attributes:
-        launched: Transfers whose end is to be awaited.
-        room: How many more may be launched.
+        launched: Transfers to wait for.
+        room: Number of further transfers that may be launched.
     """
 
     stream: torch.cuda.Stream
@@ -291,7 +291,7 @@ class _StagedStream:
 
 
 class CudaTransport(Transport):
-    """Copies on CUDA streams of its own; the primary's memory is registered (pinned) in place."""
+    """Copies on its own CUDA streams; registers (pins) the primary's memory in place."""
 
     def __init__(
         self,
@@ -301,17 +301,17 @@ class CudaTransport(Transport):
         cell_offset_bytes: int = 0,
         staging_bytes: int = 64 << 20,
     ) -> None:
-        """Pin the primary's memory, make the streams and start their threads.
+        """Pin the primary's memory, create the streams and start their threads.
 
         Args:
             layout: The device's tensors.
             kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
-            cell_offset_bytes: Where this worker's cell begins in a slot.
+            cell_offset_bytes: Offset of this worker's cell in a slot.
             staging_bytes: Device memory for staging, on each of four streams.
 
         Raises:
-            ConfigError: The tensors are on no CUDA device, a slot is too small for a chunk, or
-                the memory cannot be had or pinned.
+            ConfigError: The tensors are not on a CUDA device, a slot is too small for a chunk, or
+                the memory cannot be allocated or pinned.
         """
         if layout.device.type != "cuda":
             raise ConfigError(
@@ -331,7 +331,7 @@ class CudaTransport(Transport):
             }
         except RuntimeError as error:
             raise ConfigError(
-                f"device: no memory for staging on {self._device}: {error}"
+                f"device: cannot allocate staging memory on {self._device}: {error}"
             ) from error
         self._has_pinned = _pin(self._host)
         self._release_pages = hold_pages(kv_view, f"a transport of {self._device}")
@@ -353,7 +353,7 @@ class CudaTransport(Transport):
 
     def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
         if not isinstance(after, torch.cuda.Event):
-            raise StateError("the compute event is of another transport")
+            raise StateError("the compute event belongs to another transport")
         transfer = CudaTransfer(copies.direction, after)
         if self._closed:
             transfer.fail(TransportError("the transport is closed"))
@@ -390,12 +390,12 @@ class CudaTransport(Transport):
 
     def _create_stream(self, staging_bytes: int) -> _StagedStream:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
-        # On its own stream, or what used this memory before might still be running.
+        # Allocate on this stream; otherwise earlier users of the memory might still be running.
         with torch.cuda.stream(stream):
             return _StagedStream(stream, self._copies.create_staging(staging_bytes, self._device))
 
     def _launch_all(self, direction: Direction) -> None:
-        """Launch what is submitted, stream after stream in turn. Thread: the direction's."""
+        """Launch submitted transfers on the streams in turn. Thread: the direction's."""
         torch.cuda.set_device(self._device)
         streams = self._streams[direction]
         previous: CudaTransfer | None = None
@@ -406,7 +406,7 @@ class CudaTransport(Transport):
             staged.room.acquire()
             try:
                 self._launch(transfer, staged, previous)
-            except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+            except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
                 transfer.failure = error
             previous = transfer
             staged.launched.put(transfer)
@@ -424,16 +424,16 @@ class CudaTransport(Transport):
                 transfer.started.record(staged.stream)
                 plan = self._copies.plan(transfer.parts, staged.staging.shape[0])
                 if plan.extents:
-                    # Pinned, or the copy would wait for the stream.
+                    # From pinned memory, so that the copy does not synchronize the stream.
                     pinned = torch.from_numpy(plan.index).pin_memory()
                     index = pinned.to(self._device, non_blocking=True)
                     self._copies.perform(transfer.direction, plan, index, staged.staging)
             finally:
-                # After a failure, too: what was launched before it still moves bytes.
+                # Also after a failure: operations launched before it still move bytes.
                 transfer.copied.record(staged.stream)
 
     def _settle_all(self, staged: _StagedStream) -> None:
-        """Publish the ends of a stream's transfers, in order. Thread: the stream's."""
+        """Publish the outcomes of a stream's transfers, in order. Thread: the stream's."""
         torch.cuda.set_device(self._device)
         while (transfer := staged.launched.get()) is not None:
             transfer.settle()
@@ -446,7 +446,7 @@ class CudaTransport(Transport):
 
 
 def _pin(host: torch.Tensor) -> bool:
-    """Pin the memory, unless another worker of this process has; tell whether it was done."""
+    """Pin the memory; return False if another worker of this process has pinned it."""
     if host.is_pinned():
         return False
     code = int(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))

@@ -1,6 +1,6 @@
-"""The stand-in for an accelerator: the same contract over tensors in host memory.
+"""A transport on host tensors that simulates an accelerator.
 
-Native threads copy the bytes, or numpy where these are not used.
+Copies with native threads, or with numpy if they are disabled.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 LEAST_BYTES = 256 << 10
-"""Less than that is copied sooner than another thread is woken, and wakes this one again."""
+"""Below this size, waking another thread takes longer than the copy."""
 
 
 class Copier(Protocol):
-    """Copies between a layout's tensors and slots. Thread: one at a time."""
+    """Copies between a layout's tensors and slots. Not thread-safe."""
 
     def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
-        """Copy the part of a transfer that concerns one group; returns when it is copied."""
+        """Copy one group's part of a transfer; blocks until done."""
         ...
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         ...
 
 
 def create_copier(layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> Copier:
-    """Return a new copier.
+    """Create a copier.
 
     Args:
         layout: The tensors.
         rows: The slots, `[num_slots, slot_bytes]`.
-        cell_offset_bytes: Where this worker's cell begins in a slot.
+        cell_offset_bytes: Offset of this worker's cell in a slot.
 
     Raises:
-        ConfigError: Native code is required and cannot be used.
-        OSError: There are no more threads.
+        ConfigError: Native code is required but unavailable.
+        OSError: Threads cannot be started.
     """
     copies = create_copies()
     if copies is None:
@@ -74,7 +74,7 @@ def create_copier(layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> Copi
 
 
 class _NumpyCopier:
-    """Copies by numpy, with the interpreter's lock."""
+    """Copies with numpy, holding the GIL."""
 
     def __init__(self, layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> None:
         per_chunk = layout.blocks_per_chunk
@@ -101,10 +101,10 @@ class _Table(NamedTuple):
     """One tensor's pages.
 
     Attributes:
-        device: All of its bytes, gaps between pages included.
-        stride_bytes: From one page to the next.
-        page_bytes: Of a page.
-        cell_bytes: Where its first page is in a slot.
+        device: Its bytes, including gaps between pages.
+        stride_bytes: Distance between pages.
+        page_bytes: Bytes of a page.
+        cell_bytes: Offset of its first page in a slot.
     """
 
     device: Memory
@@ -114,9 +114,9 @@ class _Table(NamedTuple):
 
 
 class _NativeCopier:
-    """Copies by native threads, all tensors of a group at once, and by numpy what is small.
+    """Copies all tensors of a group at once with native threads; small copies with numpy.
 
-    It owns `copies`.
+    Owns `copies`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class _NativeCopier:
     def _batches(
         self, direction: Direction, tables: Sequence[_Table], part: GroupCopies
     ) -> Iterator[Copies]:
-        # Not before it is known that the module it needs is there.
+        # Imported here, because the native module may be missing.
         from kvoffload_async.block_io.native_copies import Copies  # noqa: PLC0415
 
         is_store = direction is Direction.STORE
@@ -172,7 +172,7 @@ class _NativeCopier:
 
 
 def _flat(pages: torch.Tensor) -> Bytes:
-    """Return all bytes from the first page to the last, and what is between them."""
+    """Return the bytes from the first page to the last, including gaps."""
     size = (pages.shape[0] - 1) * pages.stride(0) + pages.shape[1]
     flat: Bytes = pages.as_strided((size,), (1,)).numpy()
     return flat
@@ -190,7 +190,7 @@ def _cells(rows: Bytes, offset_bytes: int, table: PageTable, blocks_per_chunk: i
 
 
 class HostEvent:
-    """A point in the stand-in's compute stream: reached when it is set."""
+    """An event in the simulated compute stream."""
 
     def __init__(self, *, reached: bool = True) -> None:
         self._event = threading.Event()
@@ -198,27 +198,27 @@ class HostEvent:
             self._event.set()
 
     def reach(self) -> None:
-        """Let everything that is ordered after this point go on. Thread: any."""
+        """Trigger the event. Thread: any."""
         self._event.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is reached; False at the deadline."""
+        """Wait for the event; False on timeout."""
         return self._event.wait(timeout_s)
 
 
 @dataclass(slots=True)
 class TransferFaults:
-    """What goes wrong in a direction; changed by tests at any time.
+    """Injected faults of a direction; tests may change them at any time.
 
     Attributes:
-        before_copy: Called with each transfer, in order, before it copies; may wait or raise.
+        before_copy: Called with each transfer, in order, before it copies; may block or raise.
     """
 
     before_copy: Callable[[BlockCopies], None] | None = None
 
 
 class HostTransfer(SettlingTransfer):
-    """A transfer of the stand-in."""
+    """A transfer of the host transport."""
 
     def __init__(self, copies: BlockCopies, after: HostEvent) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class HostTransfer(SettlingTransfer):
 
 @dataclass(slots=True)
 class _DirectionQueue:
-    """One direction: a FIFO, the thread that serves it, and what copies for that."""
+    """One direction: a FIFO, its thread and copier."""
 
     copier: Copier
     queue: queue.SimpleQueue[HostTransfer | None] = field(default_factory=queue.SimpleQueue)
@@ -238,11 +238,11 @@ class _DirectionQueue:
 
 
 class HostTransport(Transport):
-    """Copies between host tensors that play the device and the primary's slots.
+    """Copies between host tensors that simulate a device and the primary's slots.
 
     Attributes:
-        faults: What goes wrong, by direction.
-        violations: Device blocks that changed while an unfinished store read them, as text.
+        faults: Injected faults, by direction.
+        violations: Descriptions of device blocks that changed during their store.
     """
 
     def __init__(
@@ -254,20 +254,19 @@ class HostTransport(Transport):
         compute_timeout_s: float = 30.0,
         detects_overwrites: bool = False,
     ) -> None:
-        """Start one thread a direction.
+        """Start one thread per direction.
 
         Args:
             layout: The device's tensors.
             kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
-            cell_offset_bytes: Where this worker's cell begins in a slot.
-            compute_timeout_s: Seconds until a compute event that is never reached fails the
-                transfer behind it.
-            detects_overwrites: Whether sources of stores are hashed before and after the copy.
+            cell_offset_bytes: Offset of this worker's cell in a slot.
+            compute_timeout_s: Seconds to wait for a compute event before the transfer fails.
+            detects_overwrites: Whether to hash sources of stores before and after the copy.
 
         Raises:
-            ConfigError: A slot is too small for a chunk, or native code is required and cannot be
-                used.
-            OSError: There are no more threads.
+            ConfigError: A slot is too small for a chunk, or native code is required but
+                unavailable.
+            OSError: Threads cannot be started.
         """
         rows = np.asarray(kv_view)
         layout.require_room(rows.shape[1], cell_offset_bytes)
@@ -297,12 +296,12 @@ class HostTransport(Transport):
         self._closed = False
 
     def record_compute(self) -> HostEvent:
-        """Return an event that is reached already: on the host, computing has ended."""
+        """Return a triggered event: computing on the host is synchronous."""
         return HostEvent()
 
     def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
         if not isinstance(after, HostEvent):
-            raise StateError("the compute event is of another transport")
+            raise StateError("the compute event belongs to another transport")
         transfer = HostTransfer(copies, after)
         if self._closed:
             transfer.fail(TransportError("the transport is closed"))
@@ -338,7 +337,7 @@ class HostTransport(Transport):
             started_s = time.monotonic()
             try:
                 self._perform(direction, transfer)
-            except Exception as error:  # noqa: BLE001 - it becomes this transfer's outcome
+            except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
                 transfer.fail(error)
             else:
                 seconds = time.monotonic() - started_s
@@ -348,7 +347,7 @@ class HostTransport(Transport):
 
     def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
         if not transfer.after.wait(self._compute_timeout_s):
-            raise TransportError("the compute event was not reached in time")
+            raise TransportError("the compute event timed out")
         before = transfer.source_digest
         if before is None and self._detects_overwrites and direction is Direction.STORE:
             before = self._digest(transfer.parts)
@@ -359,7 +358,7 @@ class HostTransport(Transport):
             self._copy_group(direction, index, part)
         if before is not None and before != self._digest(transfer.parts):
             blocks = transfer.copies.device.block_ids.tolist()
-            self.violations.append(f"device blocks {blocks} changed under a store")
+            self.violations.append(f"device blocks {blocks} changed during a store")
 
     def _copy_group(self, direction: Direction, index: int, part: GroupCopies) -> None:
         self._directions[direction].copier.copy(direction, index, part)
@@ -375,12 +374,12 @@ class HostTransport(Transport):
 def create_transport(
     layout: KVLayout, kv_view: memoryview, *, cell_offset_bytes: int = 0
 ) -> Transport:
-    """Return a new transport between a layout's tensors and the primary's slots.
+    """Create a transport between a layout's tensors and the primary's slots.
 
     Args:
-        layout: The device's tensors; those on the CPU play a device.
+        layout: The device's tensors; those on the CPU simulate a device.
         kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
-        cell_offset_bytes: Where this worker's cell begins in a slot.
+        cell_offset_bytes: Offset of this worker's cell in a slot.
 
     Raises:
         ConfigError: A slot is too small for a chunk, or the device cannot be used.

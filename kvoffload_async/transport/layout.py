@@ -1,8 +1,8 @@
-"""How a block's bytes lie on the device, and in a slot.
+"""The layout of blocks on the device and in a slot.
 
-A KV-cache group has tensors; each is a set of pages, one a device block. A slot holds, for one
-chunk, the pages of all tensors of its group back to back: tensor after tensor, and within a
-tensor the chunk's device blocks in order.
+A KV-cache group has tensors; each is a set of pages, one per device block. A slot holds the pages
+of one chunk in all tensors of its group: tensor after tensor, and within a tensor the chunk's
+device blocks in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvoffload_async.types import BlockIds
 
 _KEY_AND_VALUE = 2
 _KEY_AND_VALUE_DIMS = 4
-"""Key or value, block, token, and at least one dimension of what a token has."""
+"""Key or value, block, token, and at least one dimension per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class PageTable:
     """One tensor's pages.
 
     Attributes:
-        pages: uint8 `[num_blocks, page_bytes]`, a view of the caller's memory; rows may be
-            strided, the bytes of a row are contiguous.
-        offset_bytes: Where the tensor's pages begin in a slot.
+        pages: uint8 `[num_blocks, page_bytes]`, a view of the caller's memory; rows may be strided,
+            the bytes of a row are contiguous.
+        offset_bytes: Offset of the tensor's pages in a slot.
     """
 
     pages: torch.Tensor
@@ -47,8 +47,8 @@ class KVLayout:
 
     Attributes:
         groups: The page tables of each KV-cache group.
-        blocks_per_chunk: Device blocks of one chunk.
-        chunk_bytes: Bytes of a chunk of the largest group: what a slot must hold.
+        blocks_per_chunk: Device blocks per chunk.
+        chunk_bytes: Bytes of a chunk of the largest group; the minimum size of a slot.
     """
 
     groups: Sequence[Sequence[PageTable]]
@@ -57,7 +57,7 @@ class KVLayout:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are: on one device, all of them."""
+        """The device of all tensors."""
         return next(table.pages.device for group in self.groups for table in group)
 
     def require_room(self, slot_bytes: int, cell_offset_bytes: int) -> None:
@@ -69,13 +69,13 @@ class KVLayout:
             )
 
     def resolve(self, copies: BlockCopies, num_slots: int) -> Sequence[GroupCopies]:
-        """Return what a transfer copies, group by group, with every index checked.
+        """Return a transfer's copies by group, with all indices checked.
 
-        On a device an index that is out of range would fail a kernel, and with it all that
-        follows; and numpy takes a negative one for another block.
+        On a device, an out-of-range index would fail its kernel and all later ones; numpy accepts
+        negative indices as other blocks.
 
         Raises:
-            TransportError: The transfer does not fit this layout, or names blocks or slots that
+            TransportError: The transfer does not match this layout, or names blocks or slots that
                 do not exist.
         """
         try:
@@ -83,7 +83,7 @@ class KVLayout:
         except ValueError as error:
             raise TransportError(str(error)) from error
         if len(parts) != len(self.groups):
-            raise TransportError(f"{len(parts)} groups are given, {len(self.groups)} are there")
+            raise TransportError(f"{len(parts)} groups are given, expected {len(self.groups)}")
         for tables, part in zip(self.groups, parts, strict=True):
             blocks = min((table.pages.shape[0] for table in tables), default=0)
             _require_range("device block", part.blocks, blocks)
@@ -91,7 +91,7 @@ class KVLayout:
         return parts
 
     def num_bytes(self, parts: Sequence[GroupCopies]) -> int:
-        """Return the bytes that a transfer moves."""
+        """Return the bytes that a transfer copies."""
         return sum(
             len(part.blocks) * sum(table.page_bytes for table in group)
             for part, group in zip(parts, self.groups, strict=True)
@@ -108,15 +108,15 @@ def register_kv_caches(
 
     Args:
         kv_caches: Layer name -> tensor, of any dtype, on one device.
-        groups: The layer names of each KV-cache group; by default all layers in one.
-        blocks_per_chunk: Device blocks of one chunk.
-        block_dim: The dimension that counts device blocks. What comes before it (layers, key and
-            value) makes page tables of its own; what comes behind it must be contiguous. None: the
-            first one, unless it looks like key and value.
+        groups: The layer names of each KV-cache group; by default all layers are one group.
+        blocks_per_chunk: Device blocks per chunk.
+        block_dim: The dimension that counts device blocks. Each index of the dimensions before it
+            (layers, key and value) gets a page table of its own; the dimensions after it must be
+            contiguous. None: the first one, unless it looks like key and value.
 
     Raises:
-        ConfigError: A layer is unknown or no tensor, its layout cannot be addressed by block, or
-            the layers of a group have unequal numbers of blocks.
+        ConfigError: A layer is unknown or not a tensor, its layout cannot be addressed by block, or
+            the layers of a group have different numbers of blocks.
     """
     _require_tensors(kv_caches)
     if block_dim is None:
@@ -150,7 +150,7 @@ def register_kv_caches(
 
 
 def _require_tensors(kv_caches: object) -> None:
-    """Raise ConfigError unless each layer has a tensor; name what to write instead."""
+    """Raise ConfigError unless each layer has a tensor; suggest a fix."""
     if not isinstance(kv_caches, Mapping):
         raise ConfigError(
             f"kv_caches: {type(kv_caches).__name__} is not valid; give a mapping of layer names to "
@@ -169,7 +169,7 @@ def _require_tensors(kv_caches: object) -> None:
 
 
 def _require_plain_bytes(name: str, cache: torch.Tensor) -> None:
-    """Raise ConfigError unless a tensor's memory holds its values as they are."""
+    """Raise ConfigError unless a tensor's memory contains its values directly."""
     if cache.layout is not torch.strided:
         raise ConfigError(
             f"kv_caches[{name!r}]: a tensor of layout {cache.layout} has no blocks of bytes; "
@@ -184,7 +184,7 @@ def _require_plain_bytes(name: str, cache: torch.Tensor) -> None:
 
 
 def _require_blocks_first(kv_caches: Mapping[str, torch.Tensor]) -> None:
-    """Raise ConfigError for what looks like key and value in front of the device blocks."""
+    """Raise ConfigError if key and value seem to precede the device blocks."""
     for name, cache in kv_caches.items():
         if cache.dim() >= _KEY_AND_VALUE_DIMS and cache.shape[0] == _KEY_AND_VALUE < cache.shape[1]:
             raise ConfigError(
@@ -197,7 +197,7 @@ def _require_blocks_first(kv_caches: Mapping[str, torch.Tensor]) -> None:
 def _require_equal_lengths(
     names: Sequence[str], kv_caches: Mapping[str, torch.Tensor], block_dim: int
 ) -> None:
-    """Raise ConfigError unless the layers of a group have the same device blocks."""
+    """Raise ConfigError unless the layers of a group have equal numbers of device blocks."""
     lengths = {kv_caches[name].shape[block_dim]: name for name in reversed(names)}
     if len(lengths) > 1:
         told = ", ".join(f"{name!r} has {count}" for count, name in sorted(lengths.items()))

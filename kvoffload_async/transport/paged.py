@@ -1,8 +1,8 @@
-"""A simulated device memory: paged, a tensor a layer, with content that shows every mix-up.
+"""A simulated paged device memory, one tensor per layer, with content that reveals misplacement.
 
-Word i (8 bytes) of what block b holds is `mix(b) + i * odd`, modulo 2**64, counted through all of
-its layers. Every word depends on the block and on its position: a block in the wrong place, one
-that is shifted, half copied, or left from before all differ from what is expected.
+Word i (8 bytes) of block b is `mix(b) + i * odd`, modulo 2**64, counted over all layers. Every word
+depends on block and position, so that misplaced, shifted, partially copied and stale blocks are all
+detected.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from kvoffload_async.errors import ConfigError
 
 BlockNames = npt.NDArray[np.uint64]
-"""What blocks hold, by id, shape `[num_blocks]`."""
+"""Block ids that determine the contents, shape `[num_blocks]`."""
 
 _WORD_BYTES = 8
 _SCRATCH_BYTES = 128 * 1024
-"""A batch that stays in a core's cache, and that torch does not divide among threads."""
+"""A batch that fits in a core's cache, and that torch does not split among threads."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -34,8 +34,8 @@ class _Layer:
 
     Attributes:
         words: int64 `[num_frames, words_per_frame]`; the end of a page may be padding.
-        ramp: What a frame's words have beyond their block's first, int64 `[words_per_frame]`.
-        mask: The bits of each word that are not padding, int64 `[words_per_frame]`.
+        ramp: Offsets of a frame's words from the block's first word, int64 `[words_per_frame]`.
+        mask: Bits of each word that are not padding, int64 `[words_per_frame]`.
     """
 
     words: torch.Tensor
@@ -44,10 +44,10 @@ class _Layer:
 
 
 class PagedMemory:
-    """Device memory in frames; a frame has room for one block in every layer.
+    """Device memory in frames; a frame holds one block in every layer.
 
-    To a transport a frame is `blocks_per_chunk` device blocks. Frame 0 is the null block's, and
-    never used.
+    A transport sees a frame as `blocks_per_chunk` device blocks. Frame 0 is reserved for the null
+    block, and never used.
 
     Attributes:
         kv_caches: Layer name -> uint8 tensor, `[num_device_blocks, page_bytes]`.
@@ -63,18 +63,18 @@ class PagedMemory:
         device: str = "cpu",
         salt: int = 0,
     ) -> None:
-        """Reserve the memory.
+        """Allocate the memory.
 
         Args:
-            num_frames: Blocks that it holds, on top of frame 0.
+            num_frames: Number of blocks, in addition to frame 0.
             block_bytes: Bytes of a block, divided among its device blocks and layers.
-            layers: Tensors.
-            blocks_per_chunk: Device blocks of a frame.
+            layers: Number of tensors.
+            blocks_per_chunk: Device blocks per frame.
             device: `"cpu"` or `"cuda"`.
-            salt: Changes all content: a number for each of several workers.
+            salt: Varies the contents, for example by worker.
 
         Raises:
-            ConfigError: There is no such device, not that much memory, or a block is too small.
+            ConfigError: The device does not exist, lacks the memory, or a block is too small.
         """
         page_bytes = block_bytes // blocks_per_chunk
         if page_bytes < layers:
@@ -124,13 +124,13 @@ class PagedMemory:
         return [frame * size + place for frame in frames for place in range(size)]
 
     def compute(self, names: BlockNames, frames: Sequence[int]) -> None:
-        """Write blocks into frames, parallel to their names: what a model would do."""
+        """Write the contents of blocks into frames, as a model would; arguments are parallel."""
         for rows, heads in self._batches(names, frames):
             for layer in self._layers:
                 layer.words.index_copy_(0, rows, heads + layer.ramp)
 
     def count_wrong(self, names: BlockNames, frames: Sequence[int]) -> int:
-        """Return how many of the frames do not hold exactly the block of that name."""
+        """Return the number of frames without exactly the expected block."""
         wrong = 0
         for rows, heads in self._batches(names, frames):
             is_wrong = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
@@ -145,7 +145,7 @@ class PagedMemory:
     def _batches(
         self, names: BlockNames, frames: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Cut blocks into batches: their rows, `[n]`, and their first words, `[n, 1]`."""
+        """Split blocks into batches: rows `[n]`, and first words `[n, 1]`."""
         size = max(1, _SCRATCH_BYTES // (self._layers[0].words.shape[1] * _WORD_BYTES))
         rows = torch.tensor(frames, dtype=torch.int64, device=self._device)
         heads = self._to_device(_mix(names) + self._salt)[:, None]
@@ -157,7 +157,7 @@ class PagedMemory:
 
 
 def _mix(names: BlockNames) -> BlockNames:
-    """Scatter ids over all 64 bits; different ids stay different.
+    """Scatter ids over all 64 bits; injective.
 
     Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
     """

@@ -1,4 +1,4 @@
-"""A transfer that is published once, by one thread, and awaited on any loop."""
+"""A transfer whose outcome is published once, and can be awaited on any loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
 
 
 class SettlingTransfer(Transfer):
-    """Ends when `end` is called, exactly once, by whoever sees the last byte move."""
+    """Ends when `end` is called, exactly once, after the last byte has moved."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -38,13 +38,13 @@ class SettlingTransfer(Transfer):
         return self._ended.wait(timeout_s)
 
     def end(self, outcome: TransferOutcome) -> None:
-        """Publish the outcome and wake who awaits it. Thread: any."""
+        """Publish the outcome and wake the waiters. Thread: any."""
         with self._lock:
             self._outcome = outcome
             waiters, self._waiters = self._waiters, []
         self._ended.set()
         for loop, future in waiters:
-            # A loop may have been closed under its waiter; the thread that ends transfers goes on.
+            # A waiter's loop may have been closed; later transfers must still be published.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_wake, future, outcome)
 
@@ -54,9 +54,9 @@ class SettlingTransfer(Transfer):
 
 
 async def outcome_of(transfer: Transfer) -> TransferOutcome:
-    """Await the end of any transport's transfer; one that breaks its contract has failed.
+    """Await the end of any transport's transfer; a contract violation counts as a failure.
 
-    Raises CancelledError if the wait is cancelled, and KeyboardInterrupt, which is the user's.
+    Raises CancelledError if the wait is cancelled, and KeyboardInterrupt.
     """
     try:
         outcome: object = await transfer.outcome()
@@ -67,11 +67,11 @@ async def outcome_of(transfer: Transfer) -> TransferOutcome:
     if isinstance(outcome, TransferOutcome) and isinstance(outcome.error, Exception | None):
         return outcome
     what = type(outcome).__name__
-    return failed(TransportError(f"the transport broke its contract: a copy ended with a {what}"))
+    return failed(TransportError(f"the transport violated its contract: outcome is a {what}"))
 
 
 def failed(cause: BaseException) -> TransferOutcome:
-    """Return the outcome of a transfer that `cause` has ended; without frames, which hold slots."""
+    """Return the outcome for an error; drops its frames, which hold slots."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("a transfer failed:\n%s", "".join(traceback.format_exception(cause)))
     drop_tracebacks(cause)

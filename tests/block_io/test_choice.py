@@ -56,7 +56,7 @@ def test_the_environment_switches_it_off(monkeypatch):
 
 def test_another_value_of_the_environment_is_an_error(monkeypatch):
     monkeypatch.setenv(choice.VARIABLE, "yes")
-    with pytest.raises(ConfigError, match=r"KVOFFLOAD_NATIVE: 'yes' .* give 0, require"):
+    with pytest.raises(ConfigError, match=r"KVOFFLOAD_NATIVE: 'yes' .* 0, require"):
         implementation()
 
 
@@ -149,7 +149,7 @@ def test_on_uvloop_native_code_moves_blocks():
 @pytest.mark.usefixtures("unbuilt")
 def test_what_is_missing_is_told_once(caplog):
     assert created() == created() == "python"
-    assert caplog.text.count("blocks are moved by: python (it was not built") == 1
+    assert caplog.text.count("block I/O is python (it was not built") == 1
 
 
 def test_where_it_is_switched_off_that_is_no_warning(caplog, monkeypatch):

@@ -84,7 +84,7 @@ def test_many_small_blocks_in_one_call(engine, file, count, row_bytes, pad):
 def test_what_does_not_compute_xxh3_is_refused():
     other = address_of("XXH64")  # which takes a seed, and whatever that is where none is given
     native.check_hashes(addresses())
-    with pytest.raises(RuntimeError, match="hashes: they do not compute XXH3"):
+    with pytest.raises(RuntimeError, match="hashes: the functions do not compute XXH3"):
         native.check_hashes((other, *addresses()[1:]))
 
 

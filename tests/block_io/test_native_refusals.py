@@ -41,7 +41,7 @@ FILES = [
     ({"names": ["leaf/a"] * (BLOCKS + 1)}, ValueError, "names: they are not 6"),
     ({"names": ["a\0b"] * BLOCKS}, ValueError, "names: they are not 6, or there is a NUL in one"),
     ({"names": ["x" * 4096] * BLOCKS}, ValueError, "does not lead to a file"),
-    ({"root": (-1, "/tmp")}, ValueError, "root: -1 is no descriptor"),
+    ({"root": (-1, "/tmp")}, ValueError, "root: -1 is not a descriptor"),
     ({"root": (0, "a\0")}, ValueError, "null"),
     ({"value_prefix": bytes(49)}, ValueError, "value_prefix: 49 bytes are more than 48"),
     ({"attribute": "a\0b"}, ValueError, "null"),
@@ -113,7 +113,7 @@ def test_copies_out_of_memory_are_refused(engine, block, part):
 
 
 def test_copies_that_are_no_triples_are_refused(engine, block):
-    with pytest.raises(ValueError, match="parts: 8 bytes are no triples"):
+    with pytest.raises(ValueError, match="parts: 8 bytes are not triples"):
         engine.copies(block.target, block.source, bytes(8))
 
 
@@ -121,7 +121,7 @@ def test_copies_that_are_no_triples_are_refused(engine, block):
     ("row_bytes", "slot_bytes", "words"),
     [
         (0, 0, "row_bytes: 0 is not positive"),
-        (7, 7, "buffer: its 6000 bytes are no multiple of row_bytes, 7"),
+        (7, 7, "buffer: its 6000 bytes are not a multiple of row_bytes"),
         (1000, 999, "slot_bytes: 999"),
         (1000, 1001 + (64 << 10), "slot_bytes"),
     ],
@@ -164,10 +164,10 @@ def test_settings_that_make_no_sense_are_refused(changed, words):
 @pytest.mark.parametrize("call", ["close", "replace_hung"])
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
 def test_what_is_no_duration_is_refused(engine, call, seconds):
-    with pytest.raises(ValueError, match="is no duration"):
+    with pytest.raises(ValueError, match="is not a duration"):
         getattr(engine, call)(seconds)
 
 
 def test_ticket_0_is_none(engine):
-    with pytest.raises(ValueError, match="ticket: 0 is none"):
+    with pytest.raises(ValueError, match="ticket: 0 is not valid"):
         engine.withdraw(0)

@@ -101,7 +101,7 @@ def test_a_defect_fails_its_batch_and_no_other(tmp_path):
         async with place("python", tmp_path) as here:
             fd = here.file()
             keys = [b"not as many keys as rows"]
-            with pytest.raises(TierUnavailableError, match="moving blocks raised"):
+            with pytest.raises(TierUnavailableError, match="copying blocks raised"):
                 await here.store(range(12), [(fd, 0, 12)], keys)
             assert (await here.store(range(12), [(fd, 0, 12)])).errors == {}
 

@@ -105,7 +105,7 @@ def test_fs_and_slab_in_one_directory_are_refused(refusal, tmp_path, tiers):
 
 def test_a_capacity_larger_than_the_disk_is_refused(refusal, tmp_path):
     message = refusal(slab(tmp_path / "new", capacity_bytes=(1 << 40) * 4))
-    if "so little" not in message:
+    if "reduce it to" not in message:
         assert f"secondary_tiers[0]: capacity_bytes: {4 << 40} do not fit on the " in message
     message = refusal(fs(tmp_path / "new" / "er", capacity_bytes="4000000TiB"))
     assert "secondary_tiers[0]: capacity_bytes: " in message

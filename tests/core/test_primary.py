@@ -366,5 +366,5 @@ def test_events_are_only_collected_where_somebody_wants_them():
 
 
 def test_a_look_up_of_what_is_too_short_to_be_a_key_is_an_error_that_says_so():
-    with pytest.raises(StateError, match=r"b'abc' is no key: .*make_offload_key"):
+    with pytest.raises(StateError, match=r"b'abc' is too short: .*make_offload_key"):
         Primary(4, LruPolicy(4)).lookup(OffloadKey(b"abc"))

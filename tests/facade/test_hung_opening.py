@@ -19,8 +19,8 @@ def test_a_hung_opening_names_tier_path_and_option_and_the_process_ends(tmp_path
         timeout=DEADLINE_S,
     )
     said = (
-        f"tier fs (files below {tmp_path}): did not open within 0.2 s; look whether its "
-        "place answers, or give it more as open_timeout_s"
+        f"tier fs (files below {tmp_path}): did not open within 0.2 s; check that its "
+        "storage responds, or raise open_timeout_s"
     )
     in_a_configuration = f"secondary_tiers[1]: {said}"
     assert done.stdout.splitlines() == [said, in_a_configuration, in_a_configuration]

@@ -66,7 +66,7 @@ def test_a_file_that_is_not_there_is_refused(kind, view, tmp_path):
 def test_a_file_that_everybody_can_read_is_refused_and_not_shown(kind, view, tmp_path, key_file):
     key_file.chmod(0o644)
     message = refusal(kind, view, tmp_path / "root", integrity_key_file=str(key_file))
-    assert "open to every user" in message
+    assert "accessible to all users" in message
     assert KEY_TEXT not in message
 
 

@@ -81,8 +81,8 @@ def test_a_store_that_comes_back_is_used_again_once_its_breaker_tries_it(engine,
         driver.store()
         assert driver.stored == before
         assert (
-            "is not what was opened any more (it is gone): mount it again, or restart the engine"
-            in (caplog.text)
+            "is not the opened directory any more (it was deleted): mount it again, "
+            "or restart the engine" in (caplog.text)
         )
         assert any(record.levelno >= logging.WARNING for record in caplog.records)
         root.with_name("away").rename(root)

@@ -41,9 +41,15 @@ def test_only_want_of_room_is_a_full_tier_and_no_frame_is_kept(code, kind):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (NotRegularFileError("/store/lock"), "remove that, or give another directory"),
-        (NotADirectoryError(errno.ENOTDIR, "no folder"), "remove that, or give another directory"),
-        (PermissionError(errno.EACCES, "denied"), "give a directory that this process may write"),
+        (NotRegularFileError("/store/lock"), "remove it, or give another directory"),
+        (
+            NotADirectoryError(errno.ENOTDIR, "no folder"),
+            "remove it, or give another directory",
+        ),
+        (
+            PermissionError(errno.EACCES, "denied"),
+            "give a directory that this process can write",
+        ),
     ],
 )
 def test_a_directory_that_cannot_be_used_is_named_with_the_remedy(error, remedy):

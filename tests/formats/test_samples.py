@@ -83,7 +83,7 @@ def test_verify_finds_every_block_of_a_sample_right(sample, root, command, monke
     report = json.loads(result.stdout)
     (found,) = report["namespaces"] + report["slab_stores"]
     was_closed = sample.tier["type"] == "fs"
-    expected = [] if was_closed else ["the store was not closed before the machine went down"]
+    expected = [] if was_closed else ["the store was not closed before a machine crash"]
     assert [problem.partition(",")[0] for problem in found["problems"]] == expected
     assert result.exit_code == (0 if was_closed else 1), result.output
     assert found["verification"]["verified"] == len(sample.blocks)

@@ -207,7 +207,7 @@ def test_a_lost_root_is_not_made_again(place):
         away = place.root.with_name("away")
         remove_writers(place)
         place.root.rename(away)
-        with pytest.raises(OSError, match="is not what was opened any more"):
+        with pytest.raises(OSError, match="is not the opened directory any more"):
             beat(harness)
         assert not place.root.exists()
         away.rename(place.root)

@@ -380,7 +380,7 @@ def damaged_with_a_stamp_on_what_was_not_met(policy):
         (damaged_with_a_target_beyond_the_cache, "|T1|=1 |T2|=0 |B1|=0 |B2|=0 p=4.5 c=4"),
         (
             damaged_with_a_stamp_on_what_was_not_met,
-            "a member of list 0 has a stamp, but was not met",
+            "a member of list 0 has a stamp, but was not checked",
         ),
     ],
 )

@@ -64,10 +64,10 @@ def test_corrupt_blocks_that_cannot_be_removed_are_warned_of_once_and_counted(ca
         assert len(world.load(K[:8])) == 8
         assert len(world.load(K[:8])) == 8
         assert world.gauge("unremoved") == 16
-        assert caplog.text.count(" stays: ") == 1
+        assert caplog.text.count(" was not removed: ") == 1
         world.runner.advance(60.0)
         world.load(K[:1])
-        assert "(15 more since the last time this was said)" in caplog.text
+        assert "(15 more since the last such line)" in caplog.text
 
 
 def test_a_corrupt_block_fails_alone_and_is_removed():

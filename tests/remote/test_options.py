@@ -104,7 +104,7 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ({"tls_ca_file": "/dev/null"}, "tls_ca_file: '/dev/null' is empty"),
         ({"store_options": [SECRET]}, "store_options: "),
         ({"store_options": {"region": "eu"}}, "region: is given twice"),
-        ({"store_options": {"colour": SECRET}}, "does not go with every option"),
+        ({"store_options": {"colour": SECRET}}, "does not support all of the given options"),
         ({"url": "gs://bucket"}, "(region)"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_tier_that_stops_the_loop_ends_nobodys_job(caplog):
         for manager in managers:
             assert all(result.success for result in results(manager, 0, 1, 2))
             assert manager.shutdown(DEADLINE_S).is_clean
-    assert caplog.text.count("goes on") == 1
+    assert caplog.text.count("was restarted") == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -81,6 +81,6 @@ def open_nothing():
 
 def test_a_call_that_hangs_is_left_to_itself():
     hung = threading.Event()
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"no response within 0\.01 s"):
         answered(hung.wait, 0.01)
     hung.set()

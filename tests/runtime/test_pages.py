@@ -128,7 +128,7 @@ def test_pages_are_given_back_although_a_view_is_held_and_its_holder_is_named(ho
     assert resident_bytes(address) >= 4 * MIB
     assert not buffer.release()
     assert resident_bytes(address) == 0
-    assert "its pages were given back" in caplog.text
+    assert "its pages were freed" in caplog.text
     assert HOLDERS[hold] in caplog.text.rpartition("held by")[2]
     del holder
     gc.collect()
@@ -205,6 +205,6 @@ def test_pages_that_are_locked_are_said_to_stay(caplog):
     rows = np.asarray(buffer.view)
     assert ctypes.CDLL(None).mlock(ctypes.c_void_p(address_of(buffer.view)), 2 * 4096) == 0
     assert not buffer.release()
-    assert "could not be given back" in caplog.text
+    assert "could not be freed" in caplog.text
     del rows
     assert buffer.release()

@@ -127,7 +127,7 @@ def test_too_little_room_is_an_error_before_the_file_has_a_size(directory):
     with pytest.raises(ConfigError) as caught:
         join(directory, free_bytes=free_bytes)
     message = str(caught.value)
-    assert "cpu_bytes_to_use: the primary takes 45056 bytes" in message
+    assert "cpu_bytes_to_use: the primary needs 45056 bytes" in message
     assert "only 40000 are free" in message
     assert "--shm-size" in message
     assert str(directory) in message
@@ -162,7 +162,7 @@ def small_tmpfs(tmp_path):
 
 
 def test_a_small_tmpfs_is_found_out_beforehand(small_tmpfs):
-    with pytest.raises(ConfigError, match=r"takes 167936 bytes .* only 65536 are free"):
+    with pytest.raises(ConfigError, match=r"needs 167936 bytes .* only 65536 are free"):
         join(small_tmpfs, num_slots=20)
     assert files(small_tmpfs) == []
 

@@ -133,7 +133,7 @@ def test_a_planted_primary_is_refused_and_stays(shared, run_as, kind, victim):
     refused = run_as(victim, start, shared).reported()
     assert isinstance(refused, ConfigError)
     assert str(path) in str(refused)
-    assert "have it removed, or choose another engine_id" in str(refused)
+    assert "remove it, or choose another engine_id" in str(refused)
     assert state_of(path) == before
 
 

@@ -266,7 +266,7 @@ def test_closing_does_not_wait_for_ever_for_an_answer(path, monkeypatch, caplog)
 
 
 def test_a_path_that_is_too_long_is_said_to_be(tmp_path):
-    with pytest.raises(ConfigError, match=r"no socket can be made at .*: AF_UNIX path too long"):
+    with pytest.raises(ConfigError, match=r"cannot create a socket at .*: AF_UNIX path too long"):
         StatusSocket(str(tmp_path / ("x" * 108)))
 
 
@@ -296,7 +296,7 @@ def test_the_socket_of_a_living_process_is_left_alone(path, queued):
     living.bind(str(path))
     living.listen(1)
     clients = [connected(str(path)) for _ in range(queued)]  # more than that, and it is full
-    who = "a process that is busy" if queued else f"process {os.getpid()}"
+    who = "a busy process" if queued else f"process {os.getpid()}"
     with pytest.raises(ConfigError, match=rf"status_socket: .* in use by {who}; give"):
         StatusSocket(str(path))
     assert path.exists()
@@ -306,19 +306,21 @@ def test_the_socket_of_a_living_process_is_left_alone(path, queued):
 
 def test_what_is_no_socket_is_left_alone(path):
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is there and is no socket; name another"):
+    with pytest.raises(ConfigError, match="exists and is not a socket; give another"):
         StatusSocket(str(path))
     assert path.read_text() == "mine"
 
 
 def test_a_link_is_not_followed(path):
     path.symlink_to(path.with_name("elsewhere"))
-    with pytest.raises(ConfigError, match="is no socket"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         StatusSocket(str(path))
 
 
 def test_a_directory_that_is_not_there_is_named(path):
-    with pytest.raises(ConfigError, match=r"no socket can be made at .* No such file or directory"):
+    with pytest.raises(
+        ConfigError, match=r"cannot create a socket at .* No such file or directory"
+    ):
         StatusSocket(str(path.parent / "no" / "kv.sock"))
 
 
@@ -328,7 +330,7 @@ def test_a_directory_that_another_keeps_locked_is_waited_for_but_not_for_ever(pa
     monkeypatch.setattr(status_socket, "_LOCK_PAUSE_S", 0.0)
     fd = os.open(path.parent, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match=r"another process keeps .* locked"):
+    with pytest.raises(ConfigError, match=r"is locked by another process"):
         StatusSocket(str(path))
     os.close(fd)
     StatusSocket(str(path)).close()

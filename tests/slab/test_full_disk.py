@@ -182,7 +182,7 @@ def test_a_segment_that_cannot_be_made_for_another_reason_ends_the_growth(slab_s
         ops.fail(errno.EIO, on="fallocate", times=1)
         assert harness.store(K[16:20]) == {}, "by eviction"
         assert len(harness.contains(K)) == 16
-        assert "no more room below the capacity" in caplog.text
+        assert "growth stopped below the capacity" in caplog.text
         sound(harness.tier)
 
 

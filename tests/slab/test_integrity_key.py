@@ -86,7 +86,7 @@ def test_manifest_and_records_say_that_there_is_a_key_and_which(filled):
 def test_another_key_is_another_layout(slab_store, before, after, difference):
     with slab_store.open(integrity_key=before) as harness:
         harness.store(BLOCKS)
-    with pytest.raises(ConfigError, match=rf"has other blocks \({difference}\)"):
+    with pytest.raises(ConfigError, match=rf"contains incompatible blocks \({difference}\)"):
         served(slab_store, after)
     assert served(slab_store, before) == set(range(6)), "nothing was lost by that"
     assert served(slab_store, after, on_mismatch="new_namespace") == set()

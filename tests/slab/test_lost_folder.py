@@ -48,7 +48,8 @@ def result_of(harness, job):
 def is_lost(result, slab_store) -> bool:
     assert type(result.error) is TierUnavailableError  # which is a fault of the tier
     assert not result.successful_keys
-    assert f"root_dir: '{slab_store.folder}' is not what was opened any more" in str(result.error)
+    message = f"root_dir: '{slab_store.folder}' is not the opened directory any more"
+    assert message in str(result.error)
     assert "mount it again, or restart the engine" in str(result.error)
     return True
 
@@ -159,5 +160,5 @@ def test_a_filesystem_that_was_unmounted_is_a_fault_and_the_disk_below_stays_emp
     if told is None:
         pytest.skip("nobody may mount here")
     assert [name for name, _ in told["ends"]] == ["NoneType", *["TierUnavailableError"] * 2]
-    assert all("is not what was opened any more" in text for _, text in told["ends"][1:])
+    assert all("is not the opened directory any more" in text for _, text in told["ends"][1:])
     assert told["below"] == []

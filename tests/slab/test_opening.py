@@ -184,7 +184,7 @@ def test_a_store_of_another_layout_is_emptied_if_that_is_asked_for(
     with other.open(fields=fields, on_mismatch="replace") as harness:
         assert harness.announced() == set(K[2:8])
     assert not caplog.messages, "nothing is discarded where nothing differs"
-    with pytest.raises(ConfigError, match="has other blocks"):
+    with pytest.raises(ConfigError, match="contains incompatible blocks"):
         slab_store.open()
     assert (slab_store.folder / "notes").read_bytes() == b"somebody's"
 
@@ -321,7 +321,7 @@ def test_a_journal_damaged_in_the_middle_costs_a_frame_and_trust(slab_store, cap
     flip(slab_store.journal, (checkpoint + 5) * RECORD_BYTES + 40)
     slab_store.damage(K[10])
     with slab_store.open(verify=False) as harness:
-        assert "journal are damaged; blocks stored before are verified" in caplog.text
+        assert "blocks stored before are verified" in caplog.text
         assert harness.announced() == {K[10], K[11], K[13]}
         failures = harness.load([K[10], K[11], K[13]])
         assert list(failures) == [0]

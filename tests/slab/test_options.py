@@ -27,8 +27,8 @@ BAD = [
     ("root_dir", 7, "absolute path"),
     ("capacity_bytes", 0, "positive"),
     ("capacity_bytes", "12 parsec", "number of bytes"),
-    ("capacity_bytes", 1 << 60, "so little that it has for 268435456"),
-    ("capacity_bytes", 20_000, "no room for one block of 4096 bytes and the journal; give at"),
+    ("capacity_bytes", 1 << 60, "at most 268435456 blocks"),
+    ("capacity_bytes", 20_000, "cannot hold one block of 4096 bytes and the journal; give at"),
     ("segment_bytes", 4095, "less than a slot of 4096 bytes; give at least that"),
     ("segment_bytes", -1, "positive"),
     ("eviction_policy", "lrru", "did you mean 'lru'"),
@@ -74,7 +74,7 @@ def test_the_least_capacity_that_an_error_names_is_enough(view, tmp_path):
         make(view, {"root_dir": str(tmp_path), "capacity_bytes": 1})
     least = int(str(raised.value).rpartition(" ")[2])
     make(view, {"root_dir": str(tmp_path), "capacity_bytes": least}).shutdown()
-    with pytest.raises(ConfigError, match="no room"):
+    with pytest.raises(ConfigError, match="cannot hold one block"):
         make(view, {"root_dir": str(tmp_path), "capacity_bytes": least - 1})
 
 

@@ -219,12 +219,12 @@ def test_a_flipped_bit_in_the_manifest_is_seen_or_changes_nothing(data):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"7", "no manifest of a slab store"),
-        (b"{}", "no manifest of a slab store"),
-        (MANIFEST.encode()[:-20], "no JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"7", "not the manifest of a slab store"),
+        (b"{}", "not the manifest of a slab store"),
+        (MANIFEST.encode()[:-20], "not JSON"),
     ],
 )
 def test_what_is_no_manifest_says_why(content, reason):

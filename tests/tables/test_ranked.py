@@ -163,9 +163,9 @@ def damaged_with_a_wrong_count(lists):
     ("damage", "found"),
     [
         (damaged_with_stamps_out_of_order, "the stamps of list 0 do not ascend: [2, 1, -3]"),
-        (damaged_with_a_stamp_in_front, "a member of list 0 has a stamp, but was not met"),
-        (damaged_with_nothing_waiting, "a released member of list 0 is not waiting to be met"),
-        (damaged_with_a_wrong_count, "3 members were met, but 4 counted"),
+        (damaged_with_a_stamp_in_front, "a member of list 0 has a stamp, but was not checked"),
+        (damaged_with_nothing_waiting, "a released member of list 0 is not in the heap"),
+        (damaged_with_a_wrong_count, "3 members were checked, but 4 counted"),
     ],
 )
 def test_damage_is_a_violation(damage, found):

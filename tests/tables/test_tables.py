@@ -112,7 +112,7 @@ def test_what_is_too_short_to_be_a_key_is_an_error_that_says_so(call):
     short = OffloadKey(b"abc")
     arguments = {"get": [short], "find": [[K[0], short]], "update": [[K[0], short], [1, 2]]}
     arguments["fill"] = arguments["update"]
-    with pytest.raises(StateError, match=r"b'abc' is no key: .*make_offload_key"):
+    with pytest.raises(StateError, match=r"b'abc' is too short: .*make_offload_key"):
         getattr(KeyMap(), call)(*arguments[call])
 
 

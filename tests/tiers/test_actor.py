@@ -200,8 +200,8 @@ def test_that_a_tier_is_full_is_logged_once_a_minute_with_a_count(worlds, caplog
     world.start(200)
     world.settle(0, error=TierFullError("no room"))
     first, second = [record.getMessage() for record in caplog.records]
-    assert "no room (nothing more is stored until" in first
-    assert "no room (99 more since the last time this was said) (nothing more" in second
+    assert "no room (no blocks are stored until" in first
+    assert "no room (99 more since the last such line) (no blocks" in second
 
 
 def test_a_failed_job_is_logged_as_an_error_but_a_missing_block_is_not(worlds, caplog):

@@ -43,7 +43,7 @@ def test_an_overdue_job_is_an_error_once_however_its_copy_ends(worlds, caplog):
     world.settle(0, error=TierUnavailableError("down"))
     (first, text), (second, end) = logged(caplog)
     assert (first, second) == ("ERROR", "DEBUG")
-    assert f"timed out after {IO_TIMEOUT_S} s; its copy goes on" in text
+    assert f"timed out after {IO_TIMEOUT_S} s; its copy continues" in text
     assert text.endswith("(check the device or the network; raise io_timeout_s if it is only slow)")
     assert end.endswith(f"failed after {IO_TIMEOUT_S + 1:.4f} s: down")
 
@@ -70,9 +70,9 @@ def test_back_pressure_and_the_shutdown_are_no_errors(worlds, caplog, closes):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (TierUnavailableError("EIO"), "does without these blocks; fix the named cause"),
+        (TierUnavailableError("EIO"), "continues without these blocks; fix the named cause"),
         (CorruptBlockError("xxh3"), "check the disk: kvoffload store verify)"),
-        (TierFullError("no room"), "raise its capacity, or make some)"),
+        (TierFullError("no room"), "raise its capacity, or free some)"),
         (JobCancelledError("cancelled"), "cancelled"),
     ],
 )

@@ -75,7 +75,7 @@ def other(files, ops) -> LockedFile:
 
 
 def test_a_lock_that_another_holds_is_waited_for_until_the_deadline(file, other, path, time):
-    message = r"held by another for 5 s.*count"
+    message = r"not released for 5 s.*count"
     with other.locked(), pytest.raises(TimeoutError, match=message) as raised, file.locked():
         pytest.fail("two have the lock")
     assert raised.value.errno == errno.ETIMEDOUT
@@ -230,7 +230,7 @@ def test_threads_of_one_file_wait_for_each_other_until_the_deadline(ops, path):
     file = LockedFile(ops, str(path), timeout_s=0.001)
     with file.locked():
         with (
-            pytest.raises(TimeoutError, match=r"held by another for 0.001 s.*count"),
+            pytest.raises(TimeoutError, match=r"not released for 0.001 s.*count"),
             file.locked(),
         ):
             pytest.fail("two have the lock")

@@ -58,7 +58,7 @@ def test_an_event_that_is_never_reached_fails_its_transfer_and_no_other(device):
     transport = device.transport(compute_timeout_s=MOMENT_S)
     lost = transport.submit(simple(STORE, (1,), (1,)), HostEvent(reached=False))
     behind = transport.submit(simple(STORE, (2,), (2,)), transport.record_compute())
-    assert "not reached in time" in str(outcome_of(lost).error)
+    assert "timed out" in str(outcome_of(lost).error)
     assert outcome_of(behind).error is None
     device.apply(STORE, [Wanted((2,), 0, (2,))])
     assert device.agrees()
@@ -95,7 +95,7 @@ def test_overwriting_a_block_under_a_waiting_store_is_detected(device, transport
     stores.opened.set()
     assert second.synchronize(DEADLINE_S)
     assert first.synchronize(0)
-    assert transport.violations == ["device blocks [2, 3] changed under a store"]
+    assert transport.violations == ["device blocks [2, 3] changed during a store"]
 
 
 def test_overwriting_a_block_during_its_store_is_detected(device, transport):

@@ -1,4 +1,4 @@
-"""What tiers on disk share: system calls, bypassing the page cache, checksums, errors, names.
+"""Common parts of disk tiers: system calls, direct I/O, checksums, errors, names.
 
-Nothing that knows the format of one of them.
+Contains nothing specific to one tier's format.
 """

@@ -1,8 +1,7 @@
-"""One blocking call at a time for all who wait for it: who comes meanwhile is served by the next.
+"""Coalescing of blocking calls: requests made during a call are served by the next one.
 
-So a hundred jobs that end together cost a few appends to the journal and hand-overs to a thread,
-and a single one waits for nobody. Only a call that hangs is not waited for: another is made beside
-it.
+So a hundred jobs that end together need only a few journal appends and thread hand-overs, and a
+single job does not wait for others. If a call hangs, another one is started in parallel.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from kvoffload_async.waiting import LastingFuture
 T = TypeVar("T")
 
 Call = Callable[[Sequence[T], Callable[[], bool]], None]
-"""Takes items, and what tells whether anybody still waits for them. Thread: an I/O thread."""
+"""Takes items, and a function that returns whether any is still awaited. Thread: an I/O thread."""
 
 _PATIENCE_S: Final = 0.25
-"""How long a call may take before those who came meanwhile get one of their own."""
+"""Seconds after which a running call is considered hanging."""
 
 _MOST_CALLS: Final = 3
-"""How many are made at once then, at most: each has a thread."""
+"""Maximum number of concurrent calls if some hang; each uses a thread."""
 
 Runner = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter(Generic[T]):
-    """Who waits, and whether it does so still."""
+    """A waiting caller, and whether it still waits."""
 
     item: T
     future: asyncio.Future[BaseException | None]
@@ -41,14 +40,14 @@ class _Waiter(Generic[T]):
 
 
 class Coalescer(Generic[T]):
-    """A call that takes several items. Thread: loop; the call itself is made by an I/O thread."""
+    """Coalesces items into calls. Thread: loop; the calls run on an I/O thread."""
 
     def __init__(self, name: str, call: Call[T], run: Runner) -> None:
-        """Describe it, on the loop that awaits it.
+        """Create it on the loop that awaits it.
 
         Args:
-            name: Of its task.
-            call: Takes all that wait; what it raises is everybody's.
+            name: Name of its tasks.
+            call: Takes all waiting items; its exception is passed to all of them.
             run: Runs a blocking call on a thread.
         """
         self._name = name
@@ -57,11 +56,11 @@ class Coalescer(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiter[T]] = []
         self._current: object | None = None
-        """The last call that was begun, as long as it is not taken for one that hangs."""
+        """The newest call, unless it is considered hanging."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, item: T) -> asyncio.Future[BaseException | None]:
-        """Have the next call take an item; the future ends with what that raises."""
+        """Pass an item to the next call; the future's result is the call's exception, or None."""
         return self._enqueue(_Waiter(item, self._loop.create_future()))
 
     def _enqueue(self, waiter: _Waiter[T]) -> asyncio.Future[BaseException | None]:
@@ -71,16 +70,16 @@ class Coalescer(Generic[T]):
         return waiter.future
 
     async def add(self, item: T) -> BaseException | None:
-        """Return what the call raises that takes the item.
+        """Pass an item to the next call; return the call's exception, or None.
 
-        Cancelled, it returns when the call has ended, or at once if that has not begun: then it
-        leaves the item out.
+        If cancelled, it returns after the call has ended, or at once if the call has not begun, and
+        withdraws the item.
         """
         waiter: _Waiter[T] = _Waiter(item, LastingFuture(lambda: self._leave(waiter)))
         return await self._enqueue(waiter)
 
     def _leave(self, waiter: _Waiter[T]) -> bool:
-        """Take an item back; False if a call has it."""
+        """Withdraw an item; False if a call has taken it."""
         waiter.is_waiting = False
         if waiter not in self._waiting:
             return False
@@ -88,12 +87,12 @@ class Coalescer(Generic[T]):
         return True
 
     async def close(self) -> None:
-        """Wait until no call is made any more."""
+        """Wait until no call is running."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def _start(self) -> None:
-        """Begin to serve those who wait, unless there are too many calls that hang."""
+        """Start serving the waiting items, unless too many calls hang."""
         if self._waiting and len(self._tasks) < _MOST_CALLS:
             call = self._current = object()
             task = self._loop.create_task(self._serve(call), name=self._name)
@@ -106,7 +105,7 @@ class Coalescer(Generic[T]):
             self._start()
 
     def _give_up(self, call: object) -> None:
-        """Take a call for one that hangs."""
+        """Consider a call hanging."""
         if self._current is call:
             self._current = None
             self._start()
@@ -121,12 +120,12 @@ class Coalescer(Generic[T]):
                 timer = self._loop.call_later(_PATIENCE_S, self._give_up, call)
                 try:
                     await self._run(partial(self._make, group))
-                except Exception as error:  # noqa: BLE001 - handed to those who wait
+                except Exception as error:  # noqa: BLE001 - passed to the waiters
                     failure = error
                 finally:
                     timer.cancel()
                 _end(group, failure)
-        except GeneratorExit:  # the loop has gone, and those who wait with it
+        except GeneratorExit:  # the loop is gone, and the waiters with it
             raise
         except BaseException as error:
             _end(group, error)
@@ -134,7 +133,7 @@ class Coalescer(Generic[T]):
         finally:
             if self._current is call:
                 self._current = None
-            del group, failure  # what is raised holds this frame, and with it the job's memory
+            del group, failure  # avoid a cycle of exception and frame, which keeps job memory
 
     def _make(self, group: Sequence[_Waiter[T]]) -> None:
         """Make the call. Thread: an I/O thread."""
@@ -145,7 +144,7 @@ class Coalescer(Generic[T]):
 
 
 class _Boxed(Generic[T]):
-    """A call, and then what it has returned or raised."""
+    """A call and its result or exception."""
 
     __slots__ = ("_call", "_error", "_results", "future", "has_ended")
 
@@ -160,35 +159,35 @@ class _Boxed(Generic[T]):
         """Make the call. Thread: an I/O thread."""
         try:
             self._results.append(self._call())
-        except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
+        except BaseException as error:  # noqa: BLE001 - passed to the waiter
             self._error = error
         self.has_ended = True
 
     def fail(self, error: BaseException) -> None:
-        """End without having been made. Thread: loop."""
+        """Complete with an error without having been called. Thread: loop."""
         kind = type(error) if isinstance(error, TierError) else TierUnavailableError
         self._error = kind(str(error))
         self._error.__cause__ = error
         self.has_ended = True
 
     def result(self) -> T:
-        """Return what the call has returned, or raise what it has raised; once."""
+        """Return the call's result or raise its exception; call only once."""
         if self._error is not None:
             error, self._error = self._error, None
             try:
                 raise error
             finally:
-                del error  # it holds this frame, and the job's memory with that
+                del error  # avoid a cycle of exception and frame, which keeps job memory
         return self._results.pop()
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """What a thread is handed: calls, of which it makes one after the other.
+    """A sequence of calls made by one thread.
 
     Attributes:
-        taken: What it has taken, to be told as soon as it has ended.
-        timer: Looks whether it goes on.
+        taken: Calls taken by the thread and not yet reported to their waiters.
+        timer: Periodic progress check.
     """
 
     taken: list[_Boxed[Any]] = field(default_factory=list)
@@ -196,33 +195,33 @@ class _Turn:
 
 
 class SerialExecutor:
-    """Runs calls that block, each on its own account: all that wait are one hand-over to a thread.
+    """Runs blocking calls independently of each other, with one thread hand-over for all waiting.
 
-    One that hangs costs the others `_PATIENCE_S`: what was to come behind it is made by another
-    thread, and what has ended before it is told.
+    If a call hangs, after `_PATIENCE_S` the calls behind it are moved to another thread, and
+    completed ones are reported.
 
-    Thread: loop; the calls are made by an I/O thread.
+    Thread: loop; the calls run on an I/O thread.
     """
 
     def __init__(self, name: str, run: Runner) -> None:
-        """Begin with none, on the loop that awaits them; see `Coalescer`."""
+        """Create it on the loop that awaits it; see `Coalescer`."""
         self._name = name
         self._run = run
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Boxed[Any]] = deque()
-        """Threads take from it, and the loop what is cancelled: both in one step."""
+        """Threads and the loop (for cancelled calls) remove entries, each atomically."""
         self._current: _Turn | None = None
-        """The last turn that was begun, as long as it is not taken for one that hangs."""
+        """The newest turn, unless it is considered hanging."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, call: Callable[[], T], /) -> T:
-        """Return what a call returns; cancelled, as `Coalescer.add`.
+        """Return a call's result; for cancellation see `Coalescer.add`.
 
         Raises:
-            TierError: No thread can be had.
+            TierError: No thread is available.
         """
-        if self._loop.is_closed():  # whoever was left on it is being collected
-            raise TierClosedError("the loop has gone")
+        if self._loop.is_closed():  # a call left on it is being garbage-collected
+            raise TierClosedError("the event loop is closed")
         boxed = _Boxed(call, LastingFuture(lambda: self._leave(boxed)))
         self._waiting.append(boxed)
         if self._current is None:
@@ -231,12 +230,12 @@ class SerialExecutor:
         return boxed.result()
 
     async def close(self) -> None:
-        """Wait until no call is made any more."""
+        """Wait until no call is running."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def _leave(self, boxed: _Boxed[Any]) -> bool:
-        """Take a call back; False if a thread has it."""
+        """Withdraw a call; False if a thread has taken it."""
         try:
             self._waiting.remove(boxed)
         except ValueError:
@@ -244,7 +243,7 @@ class SerialExecutor:
         return True
 
     def _start(self) -> None:
-        """Begin to make what waits, unless there are too many calls that hang."""
+        """Start serving the waiting calls, unless too many calls hang."""
         if self._waiting and len(self._tasks) < _MOST_CALLS:
             turn = self._current = _Turn()
             task = self._loop.create_task(self._serve(turn), name=self._name)
@@ -265,9 +264,9 @@ class SerialExecutor:
                 finally:
                     turn.timer.cancel()
                     _tell(turn)
-        except GeneratorExit:  # the loop has gone, and those who wait with it
+        except GeneratorExit:  # the loop is gone, and the waiters with it
             raise
-        except Exception as error:  # noqa: BLE001 - no thread: those who wait are told
+        except Exception as error:  # noqa: BLE001 - no thread: passed to the waiters
             self._refuse(error)
         except BaseException as error:
             self._refuse(error)
@@ -277,7 +276,7 @@ class SerialExecutor:
                 self._current = None
 
     def _make(self, turn: _Turn) -> None:
-        """Make the calls that wait now. Thread: an I/O thread."""
+        """Make the calls waiting now. Thread: an I/O thread."""
         for _ in range(len(self._waiting)):
             try:
                 boxed = self._waiting.popleft()
@@ -287,14 +286,14 @@ class SerialExecutor:
             boxed.make()
 
     def _look(self, turn: _Turn) -> None:
-        """Tell what has ended; if nothing has, have another thread make what comes behind it."""
+        """Report completed calls; if there are none, serve waiting calls with another thread."""
         if not _tell(turn) and turn.taken and self._current is turn:
             self._current = None
             self._start()
         turn.timer = self._loop.call_later(_PATIENCE_S, self._look, turn)
 
     def _refuse(self, error: BaseException) -> None:
-        """End whatever waits."""
+        """Fail all waiting calls."""
         while self._waiting:
             boxed = self._waiting.popleft()
             boxed.fail(error)
@@ -302,7 +301,7 @@ class SerialExecutor:
 
 
 def _tell(turn: _Turn) -> bool:
-    """Tell who waits for what has ended; return whether anything has."""
+    """Report completed calls to their waiters; return whether there were any."""
     ended = [boxed for boxed in turn.taken if boxed.has_ended]
     for boxed in ended:
         turn.taken.remove(boxed)

@@ -1,12 +1,13 @@
-"""The checksum of a block, bound to its key and layout, and the integrity key that makes it a MAC.
+"""Block checksums bound to key and layout, and integrity keys that make them MACs.
 
-The right bytes under a wrong name, or of another layout, do not verify. Without an integrity key
-that is against accidents, since everybody can compute a checksum. With one it is a MAC, and against
-neighbours who can write as well.
+A valid block under a wrong name, or of another layout, fails verification. Without an integrity key
+this detects accidents only, because anyone can compute a checksum. With a key it is a MAC, which
+also detects tampering by others with write access.
 
 Source: XXH3, 128 bits (xxhash.com), seeded with the 64 bits of XXH3 over layout, a zero byte, key.
 With a key BLAKE2b (RFC 7693) of 16 bytes, keyed and with the person `kvoffload-block`, over the
-layout and the block's key, each behind its length as 8 bytes, little-endian, and then the data.
+layout and the block's key, each prefixed with its length as 8 bytes, little-endian, and then the
+data.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _REMEDY: Final = "`(umask 077; openssl rand -hex 32 > FILE)` makes one"
 
 
 class IntegrityKey:
-    """A secret, and what may be shown of it. Its bytes are in no text, `repr` included.
+    """A secret key and its public id. The secret never appears in texts, `repr` included.
 
     Attributes:
-        id: `KEY_ID_BYTES` that tell this key from others, and say nothing else of it.
+        id: `KEY_ID_BYTES` that identify the key without revealing it.
     """
 
     __slots__ = ("_secret", "id")
 
     def __init__(self, secret: bytes) -> None:
-        """Take a secret of `LEAST_KEY_BYTES` to `MOST_KEY_BYTES`."""
+        """Create a key from a secret of `LEAST_KEY_BYTES` to `MOST_KEY_BYTES` bytes."""
         self._secret = secret
         self.id = hashlib.blake2b(key=secret, digest_size=KEY_ID_BYTES, person=_FOR_ID).digest()
 
@@ -53,29 +54,29 @@ class IntegrityKey:
         return f"IntegrityKey(id={self.id.hex()!r})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an integrity key is not written anywhere")
+        raise TypeError("an integrity key cannot be serialized")
 
     def mac(self, purpose: bytes, num_bytes: int) -> blake2b:
-        """Return a hash object that computes a MAC of this length, for one purpose."""
+        """Return a hash object for a MAC of `num_bytes`, separated by purpose."""
         return hashlib.blake2b(key=self._secret, digest_size=num_bytes, person=purpose)
 
 
 def read_key_file(path: str) -> IntegrityKey:
-    """Return the key in a file: its bytes, without line ends behind them.
+    """Read a key from a file: its bytes, without trailing line ends.
 
     Raises:
-        ConfigError: It cannot be read, has too few or too many bytes, or is not kept secret: others
-            than its owner and group may use it, or its owner is another user.
+        ConfigError: The file cannot be read, has too few or too many bytes, is accessible to users
+            other than its owner and group, or belongs to another user.
     """
     try:
-        # A pipe or a device must not keep this waiting; a symbolic link is the operator's.
+        # Do not block on a pipe or device; symbolic links are the operator's choice.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             _check_secrecy(path, os.fstat(fd))
             content = os.read(fd, MOST_KEY_BYTES + len(_LINE_ENDS) + 1)
         finally:
             os.close(fd)
-    except ConfigError:  # which is a ValueError, too
+    except ConfigError:  # ConfigError is a ValueError, too
         raise
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
@@ -93,7 +94,7 @@ def _check_secrecy(path: str, status: os.stat_result) -> None:
         _refuse(path, "is not a regular file", f"give a file with a key: {_REMEDY}")
     if status.st_mode & stat_module.S_IRWXO:
         mode = stat_module.S_IMODE(status.st_mode)
-        _refuse(path, f"is open to every user (mode {mode:04o})", "run `chmod o= FILE` on it")
+        _refuse(path, f"is accessible to all users (mode {mode:04o})", "run `chmod o= FILE` on it")
     if status.st_uid not in {0, os.geteuid()}:
         _refuse(path, "belongs to another user", "give a file of your own, or of root")
 
@@ -111,17 +112,17 @@ class BlockDigester:
     """Computes the checksums of blocks of one layout. Thread: any; hashing releases the GIL.
 
     Attributes:
-        prefix: What the seed is computed of, before the block's key.
+        prefix: Hashed before the block's key to compute the seed.
     """
 
     is_keyed: ClassVar[bool] = False
-    """Whether the checksums are made with an integrity key."""
+    """Whether the checksums are keyed with an integrity key."""
 
     def __init__(self, layout: str) -> None:
         self.prefix = layout.encode() + b"\0"
 
     def digest(self, key: OffloadKey, data: memoryview) -> bytes:
-        """Return the checksum of a block's bytes, `DIGEST_BYTES` long."""
+        """Return the checksum of a block, `DIGEST_BYTES` long."""
         return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(self.prefix + key))
 
     def digests(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bytes]:
@@ -131,7 +132,7 @@ class BlockDigester:
 
 
 class KeyedDigester(BlockDigester):
-    """Computes checksums that nobody can without the integrity key."""
+    """Computes MACs with the integrity key."""
 
     is_keyed = True
 
@@ -151,7 +152,7 @@ class KeyedDigester(BlockDigester):
 
 
 def create_digester(layout: str, integrity_key: IntegrityKey | None) -> BlockDigester:
-    """Return what computes the checksums of blocks of a layout, with or without a key."""
+    """Create the digester for a layout, with or without a key."""
     return BlockDigester(layout) if integrity_key is None else KeyedDigester(layout, integrity_key)
 
 

@@ -1,8 +1,8 @@
-"""What a store needs of a release: a version of the format, and features as ext4 has them.
+"""Versions and feature flags of store formats, in the manner of ext4.
 
-A release reads every version up to its newest one. A feature changes the format of single stores
-within a version; what a release that does not know it may do is the feature's own business. So
-both are looked at before anything else of a store is believed, its checksum included. Pure.
+A release reads all versions up to its newest. A feature changes the format of individual stores
+within a version, and defines what releases without it may do. So version and features are checked
+before anything else in a store is trusted, including its checksum. Pure.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ FEATURES_FIELD = "features"
 
 
 class NewerFormatError(Exception):
-    """A store of a newer release; the message says what a release must know."""
+    """A store needs a newer release; the message names the missing version or features."""
 
 
 class MalformedFormatError(ValueError):
-    """What should be a version or features is neither."""
+    """The version or the features of a store are malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Names of features, by what a release may do with a store that has one it does not know.
+    """Feature names, grouped by what a release without the feature may do.
 
     Attributes:
-        compatible: Everything.
-        read_only_compatible: Read it, and write nothing.
-        incompatible: Nothing.
+        compatible: Read and write the store.
+        read_only_compatible: Only read the store.
+        incompatible: Neither.
     """
 
     compatible: frozenset[str] = frozenset()
@@ -45,34 +45,38 @@ class Features:
         )
 
     def encode(self) -> dict[str, list[str]]:
-        """Return them as JSON has them."""
+        """Encode as a JSON object."""
         return {each.name: sorted(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def decode(cls, value: object) -> Self:
-        """Return the features that JSON has; raises MalformedFormatError."""
+        """Decode from JSON.
+
+        Raises:
+            MalformedFormatError: The value is malformed.
+        """
         if not isinstance(value, Mapping) or value.keys() - {each.name for each in fields(cls)}:
-            raise MalformedFormatError("its features are no object of three lists")
+            raise MalformedFormatError("its features are not an object of three lists")
         for names in value.values():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise MalformedFormatError("its features are no lists of names")
+                raise MalformedFormatError("its features are not lists of names")
         return cls(**{kind: frozenset(names) for kind, names in value.items()})
 
 
 def check_format(
     body: Mapping[str, Any], newest: int, known: Features, *, for_writing: bool
 ) -> tuple[int, Features]:
-    """Return the version and features that a store has.
+    """Return a store's version and features.
 
     Args:
-        body: What it says of itself, from JSON, not verified yet.
-        newest: The newest version that this release knows.
-        known: The features that it knows.
-        for_writing: Whether the store may be changed, and not only be read.
+        body: The store's manifest, from JSON, not yet verified.
+        newest: The newest version that this release supports.
+        known: The features that this release supports.
+        for_writing: Whether the store will be changed, not only read.
 
     Raises:
-        NewerFormatError: It is not for this release, at least not for this purpose.
-        MalformedFormatError: It has no version, or its features are no names.
+        NewerFormatError: This release does not support the store, or not for writing.
+        MalformedFormatError: The version is missing, or the features are malformed.
     """
     version = body.get(VERSION_FIELD)
     if type(version) is not int or version < 1:

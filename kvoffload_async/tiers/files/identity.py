@@ -1,8 +1,7 @@
-"""Which boot of which kernel this is, and whether a tier's directory is still the one it opened.
+"""Identity of the current boot, and of a tier's directory.
 
-What was written in another boot may have been lost. A path that leads elsewhere after an unmount
-takes files without an error, and so does an open file that was deleted: nobody would find them
-again.
+Writes of an earlier boot may have been lost. Writes below a path that was unmounted, or into a file
+that was deleted, succeed without an error but are not found again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvoffload_async.tiers.files.ops import FileOps
 
 
 def boot_id() -> str:
-    """Return what is unique to this boot of this kernel; the host's name where there is nothing."""
+    """Return the kernel's boot id; the host name if unavailable."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -24,14 +23,18 @@ def boot_id() -> str:
 
 
 class LostDirectoryError(OSError):
-    """The directory of a tier, or a file in it, is not there any more; names the remedy."""
+    """A tier's directory, or a file in it, was deleted or replaced; the text names the remedy."""
 
 
 class DirectoryIdentity:
-    """Remembers which directory was opened. Thread: an I/O thread."""
+    """Identity of an opened directory, to detect its replacement. Thread: an I/O thread."""
 
     def __init__(self, ops: FileOps, path: str) -> None:
-        """Remember the directory at a path, which is the root or beneath it; raises OSError."""
+        """Record the identity of the directory at a path, which is in an entered root.
+
+        Raises:
+            OSError: Its status cannot be read.
+        """
         self._ops = ops
         self._path = path
         opened = ops.stat(path)
@@ -39,34 +42,34 @@ class DirectoryIdentity:
         self._watched: list[tuple[int, str]] = []
 
     def watch(self, fd: int, name: str) -> None:
-        """Have `check` look after an open file of the directory as well."""
+        """Have `check` also check that this open file was not deleted."""
         self._watched.append((fd, name))
 
     def check(self) -> None:
-        """Check that the path leads there still, and that no watched file was deleted.
+        """Check that the path still leads to the same directory, and no watched file was deleted.
 
         Raises:
-            LostDirectoryError: It does not.
-            OSError: That cannot be told now.
+            LostDirectoryError: The directory or a file was lost.
+            OSError: The status cannot be read.
         """
         try:
             found = self._find()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._lost("it is gone") from error
+            raise self._lost("it was deleted") from error
         if found != self._identity:
-            raise self._lost("another directory or filesystem is in its place")
+            raise self._lost("it is another directory or filesystem now")
         for fd, name in self._watched:
             self.check_file(fd, name)
 
     def check_file(self, fd: int, name: str) -> None:
-        """Check that an open file of the directory was not deleted; raises as `check` does."""
+        """Check that an open file of the directory was not deleted; raises like `check`."""
         if not self._ops.fstat(fd).st_nlink:
             raise self._lost(f"{name} was deleted")
 
     def once(self) -> Callable[[], None]:
-        """Return a check for one job: made by the first call, again only if that failed.
+        """Return a check for one job, made at the first call and repeated only after failures.
 
-        It raises TierUnavailableError, of whatever number the error is: a fault, no want of room.
+        It raises TierUnavailableError for every errno: a lost directory is not a full disk.
         """
         unchecked = [self]
 
@@ -86,6 +89,6 @@ class DirectoryIdentity:
 
     def _lost(self, why: str) -> LostDirectoryError:
         return LostDirectoryError(
-            f"root_dir: {self._path!r} is not what was opened any more ({why}): "
-            "mount it again, or restart the engine to begin with what is there"
+            f"root_dir: {self._path!r} is not the opened directory any more ({why}): "
+            "mount it again, or restart the engine to use what is there"
         )

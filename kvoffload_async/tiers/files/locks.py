@@ -1,12 +1,12 @@
-"""Exclusive advisory locks (flock) that end with the call that took them, taken with a deadline.
+"""Exclusive advisory file locks (flock), acquired with a timeout.
 
-A lock is released by unlocking, which also ends it for a child process that was forked meanwhile
-and has inherited the descriptor. Where that fails, the descriptor is closed, which ends it for
-certain, and the next use opens the file anew.
+A lock is released by unlocking, which also releases it for a child process forked meanwhile that
+inherited the descriptor. If unlocking fails, the descriptor is closed, which always releases the
+lock, and the next use reopens the file.
 
-A filesystem without locks says so at the first attempt (ENOLCK, EOPNOTSUPP, ENOSYS): that goes on
-to the caller, who knows whether it can do without. On NFS, locks are the server's; a mount with
-`local_lock=flock` parts the processes of one host only.
+A filesystem without locks fails the first attempt (ENOLCK, EOPNOTSUPP, ENOSYS); the error is passed
+to the caller, who may continue without locks. On NFS, locks are the server's; with the mount option
+`local_lock=flock` they only work between processes of one host.
 
 Thread: an I/O thread.
 """
@@ -27,7 +27,7 @@ from kvoffload_async.tiers.files.ops import FileOps
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S: Final = 10.0
-"""Long beside the few system calls for which a lock is held: who holds it longer is stuck."""
+"""Long compared to the few system calls made under a lock: a holder beyond this is stuck."""
 
 _FIRST_PAUSE_S: Final = 50e-6
 _LONGEST_PAUSE_S: Final = 0.02
@@ -40,7 +40,7 @@ def _pause(seconds: float) -> None:
 
 @contextlib.contextmanager
 def acquired(mutex: threading.Lock, path: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the mutex that parts this process's threads over a file.
+    """Hold a mutex between the threads of this process that use a file.
 
     Raises:
         TimeoutError: Another thread did not release it in time (ETIMEDOUT).
@@ -54,11 +54,11 @@ def acquired(mutex: threading.Lock, path: str, timeout_s: float = LOCK_TIMEOUT_S
 
 
 class LockedFile:
-    """A file that threads, processes and hosts use one at a time.
+    """A file used by one thread, process and host at a time.
 
-    Its descriptor is kept between two uses, as opening it for each would take twice as long as the
-    rest. It is closed and opened anew when anything fails, and when the file was deleted: a lock
-    on that would part nobody.
+    The descriptor is kept open between uses, because opening it takes twice as long as the rest. It
+    is reopened after any error, and after the file was deleted, since a lock on a deleted file
+    excludes nobody.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class LockedFile:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] = _pause,
     ) -> None:
-        """Describe it; it is opened by its first use.
+        """Configure it; the first use opens the file.
 
         Args:
-            ops: The system calls.
-            path: The file.
-            flags: To open it with; with `O_CREAT` it is made if it is not there.
-            timeout_s: Seconds for taking the lock.
+            ops: System calls.
+            path: Path of the file.
+            flags: Open flags; with `O_CREAT` the file is created if needed.
+            timeout_s: Timeout of acquiring the lock, in seconds.
             clock: Monotonic time in seconds.
             pause: Waits between two attempts.
         """
@@ -88,7 +88,7 @@ class LockedFile:
         self._clock = clock
         self._pause = pause
         self._fd: int | None = None
-        # The file's lock is the descriptor's, and so does not part the threads that share it.
+        # An flock belongs to the descriptor, so it does not exclude threads that share it.
         self._mutex = threading.Lock()
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class LockedFile:
         """Hold the lock; yield the descriptor.
 
         Raises:
-            TimeoutError: Another did not release it in time (ETIMEDOUT).
+            TimeoutError: Another holder did not release it in time (ETIMEDOUT).
             OSError: The file cannot be opened or locked.
         """
         deadline_s = self._clock() + self._timeout_s
@@ -111,10 +111,10 @@ class LockedFile:
                 self._unlock()
 
     def close(self) -> None:
-        """Close the descriptor; idempotent. The next use opens it again.
+        """Close the descriptor; idempotent. The next use reopens it.
 
         Raises:
-            TimeoutError: A use has not ended in time (ETIMEDOUT).
+            TimeoutError: A use did not end in time (ETIMEDOUT).
         """
         with acquired(self._mutex, self._path, self._timeout_s):
             self._drop()
@@ -133,14 +133,14 @@ class LockedFile:
                 if is_new:
                     why = error.strerror or str(error)
                     raise OSError(error.errno, f"cannot be locked: {why}", self._path) from error
-                continue  # a kept descriptor may have gone stale
+                continue  # the kept descriptor may be stale
             if self._clock() >= deadline_s:
                 raise _overdue(self._path, self._timeout_s)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _opened(self) -> tuple[int, bool]:
-        """Return the descriptor, and whether it was opened just now."""
+        """Return the descriptor, and whether it was just opened."""
         if self._fd is not None:
             return self._fd, False
         makes = self._flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT
@@ -163,15 +163,15 @@ class LockedFile:
         try:
             self._ops.close(fd)
         except OSError as error:
-            # It is closed all the same, and what was done under the lock was done.
-            logger.warning("%s: closing it reported %s", self._path, str(error))
+            # The descriptor is closed anyway, and the work under the lock is done.
+            logger.warning("%s: closing failed: %s", self._path, str(error))
 
 
 @contextlib.contextmanager
 def locked(
     ops: FileOps, path: str, flags: int = os.O_RDWR, *, timeout_s: float = LOCK_TIMEOUT_S
 ) -> Iterator[int]:
-    """Open a file, hold its lock, and close it again; raises what `LockedFile.locked` raises."""
+    """Open a file, hold its lock, and close it; raises like `LockedFile.locked`."""
     file = LockedFile(ops, path, flags, timeout_s=timeout_s)
     try:
         with file.locked() as fd:
@@ -181,4 +181,4 @@ def locked(
 
 
 def _overdue(path: str, timeout_s: float) -> OSError:
-    return OSError(errno.ETIMEDOUT, f"its lock was held by another for {timeout_s:g} s", path)
+    return OSError(errno.ETIMEDOUT, f"its lock was not released for {timeout_s:g} s", path)

@@ -1,4 +1,4 @@
-"""What the maintenance of stores shares: threads, keys of a report, verdicts of `verify`."""
+"""Common parts of store maintenance: threads, verdicts and figures of `verify`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvoffload_async.waiting import all_done
 
 
 class BadBlock(Protocol):
-    """A block that is not as it should be; as text, which and why."""
+    """A bad block; `str()` gives its name and the reason."""
 
     @property
     def what(self) -> str:
-        """Which block."""
+        """Name of the block."""
         ...
 
 
@@ -29,41 +29,41 @@ Bad = TypeVar("Bad", bound=BadBlock)
 
 
 class Verdict(Enum):
-    """What is found about one block."""
+    """Result of verifying one block."""
 
     VERIFIED = auto()
-    """Its bytes are those that its digest is of."""
+    """The digest matches."""
     WITHOUT_DIGEST = auto()
-    """It is all there, and has no digest."""
+    """The length is right, and there is no digest."""
     CORRUPT = auto()
     UNREADABLE = auto()
     NEWER = auto()
-    """It is all there, and its digest is of a newer release."""
+    """The length is right, and the digest is of a newer release."""
     OTHER_KEY = auto()
-    """Nobody can tell without its integrity key, or it was not made with the one that is given."""
+    """The digest cannot be compared: the integrity key is missing or a different one."""
     GONE = auto()
-    """It was removed or replaced meanwhile."""
+    """Removed or replaced meanwhile."""
 
 
 def problem_of(verdict: Verdict, bad: BadBlock) -> Problem:
-    """Return what is wrong with a block, by its verdict."""
+    """Convert a verdict to a problem."""
     return Problem(f"{verdict.name.lower()}: {bad}", bad.what)
 
 
 @dataclass(slots=True, kw_only=True)
 class Verification(Generic[Bad]):
-    """How many blocks are as they should be, and which are not.
+    """Counts of blocks by verdict, with the bad ones.
 
     Attributes:
-        max_listed: How many of the corrupt and of the unreadable ones are listed; None: all.
+        max_listed: Maximum length of the lists of corrupt and unreadable blocks; None: no limit.
         checked: Blocks that were read.
-        verified: Those whose digest is right.
-        without_digest: Those of the right length that have none.
-        newer: Those whose digest is of a newer release.
-        other_key: Those whose digest cannot be compared with the integrity key that was given.
-        corrupt_blocks: Those of a wrong length or with a wrong digest.
-        unreadable_blocks: Those that could not be read.
-        corrupt: The first of the corrupt ones, and `unreadable` of the unreadable ones.
+        verified: Blocks with the right digest.
+        without_digest: Blocks of the right length without a digest.
+        newer: Blocks with a digest of a newer release.
+        other_key: Blocks whose digest cannot be compared with the given integrity key.
+        corrupt_blocks: Blocks with a wrong length or digest.
+        unreadable_blocks: Blocks that could not be read.
+        corrupt: The first corrupt blocks; `unreadable`: the first unreadable ones.
     """
 
     max_listed: int | None = MAX_LISTED
@@ -79,7 +79,7 @@ class Verification(Generic[Bad]):
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures for people."""
+        """Label and value of each figure, for people."""
         return [
             ("blocks read", f"{self.checked:,}"),
             ("verified", f"{self.verified:,}"),
@@ -91,7 +91,7 @@ class Verification(Generic[Bad]):
         ]
 
     def count(self, verdict: Verdict, bad: Bad) -> Problem | None:
-        """Take in a block that is not gone; `bad` names it, should it be one that is a problem."""
+        """Count a block that is not gone; return a problem if it is bad."""
         if verdict is Verdict.UNREADABLE:
             self.unreadable_blocks += 1
             self._list(self.unreadable, bad)
@@ -117,7 +117,7 @@ class Verification(Generic[Bad]):
 
 
 IO_THREADS: Final = 4
-"""Threads that are in a system call at once; more lose on a local disk."""
+"""Threads in system calls at once; more would be slower on a local disk."""
 
 Batch = TypeVar("Batch")
 Checked = TypeVar("Checked")
@@ -125,11 +125,11 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class MaintenanceIo:
-    """Runs the calls of one piece of maintenance in a few threads.
+    """Runs blocking calls of one maintenance operation in a few threads.
 
     Attributes:
-        ops: The system calls.
-        control: Whom to tell, and whom to ask whether to stop.
+        ops: System calls.
+        control: Progress callbacks and stop request.
     """
 
     def __init__(self, ops: FileOps, control: MaintenanceControl) -> None:
@@ -138,7 +138,7 @@ class MaintenanceIo:
         self._limiter = anyio.CapacityLimiter(IO_THREADS)
 
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
-        """Return what a call returns that blocks; a cancellation is delivered when it has ended."""
+        """Return a blocking call's result; a cancellation is delivered after it has ended."""
         task = self._start(call, *arguments)
         await _settle([task])
         return task.result()
@@ -146,9 +146,9 @@ class MaintenanceIo:
     async def share_out(
         self, batches: Iterator[Batch], check: Callable[[Batch], Checked]
     ) -> AsyncGenerator[tuple[Batch, Checked], None]:
-        """Check batches in threads, several at once; yield each with its result, or until stopped.
+        """Check batches in threads; yield each with its result, until stopped.
 
-        To be closed by whoever does not iterate to the end: no check runs any more after that.
+        Close the iterator if it is not exhausted; no check runs after that.
         """
         running: dict[asyncio.Task[Checked], Batch] = {}
         try:
@@ -174,6 +174,6 @@ class MaintenanceIo:
 
 
 async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Wait until tasks have ended, however often it is cancelled; then be cancelled."""
+    """Wait until tasks have ended even if cancelled; then raise the cancellation."""
     with anyio.CancelScope(shield=True):
         await all_done(*tasks)

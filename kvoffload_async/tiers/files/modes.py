@@ -1,8 +1,7 @@
-"""Who may read and write what a tier makes: nobody else, unless told so, or by the directory.
+"""Permissions of files and folders: private, unless configured or implied by the directory.
 
-A directory that exists keeps its way: what is made in it is for its group as far as the directory
-itself is, and for everybody only where everybody may write to it, as no other directory can be
-shared with them.
+In an existing directory, new entries are accessible to the group as far as the directory is, and to
+everyone only if everyone may write to the directory, since otherwise it cannot be shared with them.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 OTHERS_BITS: Final = 0o077
-"""What the process's umask may take away, and is given by name therefore."""
+"""Permission bits that a umask may remove, and which are therefore set explicitly."""
 
 _NO_MODES: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The permissions of what is made; what is not given follows from the directory above.
+    """Permissions of new files and folders; by default derived from the parent directory.
 
     Attributes:
-        file_mode: Of new files.
-        dir_mode: Of new directories.
+        file_mode: Mode of new files.
+        dir_mode: Mode of new folders.
     """
 
     file_mode: int | None = None
     dir_mode: int | None = None
 
     def of_file(self, folder: os.stat_result) -> int:
-        """Return the permissions of a new file in a folder."""
+        """Return the mode of a new file in a folder."""
         if self.file_mode is not None:
             return self.file_mode
         return stat_module.S_IRUSR | stat_module.S_IWUSR | _shared_bits(folder) & 0o066
 
     def of_folder(self, folder: os.stat_result | None = None) -> int:
-        """Return the permissions of a new directory in one that keeps its way, or in any other."""
+        """Return the mode of a new folder, derived from its parent `folder` if given."""
         if self.dir_mode is not None:
             return self.dir_mode
         return stat_module.S_IRWXU | (_shared_bits(folder) if folder else 0)
@@ -54,10 +53,10 @@ def _shared_bits(folder: os.stat_result) -> int:
 
 
 def give_mode(fd: int, mode: int, folder: os.stat_result, *, is_given: bool) -> None:
-    """Set the permissions of what was just made in a folder, whatever the process's umask is.
+    """Set the mode of a new file or folder in `folder`, regardless of the umask.
 
-    Where they follow from the folder they are meant for the folder's group: what has another one
-    gets that, or else nothing for its own.
+    A derived mode is meant for the parent's group: an entry with another group is changed to that
+    group or, if not permitted, loses its group permissions.
     """
     made = os.fstat(fd)
     if mode & stat_module.S_IRWXG and made.st_gid != folder.st_gid and not is_given:
@@ -68,12 +67,12 @@ def give_mode(fd: int, mode: int, folder: os.stat_result, *, is_given: bool) -> 
     try:
         os.fchmod(fd, mode | made.st_mode & stat_module.S_ISGID)
     except OSError as error:
-        if error.errno not in _NO_MODES:  # such as vfat, where all files have one mode
+        if error.errno not in _NO_MODES:  # e.g. on vfat, where all files have one mode
             raise
 
 
 def warn_of_others(path: str, folder: os.stat_result) -> None:
-    """Warn if others may write to a directory: they can take blocks away, or put others there."""
+    """Warn if other users may write to a directory: they can remove or replace blocks."""
     reasons = []
     if folder.st_uid not in {0, os.geteuid()}:
         reasons.append(f"it belongs to user {folder.st_uid}")

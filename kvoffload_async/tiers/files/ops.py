@@ -1,16 +1,16 @@
-"""Every system call of the tiers on disk, one method each, and the only way to their files.
+"""All system calls of the disk tiers, one method each.
 
-A tier enters its root; then every path beneath that is resolved from a descriptor of it, following
-no symbolic link, and only regular files are opened. Before, and for other paths, the root is `/`.
-`locate` is what native code needs in place of a path.
+A tier enters its root directory; then every path below it is resolved relative to a descriptor of
+the root, without following symbolic links, and only regular files are opened. Other paths are
+resolved from `/`. `locate` returns the descriptor and name for native code.
 
-A path is opened in one call by the kernel's `openat2`, or, where that does not exist or is not
-allowed, one component after the other.
+A path is opened by one `openat2` call, or component by component if the kernel or a seccomp filter
+does not allow `openat2`.
 
-Nothing else in `fs` and `slab` calls `os`: a test's fault layer replaces this object and can fail,
-cut short, hang or kill the process at any of them.
+`fs` and `slab` make no other calls of `os`: a test's fault layer replaces this object and can
+inject errors, short transfers, hangs and crashes at any call.
 
-Thread: any; calls release the interpreter's lock.
+Thread: any; calls release the GIL.
 
 Source: openat2(2); its number is the same on every architecture but Alpha.
 """
@@ -36,13 +36,13 @@ _MAX_NAME_BYTES = 200
 
 
 def safe_name(model_name: str) -> str:
-    """Return a model's name as one path component, whatever characters it has."""
+    """Convert a model's name to one path component."""
     flat = model_name.replace("/", "_").replace("\0", "_")
     return flat.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore")
 
 
 Opener = Callable[[int, str, int], int]
-"""(descriptor of a directory, relative name, flags without O_CREAT) -> a new descriptor."""
+"""(directory descriptor, relative name, flags without O_CREAT) -> a new descriptor."""
 
 FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -73,12 +73,12 @@ _HOW_BYTES: Final = ctypes.sizeof(_OpenHow)
 
 @functools.cache
 def _how(flags: int) -> _OpenHow:
-    """Return the kernel's argument for some flags; it is only read, so threads share it."""
+    """Return the `open_how` for these flags; cached, because it is never modified."""
     return _OpenHow(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
 
 
 def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
-    """Open a name beneath a directory in one call; OSError with ELOOP if there is a link."""
+    """Open a name below a directory with `openat2`; a symbolic link raises ELOOP."""
     encoded = os.fsencode(name)
     if b"\0" in encoded:
         raise ValueError("embedded null byte")
@@ -93,10 +93,10 @@ def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
 
 
 def open_by_components(root_fd: int, name: str, flags: int) -> int:
-    """Open a name beneath a directory, one folder after the other.
+    """Open a name below a directory, component by component.
 
     Raises:
-        OSError: With ENOTDIR if there is a link on the way, ELOOP if there is one at its end.
+        OSError: ENOTDIR for a symbolic link on the way, ELOOP for one at the end.
     """
     *folders, last = name.split("/")
     if ".." in {*folders, last} or name.startswith("/"):
@@ -115,7 +115,7 @@ def open_by_components(root_fd: int, name: str, flags: int) -> int:
 
 
 def suitable_opener(root_fd: int) -> Opener:
-    """Return the better of the two that works here: filters of system calls forbid what is new."""
+    """Return `open_by_kernel` if `openat2` works here, else `open_by_components`."""
     try:
         os.close(open_by_kernel(root_fd, ".", FOLDER_FLAGS))
     except OSError:
@@ -126,32 +126,36 @@ def suitable_opener(root_fd: int) -> Opener:
 T = TypeVar("T")
 
 _KEPT_FOLDERS: Final = 4
-"""A rename is between two, and a store that evicts alternates between as many."""
+"""A rename uses two folders, and a store that evicts alternates between two pairs."""
 
 
 class NotRegularFileError(OSError):
-    """What lies in the place of a file of ours, or on the way there, is none of ours."""
+    """A path is not a regular file, or leads through a symbolic link."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(errno.ENXIO, "a link, folder, pipe or device is in a file's place", path)
+        super().__init__(errno.ENXIO, "not a regular file", path)
 
 
 class Root:
-    """A directory beneath which paths are resolved.
+    """A directory below which paths are resolved.
 
     Attributes:
-        path: What it is called.
-        prefix: How paths beneath it begin.
-        fd: Its descriptor, closed with the last user of this object: whoever is in a call then
-            must not find another file under that number.
-        modes: Of what is made in it.
-        open: Opens a relative name beneath it.
+        path: Path of the directory.
+        prefix: Prefix of the paths below it.
+        fd: Its descriptor, closed only when this object is no longer referenced, so that a
+            concurrent call cannot use a reused number.
+        modes: Permissions of files and folders created in it.
+        open: Opens a relative name below it.
     """
 
     __slots__ = ("fd", "modes", "open", "path", "prefix")
 
     def __init__(self, path: str, modes: Modes, opener: Opener | None) -> None:
-        """Open it, links followed; raises OSError."""
+        """Open the directory, following links.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
         self.fd = -1
         self.path = path
         self.prefix = path.rstrip("/") + "/"
@@ -165,7 +169,11 @@ class Root:
 
 
 def make_root(path: str, mode: int) -> None:
-    """Make a directory and those above it; raises OSError."""
+    """Create a directory and its parents.
+
+    Raises:
+        OSError: It cannot be created.
+    """
     try:
         os.mkdir(path, mode & 0o777)
     except FileExistsError:
@@ -174,27 +182,27 @@ def make_root(path: str, mode: int) -> None:
         make_root(path.rpartition("/")[0] or "/", mode)
         make_root(path, mode)
         return
-    if mode & OTHERS_BITS:  # which the process's umask may have taken away
+    if mode & OTHERS_BITS:  # the umask may have removed these bits
         os.chmod(path, mode)
 
 
 class FolderDescriptors(threading.local):
-    """The folders in which a call works: each opened for one call, or kept during a batch."""
+    """Per-thread folder descriptors: opened for one call, or cached during a batch."""
 
     _kept: dict[str, int] | None = None
     _stale: Sequence[int] = ()
 
     def at(self, path: str, call: Callable[[int, str], T], open_folder: Callable[[str], int]) -> T:
-        """Return what a call returns that is given the folder of a path, and the name in it.
+        """Call `call` with the folder descriptor and name of a path.
 
-        A folder that was kept may have been removed meanwhile, and made again: if the call does
-        not find what it needs, it is made once more in the folder that is there now. What was
-        removed stays open until the end of the batch: a call around this one may be using it.
+        A cached folder may have been deleted and recreated: after FileNotFoundError the call is
+        retried in the current folder. The old descriptor stays open until the end of the batch,
+        because an enclosing call may be using it.
         """
         folder, _, name = path.rpartition("/")
         folder = folder or "/"
         if name in {"", ".", ".."}:
-            raise OSError(errno.EINVAL, "no name of a file", path)
+            raise OSError(errno.EINVAL, "not a file name", path)
         kept = self._kept
         if kept is None:
             fd = open_folder(folder)
@@ -203,11 +211,11 @@ class FolderDescriptors(threading.local):
             finally:
                 os.close(fd)
         if folder in kept:
-            fd = kept[folder] = kept.pop(folder)  # the last used at the end
+            fd = kept[folder] = kept.pop(folder)  # move to the end: most recently used
             try:
                 return call(fd, name)
             except FileNotFoundError:
-                if kept.get(folder) == fd:  # else a call within this one has found it gone
+                if kept.get(folder) == fd:  # else a nested call has replaced it already
                     self._stale = (*self._stale, kept.pop(folder))
         if folder not in kept:
             fd = open_folder(folder)
@@ -218,7 +226,7 @@ class FolderDescriptors(threading.local):
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Keep the last few folders that this thread uses meanwhile."""
+        """Cache the last few folders used by this thread."""
         kept = self._kept = {}
         try:
             yield
@@ -232,7 +240,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 def mapped(error: OSError) -> TierError:
-    """Return the error as a tier reports it."""
+    """Convert an OSError to a tier error."""
     kind = TierFullError if error.errno in _NO_SPACE else TierUnavailableError
     tier_error = kind(str(error))
     tier_error.__cause__ = error.with_traceback(None)  # its frames hold the primary's memory
@@ -241,10 +249,10 @@ def mapped(error: OSError) -> TierError:
 
 
 def unusable(root_dir: str, error: OSError) -> ConfigError:
-    """Return the error of a tier whose directory cannot be used."""
-    remedy = "give a directory that this process may write"
+    """Return the error for an unusable tier directory."""
+    remedy = "give a directory that this process can write"
     if isinstance(error, (NotRegularFileError, NotADirectoryError)):
-        remedy = "remove that, or give another directory"
+        remedy = "remove it, or give another directory"
     failure = ConfigError(f"root_dir: {root_dir!r} cannot be used ({error}); {remedy}")
     failure.__cause__ = error
     return failure
@@ -254,22 +262,22 @@ logger = logging.getLogger(__name__)
 
 
 class DirectIo:
-    """The flag for `open`. One of several threads may give up while others are in a call.
+    """The `O_DIRECT` flag, which any thread may turn off while others are in a call.
 
     Attributes:
-        flag: `O_DIRECT`, or 0. Read it once an operation: `refused` is about that value.
+        flag: `O_DIRECT`, or 0. Read it once per operation, and pass that value to `refused`.
     """
 
     def __init__(self, *, wanted: bool, where: str) -> None:
-        """Start with what is wanted; `where` is for the warning."""
+        """Set the initial state; `where` is for the warning."""
         self.flag = os.O_DIRECT if wanted else 0
         self._where = where
 
     def refused(self, flag: int, error: OSError) -> bool:
-        """Tell whether an error means that `flag` does not work here; then it is given up.
+        """Return whether an error means that `flag` is unsupported here; then turn it off.
 
-        It can at the opening and at every transfer: alignment of memory and length is each
-        filesystem's own.
+        The error can occur at open and at every transfer, because alignment rules depend on the
+        filesystem.
         """
         if not flag or error.errno != errno.EINVAL:
             return False
@@ -278,31 +286,31 @@ class DirectIo:
             logger.warning(
                 "%s: direct I/O does not work here (%s); using the page cache",
                 self._where,
-                str(error),  # who keeps the log must not keep the frames
+                str(error),  # formatted now, so that a retained log record does not keep the frames
             )
         return True
 
 
 Entry = tuple[str, os.stat_result]
-"""A path, and what it is; a link is not followed."""
+"""A path and its status, from lstat."""
 
 _NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}
-"""What opening says of a link, a socket or pipe, a folder, a device."""
+"""Errors of opening a link, a socket or pipe, a folder, a device."""
 
 _ALWAYS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LIST_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_DEPTH: Final = 16
-"""No tier makes folders so deep; each that is walked takes a descriptor."""
+"""Limits the descriptors of a walk; no tier nests folders this deep."""
 
 _TRIES: Final = 8
-"""How often a file may come and go while it is opened."""
+"""Attempts to open or create a file that others create and delete."""
 
 
 class Tree:
-    """What lies beneath the roots that were entered; elsewhere, and before, the root is `/`."""
+    """Path resolution below the entered roots; other paths are resolved from `/`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
-        """Start at `/`; `opener` is used in place of the best that works."""
+        """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
         self._folders = FolderDescriptors()
         self._opener = opener
         self._mutex = threading.Lock()
@@ -314,7 +322,7 @@ class Tree:
         if make:
             make_root(path, modes.of_folder())
         entered = Root(path, modes, self._opener)
-        with self._mutex:  # the longest first, and of several with one name the newest
+        with self._mutex:  # longest path first; for equal paths, newest first
             roots = (entered, *self._roots)
             self._roots = tuple(sorted(roots, key=lambda root: len(root.path), reverse=True))
 
@@ -333,11 +341,11 @@ class Tree:
             if path == root.path:
                 return root, "."
         if not path.startswith("/"):
-            raise OSError(errno.EINVAL, "no absolute path", path)
+            raise OSError(errno.EINVAL, "not an absolute path", path)
         return Root("/", Modes(), self._opener), path.lstrip("/") or "."
 
     def at(self, path: str, call: Callable[[int, str], T]) -> T:
-        """Return what a call returns that is given the folder of a path, and the name in it."""
+        """Call `call` with the folder descriptor and name of a path."""
         return self._folders.at(path, call, self.open_folder)
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
@@ -357,17 +365,17 @@ class Tree:
                 return self._open_there(path, flags & ~os.O_CREAT)
             with contextlib.suppress(FileExistsError):
                 return self._create(path, flags | os.O_EXCL)
-        raise OSError(errno.EAGAIN, "the file comes and goes", path)
+        raise OSError(errno.EAGAIN, "the file is repeatedly created and deleted", path)
 
     def stat(self, path: str) -> os.stat_result:
-        """Return what a path is, not following a link."""
+        """Return a path's status, not following links."""
         root, name = self.locate(path)
         if name == ".":
             return os.fstat(root.fd)
         return self.at(path, _stat)
 
     def move(self, source: str, target: str, call: Callable[[int, str, int, str], None]) -> None:
-        """Make a call about a name in one folder and a name in another."""
+        """Call `call` with the folder descriptors and names of two paths."""
         self.at(
             source,
             lambda source_fd, old: self.at(
@@ -446,15 +454,13 @@ class Tree:
         os.close(self.open_folder(path))
 
     def open_folder(self, path: str, flags: int = FOLDER_FLAGS) -> int:
-        """Return a descriptor of a folder; NotADirectoryError if there is a link."""
+        """Return a descriptor of a folder; raises NotADirectoryError for a link."""
         root, name = self.locate(path)
         try:
             return root.open(root.fd, name, flags)
         except OSError as error:
             if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-                raise NotADirectoryError(
-                    errno.ENOTDIR, "a link or file is in a folder's place", path
-                ) from error
+                raise NotADirectoryError(errno.ENOTDIR, "not a directory", path) from error
             error.filename = path
             raise
 
@@ -515,25 +521,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FileOps:
-    """The operating system's calls, with their errors as `OSError`."""
+    """The operating system's calls; errors are raised as `OSError`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
-        """Start at `/`; `opener` is used in place of the best that works."""
+        """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
         self._renameat2 = getattr(_libc, "renameat2", None)
         self._tree = Tree(opener)
 
     # -- the root -------------------------------------------------------------------------------
 
     def enter(self, root: str, modes: Modes | None = None, *, make: bool = True) -> None:
-        """Resolve paths beneath a directory from a descriptor of it, until `leave`.
+        """Resolve paths below a directory from its descriptor, until `leave`.
 
         Args:
-            root: The directory, which may be a symbolic link: it is followed here, and once.
-            modes: Of what is made in it.
-            make: Make it, and what is above it, if it is not there.
+            root: The directory; a symbolic link is followed once, here.
+            modes: Permissions of files and folders created in it.
+            make: Create the directory and its parents if needed.
 
         Raises:
-            OSError: It cannot be made or opened.
+            OSError: It cannot be created or opened.
         """
         self._tree.enter(root, modes or Modes(), make=make)
 
@@ -542,15 +548,15 @@ class FileOps:
         self._tree.leave(root)
 
     def locate(self, path: str) -> tuple[Root, str]:
-        """Return the root of an absolute path, to be kept during the call, and its name there."""
+        """Return the root of an absolute path, to be kept alive during use, and the name in it."""
         return self._tree.locate(path)
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
-        """Keep descriptors of the last few folders during several calls of this thread."""
+        """Cache descriptors of the last few folders during several calls of this thread."""
         return self._tree.batch()
 
     def leads_to(self, path: str) -> os.stat_result:
-        """Return what a directory's path leads to, links followed: only to be compared."""
+        """Return the status of a directory, following links; use only for comparison."""
         return os.stat(f"{path}/.")
 
     # -- files ----------------------------------------------------------------------------------
@@ -558,18 +564,18 @@ class FileOps:
     def open(self, path: str, flags: int) -> int:
         """Return a new descriptor of a regular file or, with O_DIRECTORY, of a folder.
 
-        With O_CREAT, and without O_EXCL, a file that is there is opened, else one is made.
+        O_CREAT without O_EXCL opens an existing file or creates one.
 
         Raises:
-            NotRegularFileError: Something else lies there.
+            NotRegularFileError: The path is something else.
         """
         return self._tree.open(path, flags)
 
     def open_own(self, path: str, flags: int) -> int:
-        """Open or make a file; a link, pipe, socket or device in its place is removed before.
+        """Open or create a file; a link, pipe, socket or device in its place is removed first.
 
         Raises:
-            NotRegularFileError: There is a folder in its place, or a link on the way.
+            NotRegularFileError: The path is a folder, or leads through a link.
         """
         try:
             return self.open(path, flags | os.O_CREAT)
@@ -578,16 +584,16 @@ class FileOps:
             return self.open(path, flags | os.O_CREAT)
 
     def create_anew(self, path: str) -> int:
-        """Make a file to write; what is in its place, but for a folder, is removed before."""
+        """Create a file for writing; anything in its place except a folder is removed first."""
         with contextlib.suppress(FileNotFoundError):
             self.unlink(path)
         return self.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def clear(self, path: str) -> None:
-        """Remove a link, pipe, socket or device, which is in the place of something of ours.
+        """Remove a link, pipe, socket or device that blocks a path of the tier.
 
         Raises:
-            NotRegularFileError: It is a folder, or a file.
+            NotRegularFileError: The path is a folder or a regular file.
         """
         kind = stat_module.S_IFMT(self.stat(path).st_mode)
         if kind in {stat_module.S_IFDIR, stat_module.S_IFREG}:
@@ -600,29 +606,29 @@ class FileOps:
         os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write; return how many bytes were, which may be fewer."""
+        """Write; return the number of bytes written, possibly fewer."""
         return os.pwrite(fd, data, offset)
 
     def pread_into(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Read into the buffer; return how many bytes were, which may be fewer."""
+        """Read into the buffer; return the number of bytes read, possibly fewer."""
         return os.preadv(fd, [buffer], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write several buffers behind each other; return how many bytes were written."""
+        """Write several buffers consecutively; return the number of bytes written."""
         return os.pwritev(fd, buffers, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into several buffers, one after the other; return how many bytes were read."""
+        """Read into several buffers consecutively; return the number of bytes read."""
         return os.preadv(fd, buffers, offset)
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
-        """Make a file at least this long, with every byte of it allocated on disk."""
+        """Extend a file to at least this size, fully allocated on disk."""
         os.posix_fallocate(fd, 0, size_bytes)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
-        """Allocate a file's first bytes on disk, and leave its length as it is.
+        """Allocate disk space for a file's first bytes without changing its size.
 
-        Where the filesystem cannot do that, nothing is done.
+        Does nothing if the filesystem does not support it.
         """
         if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) == 0:
             return
@@ -631,15 +637,15 @@ class FileOps:
             raise OSError(code, os.strerror(code))
 
     def fstat(self, fd: int) -> os.stat_result:
-        """Return what an open file is."""
+        """Return the status of an open file."""
         return os.fstat(fd)
 
     def stat(self, path: str) -> os.stat_result:
-        """Return what a path is, not following a symbolic link."""
+        """Return a path's status, not following symbolic links."""
         return self._tree.stat(path)
 
     def exists(self, path: str) -> bool:
-        """Tell whether a path is there; errors but "not there" go on."""
+        """Return whether a path exists; other errors are raised."""
         try:
             self.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -647,7 +653,7 @@ class FileOps:
         return True
 
     def has_file(self, path: str) -> bool:
-        """Tell whether a path is a regular file; errors but "not there" go on."""
+        """Return whether a path is a regular file; errors except "not found" are raised."""
         try:
             return stat_module.S_ISREG(self.stat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
@@ -658,11 +664,11 @@ class FileOps:
         os.ftruncate(fd, size_bytes)
 
     def fdatasync(self, fd: int) -> None:
-        """Wait until a file's bytes are on the device."""
+        """Sync a file's data to the device."""
         os.fdatasync(fd)
 
     def fsync(self, fd: int) -> None:
-        """Wait until a file's bytes and attributes, or the names in a folder, are on the device."""
+        """Sync a file's data and attributes, or a folder's entries, to the device."""
         os.fsync(fd)
 
     def set_xattr(self, fd: int, name: str, value: bytes) -> None:
@@ -670,7 +676,7 @@ class FileOps:
         os.setxattr(fd, name, value)
 
     def get_xattr(self, fd: int, name: str) -> bytes | None:
-        """Return an extended attribute; None where it, or the feature, does not exist."""
+        """Return an extended attribute; None if it does not exist or is not supported."""
         try:
             return os.getxattr(fd, name)
         except OSError as error:
@@ -683,9 +689,9 @@ class FileOps:
         self._tree.move(source, target, _rename)
 
     def publish(self, source: str, target: str) -> None:
-        """Rename, not replacing the target: FileExistsError if it is there.
+        """Rename without replacing the target; raises FileExistsError if it exists.
 
-        Where the filesystem cannot promise that, it is checked first, which leaves a window.
+        Without support by the filesystem, it checks first, which leaves a race window.
         """
         if self._renameat2 is not None:
             try:
@@ -702,7 +708,7 @@ class FileOps:
 
     @property
     def can_refuse_to_replace(self) -> bool:
-        """Whether `publish` needs one call, as far as is known."""
+        """Whether `publish` needs only one call, as far as known."""
         return self._renameat2 is not None
 
     def unlink(self, path: str) -> None:
@@ -710,13 +716,13 @@ class FileOps:
         self._tree.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
 
     def utime(self, path: str) -> None:
-        """Set a file's times to now, by the filesystem's own clock."""
+        """Set a file's times to now, by the filesystem's clock."""
         self._tree.at(
             path, lambda folder_fd, name: os.utime(name, dir_fd=folder_fd, follow_symlinks=False)
         )
 
     def lock(self, fd: int, *, wait: bool) -> bool:
-        """Take an exclusive advisory lock; False if another holds it and `wait` is false."""
+        """Take an exclusive advisory lock; False if it is taken and `wait` is false."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -728,7 +734,7 @@ class FileOps:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def is_locked(self, fd: int) -> bool:
-        """Tell whether another has the lock; until the descriptor is closed, it is shared."""
+        """Return whether another has the lock; holds a shared lock until `close`."""
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -738,14 +744,14 @@ class FileOps:
     # -- folders --------------------------------------------------------------------------------
 
     def mkdir(self, path: str) -> None:
-        """Make one folder."""
+        """Create one folder."""
         self._tree.make_folder(path)
 
     def mkdir_own(self, path: str) -> None:
-        """Make one folder; a link, pipe, socket or device in its place is removed before.
+        """Create one folder; a link, pipe, socket or device in its place is removed first.
 
         Raises:
-            FileExistsError: There is a folder, or a file.
+            FileExistsError: There is a folder or file.
         """
         try:
             self.mkdir(path)
@@ -757,10 +763,10 @@ class FileOps:
             self.mkdir(path)
 
     def make_folders(self, path: str) -> None:
-        """Make a folder and those above it; those that are there already are fine.
+        """Create a folder and its parents, if needed.
 
         Raises:
-            NotADirectoryError: Something else, or a link, is in the place of one of them.
+            NotADirectoryError: One of them is a link or not a folder.
         """
         self._tree.make_folders(path)
 
@@ -769,20 +775,20 @@ class FileOps:
         self._tree.at(path, lambda folder_fd, name: os.rmdir(name, dir_fd=folder_fd))
 
     def entries(self, folder: str) -> list[tuple[str, os.stat_result]]:
-        """Return what is directly in a folder, by paths; what vanishes meanwhile is left out."""
+        """Return paths and status of a folder's entries; skips those deleted meanwhile."""
         return self._tree.entries(folder)
 
     def walk(self, root: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield every folder and file below a folder; what vanishes meanwhile is left out.
+        """Yield every folder and file below a folder; skips those deleted meanwhile.
 
-        Links are yielded and not followed; what lies deeper than any tier's files is left out.
+        Links are yielded but not followed; folders nested deeper than any tier's are skipped.
         """
         return self._tree.walk(root)
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _rename_noreplace(self, source_fd: int, old: str, target_fd: int, new: str) -> None:
-        if self._renameat2 is None:  # another thread has just found that out
+        if self._renameat2 is None:  # another thread has just found it unsupported
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         names = os.fsencode(old), os.fsencode(new)
         if self._renameat2(source_fd, names[0], target_fd, names[1], _RENAME_NOREPLACE):
@@ -795,10 +801,10 @@ def _rename(source_fd: int, old: str, target_fd: int, new: str) -> None:
 
 
 def write_all(ops: FileOps, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
-    """Write all of `data`, in as many calls as it takes; return how many bytes that is.
+    """Write all of `data`, in several calls if needed; return its length.
 
     Raises:
-        OSError: It could not be written, or a call wrote nothing.
+        OSError: A write failed, or wrote nothing.
     """
     view = memoryview(data)
     done = 0
@@ -811,7 +817,11 @@ def write_all(ops: FileOps, fd: int, data: bytes | bytearray | memoryview, offse
 
 
 def sync_folder(ops: FileOps, folder: str) -> None:
-    """Wait until the names in a folder are on the device; raises OSError."""
+    """Sync a folder's entries to the device.
+
+    Raises:
+        OSError: Syncing failed.
+    """
     fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         ops.fsync(fd)
@@ -820,12 +830,16 @@ def sync_folder(ops: FileOps, folder: str) -> None:
 
 
 def disk_bytes(status: os.stat_result) -> int:
-    """Return the bytes that a file or folder takes on disk, as allocated."""
+    """Return the disk space allocated for a file or folder, in bytes."""
     return status.st_blocks * 512
 
 
 def names_in(ops: FileOps, folder: str) -> list[str]:
-    """Return the names directly in a folder, for less than `entries` costs; raises OSError."""
+    """Return the names in a folder; cheaper than `entries`.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
     fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return os.listdir(fd)

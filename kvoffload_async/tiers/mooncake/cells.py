@@ -1,7 +1,7 @@
-"""Memory that the engine shares with a helper process.
+"""Memory shared between the engine and a helper process.
 
-The helper registers it with the library, so that anybody who reaches the library's ports may read
-and change it at any time. What is read from it is therefore copied first, and judged afterwards.
+The helper registers it with the library, so that anyone with access to the library's ports can read
+and modify it at any time. Therefore data is copied out before it is verified.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.remote.client import Bytes
 
 HEAD_BYTES: Final = 256
-"""Room for a header and its key."""
+"""Maximum bytes of a header with its key."""
 
 _ALIGNMENT: Final = 64
 _DIRECTIONS: Final = 2
 _MOST_PARTS: Final = 4
 _MOST_BLOCKS: Final = 256
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody can take the memory away under a copy."""
+"""Prevent resizing, so that the memory stays valid during a copy."""
 
 
 class Geometry(NamedTuple):
-    """How a buffer is divided.
+    """The division of a buffer.
 
     Attributes:
-        cell_bytes: Of a cell: room for a header, and a row.
-        blocks: Cells of a part, which is what one call may use.
-        parts: Of each direction.
+        cell_bytes: Bytes of a cell, for a header and a row.
+        blocks: Cells of a part; one call uses one part.
+        parts: Number of parts per direction.
     """
 
     cell_bytes: int
@@ -45,34 +45,38 @@ class Geometry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are used."""
+        """Number of bytes used."""
         return self.cell_bytes * self.blocks * self.parts * _DIRECTIONS
 
     @classmethod
     def of(cls, buffer_bytes: int, row_bytes: int) -> Geometry:
-        """Divide a buffer; raises ConfigError."""
+        """Divide a buffer.
+
+        Raises:
+            ConfigError: It is too small for one block per direction.
+        """
         cell_bytes = HEAD_BYTES + -(-row_bytes // _ALIGNMENT) * _ALIGNMENT
         cells = buffer_bytes // cell_bytes // _DIRECTIONS
         if not cells:
             raise ConfigError(
-                f"buffer_bytes: {buffer_bytes} is not valid; a block to store and one to load "
-                f"take {_DIRECTIONS * cell_bytes}: give as much or more"
+                f"buffer_bytes: {buffer_bytes} is not valid; one block to store and one to load "
+                f"need {_DIRECTIONS * cell_bytes}: give at least that"
             )
         parts = min(_MOST_PARTS, cells)
         return cls(cell_bytes, min(_MOST_BLOCKS, cells // parts), parts)
 
 
 class Parts:
-    """The parts of one direction, each of which belongs to one call at a time. Thread: loop."""
+    """The parts of one direction, each used by one call at a time. Thread: loop."""
 
     def __init__(self, firsts: Sequence[int]) -> None:
-        """Own the parts that begin with these cells."""
+        """Manage the parts that begin at these cells."""
         self._free = list(firsts)
         self._room = asyncio.Semaphore(len(self._free))
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[int]:
-        """Wait for a part, which is this caller's meanwhile; yields its first cell."""
+        """Wait for a free part and reserve it; yields its first cell."""
         async with self._room:
             first = self._free.pop()
             try:
@@ -82,16 +86,20 @@ class Parts:
 
 
 class SharedCells:
-    """Cells for blocks on their way; a value is a header, up to its row, and the row.
+    """Cells for blocks in transfer; a value is a header, right-aligned to its row, and the row.
 
     Attributes:
         file: Descriptor of the memory, until `close_file`.
-        num_bytes: Its size.
-        geometry: How it is divided.
+        num_bytes: Size of the memory.
+        geometry: Division of the memory.
     """
 
     def __init__(self, geometry: Geometry, row_bytes: int) -> None:
-        """Have the memory; raises ConfigError."""
+        """Allocate the memory.
+
+        Raises:
+            ConfigError: It cannot be allocated.
+        """
         self.geometry = geometry
         self.num_bytes = geometry.num_bytes
         self._row_bytes = row_bytes
@@ -103,22 +111,22 @@ class SharedCells:
         except OSError as error:
             os.close(self.file)
             raise ConfigError(
-                f"buffer_bytes: {self.num_bytes} bytes of memory cannot be had ({error}); use less"
+                f"buffer_bytes: {self.num_bytes} bytes cannot be allocated ({error}); use less"
             ) from error
         cells = np.frombuffer(memory, dtype=np.uint8)
         self._cells: Bytes = cells.reshape(-1, geometry.cell_bytes)
 
     def firsts(self, direction: int) -> range:
-        """Return the first cells of the parts of a direction, 0 or 1."""
+        """Return the first cell of each part of a direction, 0 or 1."""
         blocks, parts = self.geometry.blocks, self.geometry.parts
         return range(direction * parts * blocks, (direction + 1) * parts * blocks, blocks)
 
     def at(self, cell: int, header_bytes: int) -> int:
-        """Return where the value with a header of this length begins."""
+        """Return the offset of a value with a header of this length."""
         return cell * self.geometry.cell_bytes + HEAD_BYTES - header_bytes
 
     def write(self, cell: int, header: Bytes, row: Bytes) -> None:
-        """Put a value into a cell."""
+        """Write a value into a cell."""
         memory = self._cells[cell]
         memory[HEAD_BYTES - len(header) : HEAD_BYTES] = header
         np.copyto(memory[HEAD_BYTES : HEAD_BYTES + self._row_bytes], row)
@@ -131,7 +139,7 @@ class SharedCells:
         return header
 
     def close_file(self) -> None:
-        """Close the descriptor; idempotent. The memory goes with its last mapping."""
+        """Close the descriptor; idempotent. The memory is freed with its last mapping."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

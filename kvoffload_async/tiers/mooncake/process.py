@@ -1,7 +1,7 @@
-"""A helper process as the engine sees it: started, asked, killed where it does not answer.
+"""Controls a helper process: starts it, makes calls, kills it if it does not respond.
 
-Nothing that it sends is believed: an answer that is not one to an open call, of the size that the
-call has, is the end of it. After a helper has ended, whoever asks next has another one started.
+Its messages are not trusted: any message other than a well-formed reply to an open call ends the
+helper. After a helper has ended, the next call starts a new one in the background.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _COMMAND: Final = (sys.executable, "-P", helper.__file__)
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConnection:
-    """How to join a store.
+    """Parameters for joining a store.
 
     Attributes:
         master: Host and port of the master.
-        metadata_url: Where the transfer engines of the store find each other.
-        host: The name by which others reach this host.
-        segment_bytes: Memory that the helper gives to the store.
+        metadata_url: Metadata server of the transfer engines.
+        host: Name or address of this host, as seen by others.
+        segment_bytes: Memory that the helper contributes to the store.
         protocol: `"tcp"` or `"rdma"`.
-        rdma_devices: Their names, joined by commas; for `"rdma"`.
-        replicas: Copies of each block, in the memory of as many clients.
+        rdma_devices: Comma-separated device names, for `"rdma"`.
+        replicas: Number of copies of each block, on different clients.
     """
 
     master: str
@@ -53,14 +53,14 @@ class MooncakeConnection:
 
 @dataclass(frozen=True, slots=True)
 class HelperSettings:
-    """What a helper process has, and how long it may take.
+    """Resources and timeouts of a helper process.
 
     Attributes:
-        buffer_bytes: Memory that it shares with the engine.
-        call_timeout_s: Seconds for one call; then it is killed.
-        start_timeout_s: Seconds to start another one and to join with it.
-        leave_timeout_s: Seconds to leave the store when the tier closes; then it is killed.
-        command: What is run; the numbers of the parent and of the socket are added.
+        buffer_bytes: Memory shared with the engine.
+        call_timeout_s: Timeout of one call in seconds; then the helper is killed.
+        start_timeout_s: Timeout for starting a replacement and joining, in seconds.
+        leave_timeout_s: Timeout for leaving the store at close in seconds; then it is killed.
+        command: Command line; the parent's pid and the socket's descriptor are appended.
     """
 
     buffer_bytes: int = 64 << 20
@@ -71,7 +71,7 @@ class HelperSettings:
 
 
 MOST_NAMES: Final = 4096
-"""Of one call."""
+"""Maximum number of names per call."""
 
 _PAYLOAD_FREE_CALLS: Final = 4
 _MOST_ANSWER_BYTES: Final = 64 << 10
@@ -83,7 +83,7 @@ Answer = list[int] | TierError | ConfigError
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call without an answer yet: who waits, how many statuses it has, what comes at its end."""
+    """A pending call: its future, the expected number of statuses, and an end callback."""
 
     answer: asyncio.Future[Answer]
     statuses: int
@@ -91,17 +91,17 @@ class _Call:
 
 
 class Helper:
-    """One helper process, from its start to its end.
+    """One helper process, from start to end.
 
-    Thread: loop, but for the constructor.
+    Thread: loop, except for the constructor.
 
     Attributes:
-        pid: Its number.
-        cells: The memory that it shares.
-        why_ended: Why it is of no use any more; empty as long as it is.
+        pid: Process id.
+        cells: The shared memory.
+        why_ended: Why the helper is unusable; empty while it is usable.
         is_joined: Whether it has joined the store.
-        loads: Parts of the memory for calls of `get`.
-        stores: Those for `put`.
+        loads: Parts of the memory for `get` calls.
+        stores: Parts of the memory for `put` calls.
     """
 
     def __init__(
@@ -111,7 +111,12 @@ class Helper:
         row_bytes: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Start it; waits for nothing. Raises ConfigError, TierUnavailableError."""
+        """Start the process without waiting.
+
+        Raises:
+            ConfigError: The memory cannot be allocated.
+            TierUnavailableError: The process cannot be started.
+        """
         self.cells = SharedCells(Geometry.of(settings.buffer_bytes, row_bytes), row_bytes)
         self.why_ended = ""
         self.is_joined = False
@@ -128,7 +133,8 @@ class Helper:
         self._socket, theirs = socket.socketpair()
         kept = (theirs.fileno(), self.cells.file)
         try:
-            # In a session of its own: a Ctrl-C at the terminal is for the engine, which closes it.
+            # In its own session, so that a Ctrl-C at the terminal reaches only the engine, which
+            # closes it.
             self._process = subprocess.Popen(  # noqa: S603 - this package's own module
                 [*settings.command, str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -139,25 +145,25 @@ class Helper:
         except OSError as error:
             self._socket.close()
             self.cells.close_file()
-            raise TierUnavailableError(f"mooncake: no helper can be started ({error})") from None
+            raise TierUnavailableError(f"mooncake: cannot start a helper ({error})") from None
         finally:
             theirs.close()
         self.pid = self._process.pid
 
     @property
     def status(self) -> int | None:
-        """How the process has ended: minus the number of a signal; None where it has not."""
+        """Exit status of the process, negative for a signal; None while it runs."""
         return self._process.returncode
 
     async def join(self) -> None:
-        """Let it join the store.
+        """Join the store.
 
         Raises:
-            ConfigError: The library cannot be loaded, or the memory not be registered.
+            ConfigError: The library cannot be loaded, or the memory not registered.
             TierUnavailableError: The master cannot be reached, or the process has ended.
         """
         geometry = self.cells.geometry
-        # Here and not in the constructor, which runs on another thread.
+        # Not in the constructor, which runs on another thread.
         self.stores, self.loads = (Parts(self.cells.firsts(direction)) for direction in (0, 1))
         self._room = asyncio.Semaphore(_PAYLOAD_FREE_CALLS)
         transport, _ = await self._loop.create_unix_connection(
@@ -175,9 +181,12 @@ class Helper:
         self.is_joined = True
 
     async def ask(self, call: str, names: Sequence[str]) -> list[int]:
-        """Make a call that moves no payload; raises TierUnavailableError.
+        """Make a call without payload.
 
-        One that nobody waits for any more keeps its place until it is answered.
+        If the caller is cancelled, the call keeps its slot until it is answered.
+
+        Raises:
+            TierUnavailableError: The call failed.
         """
         await self._room.acquire()
         return await self._call(self._room.release, call, names)
@@ -185,26 +194,27 @@ class Helper:
     async def move(
         self, call: str, names: Sequence[str], at: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Make a call that uses a part of the memory, which has ended when this returns.
+        """Make a call that uses a part of the memory; no transfer runs after it returns.
 
-        Cancelled, it ends the process: nobody else may have the part before that.
+        Cancellation kills the process, because the part must not be reused before the transfer
+        ends.
 
         Raises:
-            TierUnavailableError: The call has failed.
+            TierUnavailableError: The call failed.
         """
         try:
             return await self._call(lambda: None, call, names, at, sizes)
         except asyncio.CancelledError:
-            self.end("a transfer was given up")
+            self.end("a transfer was cancelled")
             raise
 
     def end(self, why: str) -> None:
-        """Kill it, and fail every call; idempotent."""
+        """Kill the process, and fail all calls; idempotent."""
         if self.why_ended:
             return
         self.why_ended = why
         self._process.kill()
-        self._reaper.start()  # a thread: the loop may end before the process has
+        self._reaper.start()  # a thread, because the loop may end before the process
         self.cells.close_file()
         self._left.set()
         if self._transport is None:
@@ -216,7 +226,7 @@ class Helper:
             self._answer(call, self._failure())
 
     async def leave(self) -> None:
-        """Let it leave the store, unless it hangs; kill it at the deadline, or if cancelled."""
+        """Leave the store; kill the process on timeout, cancellation or pending calls."""
         try:
             if self._transport is not None and not self.why_ended and not self._calls:
                 self._transport.write(frame({"call": "close"}))
@@ -224,34 +234,38 @@ class Helper:
                     async with asyncio.timeout(self._settings.leave_timeout_s):
                         await self._left.wait()
         finally:
-            self.end("its tier is closed")
+            self.end("the tier was closed")
 
     async def gone(self) -> None:
-        """Wait until the process has ended, after `end`; raises TierUnavailableError."""
+        """Wait until the process has ended, after `end`.
+
+        Raises:
+            TierUnavailableError: It did not end in time.
+        """
         try:
             async with asyncio.timeout(_REAP_S):
                 await self._gone.wait()
-        except TimeoutError:  # it hangs in the kernel
+        except TimeoutError:  # hanging in the kernel
             raise TierUnavailableError(
-                f"mooncake: helper {self.pid} was killed and does not end"
+                f"mooncake: helper {self.pid} was killed but has not exited"
             ) from None
         self._reaper.join()
 
     def received(self, data: bytes) -> None:
-        """Take in what it has sent."""
+        """Process received bytes."""
         self._received += data
         try:
             while not self.why_ended and (body := self._next_body()) is not None:
                 self._take(json.loads(body))
         except (KeyError, RecursionError, TypeError, ValueError) as error:
-            self.end(f"it has sent what is no answer ({str(error)[:_MOST_TEXT]!r})")
+            self.end(f"it sent an invalid reply ({str(error)[:_MOST_TEXT]!r})")
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Wait for the process, which was killed. Thread: its own."""
+        """Wait for the killed process. Thread: its own."""
         self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there are no waiters
             self._loop.call_soon_threadsafe(self._gone.set)
 
     async def _call(
@@ -264,7 +278,7 @@ class Helper:
     ) -> list[int]:
         self._last_number = number = self._last_number + 1
         timeout_s = self._settings.call_timeout_s
-        timer = self._loop.call_later(timeout_s, self.end, f"no answer within {timeout_s:g} s")
+        timer = self._loop.call_later(timeout_s, self.end, f"no reply within {timeout_s:g} s")
 
         def ended() -> None:
             timer.cancel()
@@ -288,15 +302,19 @@ class Helper:
                 return answer
             raise answer
         finally:
-            del answer, call  # what is raised holds this frame, which must not hold it
+            del answer, call  # avoid a reference cycle of exception and frame
 
     def _next_body(self) -> bytes | None:
-        """Return what is in the next frame, if all of it is there; raises ValueError."""
+        """Return the body of the next frame, or None if incomplete.
+
+        Raises:
+            ValueError: The frame is too long.
+        """
         if len(self._received) < LENGTH.size:
             return None
         (size,) = LENGTH.unpack_from(self._received)
         if size > _MOST_ANSWER_BYTES:
-            raise ValueError(f"an answer of {size} bytes")
+            raise ValueError(f"a reply of {size} bytes")
         end = LENGTH.size + size
         if len(self._received) < end:
             return None
@@ -305,7 +323,11 @@ class Helper:
         return body
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Pass an answer on; raises KeyError, TypeError, ValueError where it is none."""
+        """Complete the call that a reply belongs to.
+
+        Raises:
+            KeyError: The reply is malformed; also TypeError and ValueError.
+        """
         number, statuses, text = message["id"], message.get("statuses"), message.get("error")
         call = self._calls[number]
         answer: Answer
@@ -318,7 +340,7 @@ class Helper:
             or len(statuses) != call.statuses
             or any(type(status) is not int for status in statuses)
         ):
-            raise ValueError(f"no {call.statuses} statuses")
+            raise ValueError(f"expected {call.statuses} statuses")
         else:
             answer = statuses
         del self._calls[number]
@@ -327,7 +349,7 @@ class Helper:
     @staticmethod
     def _answer(call: _Call, answer: Answer) -> None:
         call.when_ended()
-        if not call.answer.done():  # else whoever asked was cancelled
+        if not call.answer.done():  # else the caller was cancelled
             call.answer.set_result(answer)
 
     def _failure(self) -> TierUnavailableError:
@@ -335,7 +357,7 @@ class Helper:
 
 
 class _Link(asyncio.Protocol):
-    """What comes from a helper, and its end."""
+    """Protocol of the connection to a helper."""
 
     def __init__(self, helper: Helper) -> None:
         self._helper = helper
@@ -344,7 +366,7 @@ class _Link(asyncio.Protocol):
         self._helper.received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._helper.end("it has ended")
+        self._helper.end("the process has ended")
 
 
 logger = logging.getLogger(__name__)
@@ -354,11 +376,11 @@ _LONGEST_PAUSE_S: Final = 60.0
 
 
 class HelperSupervisor:
-    """Has one helper at a time. Thread: loop.
+    """Keeps one helper running. Thread: loop.
 
     Attributes:
-        starts: Helpers that were started.
-        ends: Those that have ended by themselves, or were killed.
+        starts: Number of helpers started.
+        ends: Number of joined helpers that ended or were killed.
     """
 
     def __init__(
@@ -368,7 +390,7 @@ class HelperSupervisor:
         row_bytes: int,
         io: IoRunner,
     ) -> None:
-        """Start none yet."""
+        """Start no helper yet."""
         self.starts = 0
         self.ends = 0
         self._connection = connection
@@ -381,14 +403,19 @@ class HelperSupervisor:
         self._next_start_s = 0.0
 
     async def open(self) -> None:
-        """Start the first one, and let it join; raises ConfigError, TierUnavailableError."""
+        """Start the first helper and join the store.
+
+        Raises:
+            ConfigError: The configuration cannot work here.
+            TierUnavailableError: The store cannot be joined.
+        """
         await self._start()
 
     def helper(self) -> Helper:
-        """Return the helper that has joined.
+        """Return the joined helper.
 
         Raises:
-            TierUnavailableError: There is none; another one is started in the background.
+            TierUnavailableError: There is none; a replacement is started in the background.
         """
         helper = self._helper
         if helper is not None and helper.is_joined and not helper.why_ended:
@@ -399,11 +426,11 @@ class HelperSupervisor:
                 self.ends += 1
                 logger.warning("mooncake: %s (status %s)", helper.why_ended, helper.status)
             self._starting = loop.create_task(self._replace(), name="mooncake:helper")
-        why = "none has been started" if helper is None else helper.why_ended or "it joins"
-        raise TierUnavailableError(f"mooncake: there is no helper process: {why}")
+        why = "not started" if helper is None else helper.why_ended or "still joining"
+        raise TierUnavailableError(f"mooncake: no helper process: {why}")
 
     async def close(self) -> None:
-        """End what runs; idempotent."""
+        """Stop the helper; idempotent."""
         starting, self._starting = self._starting, None
         if starting is not None:
             starting.cancel()
@@ -418,13 +445,13 @@ class HelperSupervisor:
 
     async def _start(self) -> None:
         old = self._helper
-        if old is not None:  # its memory is free before the next one's is taken
+        if old is not None:  # frees its memory before the next helper allocates
             await old.gone()
             self._helper = None
 
         loop = asyncio.get_running_loop()
 
-        def begin() -> None:  # which may go on after a cancellation, so it leaves the helper here
+        def begin() -> None:  # may continue after a cancellation, so it stores the helper here
             self._helper = Helper(self._connection, self._settings, self._row_bytes, loop)
 
         helper: Helper | None = None
@@ -436,7 +463,7 @@ class HelperSupervisor:
                 await helper.join()
         except BaseException as error:
             if (helper := self._helper) is not None:
-                helper.end(f"it could not join ({error})")
+                helper.end(f"joining failed ({error})")
             raise
 
     async def _replace(self) -> None:
@@ -446,12 +473,12 @@ class HelperSupervisor:
                 await self._start()
         except (ConfigError, TierError, TimeoutError) as error:
             self._pause_s = min(2 * self._pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-            why = str(error) or "it takes too long"
-            logger.warning("mooncake: no helper can be started: %s", why)
+            why = str(error) or "timed out"
+            logger.warning("mooncake: starting a helper failed: %s", why)
             drop_tracebacks(error)
         else:
             self._pause_s = 0.0
-            logger.warning("mooncake: another helper has joined %s", self._connection.master)
+            logger.warning("mooncake: a new helper has joined %s", self._connection.master)
         finally:
             self._next_start_s = loop.time() + self._pause_s
             self._starting = None

@@ -1,4 +1,4 @@
-"""The `mooncake` tier itself."""
+"""The `mooncake` tier."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ _NO_HANDLE: Final = -200
 _NOT_FOUND: Final = -704
 
 Portion = Sequence[int]
-"""Indices of some blocks of a job: as many as a part of the helper's memory takes."""
+"""Indices of blocks of a job, at most as many as a part of the helper's memory has cells."""
 
 Outcomes = dict[int, TierError]
-"""Why blocks of a portion failed, by index."""
+"""Index in the job -> the block's error."""
 
 
 @dataclass(slots=True)
 class MooncakeCounters:
-    """What a tier has seen.
+    """Counters of a tier.
 
     Attributes:
-        requests: Calls that were begun.
-        failed: Those that failed as a whole.
-        probed_keys: Keys that the store was asked about.
-        read_again: Blocks that did not verify, and so were read once more.
-        corrupt: Blocks that did not verify then either.
-        removed: Those of them that were removed.
+        requests: Calls started.
+        failed: Calls that failed as a whole.
+        probed_keys: Keys looked up in the store.
+        read_again: Blocks read again because verification failed.
+        corrupt: Blocks that failed verification twice.
+        removed: Corrupt blocks that were removed.
     """
 
     requests: int = 0
@@ -70,7 +70,7 @@ class MooncakeCounters:
 
 
 class _Place:
-    """What an open tier works with: the primary's rows, and what a block's value looks like."""
+    """State of an open tier: the primary's rows, envelopes and key names."""
 
     def __init__(self, env: TierEnvironment, key: IntegrityKey | None) -> None:
         self.io = env.io
@@ -88,7 +88,7 @@ class _Part:
     """Some blocks of a job, with a cell of the helper's memory for each.
 
     Attributes:
-        indices: Which of the job's blocks.
+        indices: Their indices in the job.
         first: The first cell.
     """
 
@@ -103,7 +103,7 @@ class _Part:
         return [self.job.keys[i] for i in self.indices]
 
     async def move(self, call: str) -> list[int]:
-        """Have the helper put the cells' values, or get them; return a status for each."""
+        """Have the helper put or get the cells' values; return a status for each."""
         cells, row_bytes = self.helper.cells, self.place.rows.shape[1]
         heads = [Envelopes.header_bytes(key) for key in self.keys]
         at = [cells.at(cell, head) for cell, head in enumerate(heads, self.first)]
@@ -111,20 +111,20 @@ class _Part:
         return await self.helper.move(call, self.place.names(self.keys), at, sizes)
 
     def copy_in(self) -> None:
-        """Copy the blocks into their cells, with headers made of their rows."""
+        """Copy the blocks into their cells, and write their headers."""
         for cell, i in enumerate(self.indices, self.first):
             row = self.place.rows[self.job.block_ids[i]]
             header = self.place.envelopes.header(self.job.keys[i], row)
             self.helper.cells.write(cell, header, row)
 
     def copy_out(self, failures: Outcomes) -> Outcomes:
-        """Copy the blocks that have not failed into their rows; return why others have failed."""
+        """Copy the blocks that were read into their rows and verify them; return all failures."""
         outcomes = dict(failures)
         for cell, i in enumerate(self.indices, self.first):
             if i not in failures:
                 key, row = self.job.keys[i], self.place.rows[self.job.block_ids[i]]
                 header = self.helper.cells.read(cell, Envelopes.header_bytes(key), row)
-                # Of the copies: anybody may change what they were made of.
+                # Verify the copies, because the shared memory can be modified at any time.
                 error = self.place.envelopes.verify(key, header, row)
                 if error is not None:
                     outcomes[i] = error
@@ -132,10 +132,10 @@ class _Part:
 
 
 class MooncakeTier(AsyncTier):
-    """Keeps each block in the memory of one or more clients of a Mooncake Store.
+    """Stores each block in the memory of one or more clients of a Mooncake Store.
 
-    The client is a process of its own, which has no memory of the engine's but a buffer. A block is
-    copied through it, and is verified where the copy has come to lie.
+    The client runs in a helper process, which shares only a buffer with the engine. Blocks are
+    copied through the buffer, and verified in their destination.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class MooncakeTier(AsyncTier):
         integrity_key: IntegrityKey | None = None,
         settings: HelperSettings | None = None,
     ) -> None:
-        """Describe the tier; nothing is joined before `open`."""
+        """Configure the tier; the store is joined in `open`."""
         self.capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
         self.bounds = TierBounds(concurrent_blocks=64)
         self._connection = connection
@@ -155,10 +155,10 @@ class MooncakeTier(AsyncTier):
         self._place: _Place | None = None
 
     async def open(self, env: TierEnvironment) -> None:
-        """Start the helper, and let it join the store.
+        """Start the helper and join the store.
 
         Raises:
-            ConfigError: The library cannot be loaded, or the buffer not be registered.
+            ConfigError: The library cannot be loaded, or the buffer not registered.
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
@@ -167,7 +167,7 @@ class MooncakeTier(AsyncTier):
         self._place = _Place(env, self._integrity_key)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Ask for all keys in one call, or in a few where there are thousands."""
+        """Return the stored keys; makes one call per few thousand keys."""
         helper, place = self._opened()
         self._counters.probed_keys += len(keys)
         found: set[OffloadKey] = set()
@@ -176,7 +176,7 @@ class MooncakeTier(AsyncTier):
             answers = await self._counted(helper.ask("exist", place.names(some)))
             if min(answers) < 0:
                 self._counters.failed += 1
-                raise TierUnavailableError(f"mooncake: the store's answer is {min(answers)}")
+                raise TierUnavailableError(f"mooncake: the store returned status {min(answers)}")
             found.update(key for key, answer in zip(some, answers, strict=True) if answer == 1)
         return frozenset(found)
 
@@ -187,7 +187,7 @@ class MooncakeTier(AsyncTier):
         return await self._run_job(job, self._load_part, lambda helper: helper.loads)
 
     async def close(self) -> None:
-        """Leave the store: what others do not have of the helper's memory is lost to them."""
+        """Leave the store; blocks stored only in the helper's memory are lost."""
         self._place = None
         if self._supervisor is not None:
             await self._supervisor.close()
@@ -211,10 +211,10 @@ class MooncakeTier(AsyncTier):
         run_part: Callable[[_Part], Awaitable[Outcomes]],
         parts_of: Callable[[Helper], Parts],
     ) -> BlockFailures:
-        """Run a job in portions; a fault of the store's or of the helper's fails all of it."""
+        """Run a job in portions; an error of the store or helper fails all of it."""
         helper, place = self._opened()
         failures: Outcomes = {
-            i: TierError(f"block {key.hex()}: its key is too long for this tier")
+            i: TierError(f"block {key.hex()}: the key is too long for this tier")
             for i, key in enumerate(job.keys)
             if Envelopes.header_bytes(key) > HEAD_BYTES
         }
@@ -227,7 +227,7 @@ class MooncakeTier(AsyncTier):
                         part = _Part(helper, place, job, portion, first)
                         failures.update(await run_part(part))
             except TierError as error:
-                drop_tracebacks(error)  # whose frames hold the rows
+                drop_tracebacks(error)  # their frames hold the rows
                 faults.append(error)
 
         indices = [i for i in range(len(job.keys)) if i not in failures]
@@ -238,7 +238,7 @@ class MooncakeTier(AsyncTier):
         else:
             await run_together(map(run, portions), f"mooncake:{job.job_id}")
         if faults:
-            raise faults.pop(0)  # taken out: it holds this frame, which must not hold it
+            raise faults.pop(0)  # popped, to avoid a reference cycle with this frame
         return failures
 
     async def _store_part(self, part: _Part) -> Outcomes:
@@ -249,27 +249,27 @@ class MooncakeTier(AsyncTier):
         failures = await self._read(part)
         if not (corrupt := _corrupt(failures)):
             return failures
-        self._counters.read_again += len(corrupt)  # perhaps they were bad only on their way here
+        self._counters.read_again += len(corrupt)  # perhaps damaged in transit
         again = await self._read(replace(part, indices=corrupt))
         failures = {i: e for i, e in failures.items() if i not in corrupt} | again
         corrupt = _corrupt(again)
         self._counters.corrupt += len(corrupt)
-        if corrupt:  # else the first writer would keep them for ever
+        if corrupt:  # a present block would never be overwritten
             names = part.place.names(part.job.keys[i] for i in corrupt)
             answers = await self._counted(part.helper.ask("remove", names))
             self._counters.removed += answers.count(0)
         return failures
 
     async def _read(self, part: _Part) -> Outcomes:
-        """Read blocks into their slots; return those that are not there, or do not verify."""
+        """Read blocks into their slots; return the missing and corrupt ones."""
         failures = await self._move(part, "get")
         return await part.place.io.run(Direction.LOAD, lambda: part.copy_out(failures))
 
     async def _move(self, part: _Part, call: str) -> Outcomes:
-        """Put or get a part's values; return why some failed.
+        """Put or get a part's values; return the failed ones.
 
         Raises:
-            TierUnavailableError: All of them failed, as nobody is there.
+            TierUnavailableError: All of them failed.
         """
         statuses = await self._counted(part.move(call))
         failures = {
@@ -303,7 +303,7 @@ def _corrupt(failures: Outcomes) -> list[int]:
 
 def _error_of(status: int, key: OffloadKey) -> TierError:
     if status == _NOT_FOUND:
-        return BlockMissingError(f"block {key.hex()} is not there")
+        return BlockMissingError(f"block {key.hex()} is not stored")
     if status == _NO_HANDLE:
-        return TierFullError("the store has no room")
-    return TierUnavailableError(f"mooncake: the store's answer is {status}")
+        return TierFullError("the store is full")
+    return TierUnavailableError(f"mooncake: the store returned status {status}")

@@ -1,8 +1,8 @@
-"""The `object` tier: blocks in an object store, one object each, shared by many hosts.
+"""The `object` tier: blocks in an object store, shared by many hosts.
 
-The name of a block is `<namespace>/<3 digits>/<hash>_g<group>` below the URL's prefix: the
-namespace has 32 hexadecimal digits, and the digits in the middle are the first of the hash, so that
-names are spread over key prefixes. An object is an envelope (`tiers/remote`) or a pack. An empty
-one counts as none: it is what replaces a corrupt one that cannot be deleted. `<namespace>.json`
-says for people whose blocks these are.
+An object's name is `<namespace>/<3 digits>/<hash>_g<group>` below the URL's prefix: the namespace
+has 32 hexadecimal digits, and the 3 digits are the first of the hash, to spread the names over key
+prefixes. An object is an envelope (`tiers/remote`) with one block, or a pack with several. An empty
+object counts as absent: it replaces a corrupt one that cannot be deleted. `<namespace>.json`
+describes the namespace for people.
 """

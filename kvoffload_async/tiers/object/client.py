@@ -1,8 +1,9 @@
-"""Calls to object stores through `obstore`. With `maintenance`, all that knows the library.
+"""Object store requests via `obstore`; only this module and `maintenance` use the library.
 
-The library follows every redirect, and sends secrets along: the session token, and as the referrer
-a URL with its shared access signature. That cannot be disabled. So where an endpoint is configured,
-every host except the endpoint and the issuers of credentials is behind a proxy that does not exist.
+The library follows every redirect and sends secrets along: the session token, and in the referrer a
+URL with its shared access signature. It has no option against that. Therefore, if an endpoint is
+configured, requests to all hosts except the endpoint and the credential issuers are sent to a proxy
+that does not exist.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
 
 
 NOWHERE: Final = "127.0.0.1:0"
-"""The proxy that does not exist."""
+"""Address of the nonexistent proxy."""
 REDIRECTED: Final = f"{NOWHERE},"
-"""Is in the library's error where it was to follow a redirect."""
+"""Occurs in the library's error for a blocked redirect."""
 
 _ENDPOINT: Final = re.compile(
     r"(?:aws_|azure_|google_)?(?:(?:storage_)?endpoint(?:_url)?(?:_s3)?|base_url)"
@@ -59,20 +60,20 @@ _ISSUERS: Final = (
     "oauth2.googleapis.com",
     "login.microsoftonline.com",
 )
-"""Who issues credentials; hosts that are configured for that are known from there."""
+"""Hosts that issue credentials; those in the options are permitted as well."""
 _VARIABLES: Final = {"s3": ("AWS_",), "s3a": ("AWS_",), "gs": ("GOOGLE_",)}
 _AZURE_VARIABLES: Final = ("AZURE_", "IDENTITY_", "MSI_")
 
 
 def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the hosts that a store needs; none, if all are permitted.
+    """Return the hosts that a store needs; empty if all are permitted.
 
-    That is so without an endpoint, where the server is the provider's, and where the environment
-    names a proxy for the endpoint.
+    All are permitted without an endpoint, because the server is then the provider's, and if the
+    environment defines a proxy for the endpoint.
 
     Args:
-        url: Of the store.
-        options: Of the library.
+        url: URL of the store.
+        options: Options for the library.
     """
     prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
     variables = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
@@ -100,30 +101,30 @@ def _has_proxy(endpoint: str) -> bool:
 
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 RENEWALS: Final = "renewals"
-"""Where copies of blocks whose age is renewed are for a moment, in place of the digits."""
+"""Replaces the 3 digits in names of the temporary copies that renew an object's age."""
 
 _DIGITS: Final = 3
 _BLOCK: Final = re.compile(r"([0-9a-f]{3})/([0-9a-f]+)_g(\d{1,10})")
 
 
 def name_of(namespace: str, key: OffloadKey) -> str:
-    """Return the name of a block's object."""
+    """Return the object name of a block."""
     digits = get_offload_block_hash(key).hex()
     return f"{namespace}/{digits[:_DIGITS]:0<3}/{digits}_g{get_offload_group_idx(key)}"
 
 
 def renewal_name_of(namespace: str, key: OffloadKey) -> str:
-    """Return the name of the copy that renews a block's age."""
+    """Return the name of the temporary copy that renews a block's age."""
     return f"{namespace}/{RENEWALS}/{key.hex()}"
 
 
 def description_name_of(namespace: str) -> str:
-    """Return the name of the object that says whose blocks a namespace has."""
+    """Return the name of the object that describes a namespace."""
     return f"{namespace}.json"
 
 
 def key_of_name(name: str, namespace: str) -> OffloadKey | None:
-    """Return the key of the block with this name, or None if it is no block's."""
+    """Return the key of the block with this object name, or None for other objects."""
     match = _BLOCK.fullmatch(name.removeprefix(f"{namespace}/"))
     if match is None or len(match[2]) % 2:
         return None
@@ -138,18 +139,18 @@ logger = logging.getLogger(__name__)
 
 _MAX_TEXT_CHARS: Final = 400
 _MAX_JUDGED_CHARS: Final = 1 << 14
-"""Of an error: a server decides how long what it says is."""
+"""Bounds on the length of an error text; a server controls how long it is."""
 _ANSWER: Final = re.compile(r"status code: \d{3}[\w ]*|error response")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _NAMES: Final = re.compile(r"https?://\S+|<(?:Resource|Key|BucketName)>[^<]*")
 _REFUSALS: Final = ("403 Forbidden", "401 Unauthorized", "NoSuchBucket", "NoSuchContainer")
 _NOT_DELETED: Final = (
-    "object store: nothing may be deleted. Empty objects in place of corrupt blocks, and copies by "
-    "which ages were renewed, stay until they are overwritten or expire"
+    "object store: deletion is not permitted. Empty objects that replace corrupt blocks, and "
+    "copies made to renew ages, stay until they are overwritten or expire"
 )
 _NOT_TRUSTED: Final = "InvalidCertificate"
 _TIMED_OUT: Final = "source: TimedOut"
-"""Only what the library says for debugging has these."""
+"""These occur only in the library's debug output."""
 _FULL: Final = (
     "507 Insufficient Storage",
     "QuotaExceeded",
@@ -157,24 +158,24 @@ _FULL: Final = (
     "InsufficientStorage",
     "no space left",
 )
-"""In whatever case; some servers refuse what is beyond a quota with 403."""
+"""Compared case-insensitively; some servers report an exceeded quota with status 403."""
 _TOO_SLOW: Final = ("timed out", "timeout")
 _EMPTY: Final = memoryview(b"")
 _NO_SUCH_RANGE: Final = ("status code: 416", "InvalidRange", "range was invalid")
-"""What is said of the head of an empty object; names, which are digits, may have any number."""
+"""Errors for a range read of an empty object; names are digits, and may match any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectConnection:
-    """How to connect.
+    """Connection settings.
 
     Attributes:
-        url: Bucket and prefix; has no secret.
-        options: Options of the store by the library's names; their values may be secrets.
-        allow_http: Whether the connection may be without encryption.
-        ca_certificates: Certificates to verify the server with besides the system's, as PEM.
-        call_timeout_s: Seconds for one request.
-        makes_directory: Whether the directory of a file URL is made.
+        url: Bucket and prefix; contains no secret.
+        options: Options of the store, named as in the library; values may be secrets.
+        allow_http: Whether unencrypted connections are allowed.
+        ca_certificates: Additional CA certificates to verify the server with, as PEM.
+        call_timeout_s: Timeout of one request, in seconds.
+        makes_directory: Whether to create the directory of a file URL.
     """
 
     url: str
@@ -185,28 +186,28 @@ class ObjectConnection:
     makes_directory: bool = True
 
     def open(self) -> ObjectStore:
-        """Return the library's store; it connects when it is used.
+        """Create the library's store; it connects on first use.
 
         Raises:
-            ConfigError: URL and options do not go together; the message has no value of these.
+            ConfigError: URL and options are incompatible; the message contains no option values.
         """
         try:
             opened: ObjectStore = self._open()
         except exceptions.UnknownConfigurationKeyError as error:
             names = ", ".join(sorted(self.options))
             raise ConfigError(
-                f"url: {self.url!r} does not go with every option that is given ({names}); see "
+                f"url: {self.url!r} does not support all of the given options ({names}); see "
                 "obstore's documentation of that store"
             ) from error
         except (exceptions.BaseError, ValueError, TypeError) as error:
-            # Its text may have the value of an option in it.
+            # The error's text may contain option values.
             raise ConfigError(
-                f"url: {self.url!r} cannot be used with the options that are given "
+                f"url: {self.url!r} cannot be used with the given options "
                 f"({type(error).__name__}); correct them"
             ) from None
         return opened
 
-    def _open(self) -> Any:  # noqa: ANN401 - the library says no more in every case
+    def _open(self) -> Any:  # noqa: ANN401 - untyped in the library
         if self.url.startswith("file:"):
             return LocalStore.from_url(self.url, mkdir=self.makes_directory, **self.options)
         timeout = timedelta(seconds=self.call_timeout_s)
@@ -222,19 +223,20 @@ class ObjectConnection:
             client_options["root_certificate"] = self.ca_certificates
         options = dict(self.options)
         if self.url.startswith("s3") and not any("bulk_delete" in name for name in options):
-            # Of a request for one object the library reads no reply, however long it is.
+            # The library reads no response body when it deletes a single object, however long it
+            # is.
             options["disable_bulk_delete"] = True
         return from_url(
             self.url,
             config=options,  # type: ignore[call-overload] # of three stores
             client_options=client_options,
-            # Repeats are counted where they are made.
+            # Retries are made and counted by the caller.
             retry_config={"max_retries": 0},
         )
 
 
 class ObjectClient(RemoteClient):
-    """Blocks as objects, one each or several: a conditional put, a get, and a look at the head."""
+    """Blocks as objects, one or several each: conditional put, get, and reading the head."""
 
     place: ClassVar[str] = "object store"
     answers_many: ClassVar[bool] = False
@@ -247,14 +249,14 @@ class ObjectClient(RemoteClient):
         packs: Packs | None = None,
         chains: Chains | None = None,
     ) -> None:
-        """Connect to nothing yet.
+        """Create the client without connecting.
 
         Args:
             store: Bucket and prefix.
             namespace: 32 hexadecimal digits.
-            description: Whose blocks these are, for people.
-            packs: Reads the tables of packs; None: it is not looked what objects have.
-            chains: Where it is noted what they have.
+            description: Describes the namespace for people.
+            packs: Decodes the tables of packs; None: probes do not read objects.
+            chains: Updated with the contents of the objects read.
         """
         self._store = store
         self._namespace = namespace
@@ -264,7 +266,7 @@ class ObjectClient(RemoteClient):
         self._has_warned = False
 
     async def connect(self) -> None:
-        # Of all requests only this one tells a missing bucket from a missing object.
+        # Only a list request can tell a missing bucket from a missing object.
         async for _ in obstore.list(self._store, self._namespace, chunk_size=1):
             break
         await self._create(description_name_of(self._namespace), self._description)
@@ -273,7 +275,7 @@ class ObjectClient(RemoteClient):
         await self._look_at(description_name_of(self._namespace))
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys after which an object is called; notes what else these have."""
+        """Return the keys that name an existing object; records the objects' other blocks."""
         return frozenset([key for key in keys if await self._is_there(key)])
 
     async def get(
@@ -289,14 +291,14 @@ class ObjectClient(RemoteClient):
         return [None] * len(keys)
 
     async def create(self, key: OffloadKey, value: Bytes) -> bool:
-        """Store an object that is called after a block; False if there is one: it stays."""
+        """Store an object under a block's name; False if one exists, which is kept."""
         return await self._create(self._name(key), value.data)
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
-        """Remove an object if its version is still this one.
+        """Remove an object if its version is unchanged.
 
-        It is emptied on that condition, then deleted. An empty object counts as none, and the next
-        `put` overwrites it: without the right to delete, blocks heal all the same.
+        It is conditionally emptied, then deleted. An empty object counts as absent, and the next
+        `put` overwrites it: blocks heal even without permission to delete.
         """
         name = self._name(key)
         found = await self._look_at(name)
@@ -308,22 +310,25 @@ class ObjectClient(RemoteClient):
         return True
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the store copy objects to another name and back: an object's age is its own."""
+        """Rewrite each object, because a lifecycle rule counts its age from the last write.
+
+        The store copies it to a temporary name and back.
+        """
         for key in keys:
             name, copy = self._name(key), renewal_name_of(self._namespace, key)
             try:
                 await obstore.copy_async(self._store, name, copy)
                 await obstore.copy_async(self._store, copy, name)
             except FileNotFoundError:
-                continue  # it has gone, or another host has just renewed it
+                continue  # deleted, or just renewed by another host
             await self._delete(copy)
 
     def mapped(self, error: Exception) -> TierError:
         said, _, debugging = str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")
         text = text_of(error)
-        signs = _NAMES.sub("", " ".join(said.split()))  # which may be any words
+        signs = _NAMES.sub("", " ".join(said.split()))  # names may contain any words
         if REDIRECTED in debugging:
-            return RefusedError(f"the server redirects to another host: {text}")
+            return RefusedError(f"the server redirected to another host: {text}")
         if _NOT_TRUSTED in debugging:
             return RefusedError(f"the server's certificate is not trusted: {text}")
         if any(sign.lower() in signs.lower() for sign in _FULL):
@@ -333,11 +338,11 @@ class ObjectClient(RemoteClient):
         ) or any(sign in signs for sign in _REFUSALS):
             return RefusedError(text)
         if _TIMED_OUT in debugging or any(sign in signs for sign in _TOO_SLOW):
-            return TierTimeoutError(f"no answer in time: {text}")
+            return TierTimeoutError(f"request timed out: {text}")
         return TierUnavailableError(f"{type(error).__name__}: {text}")
 
     async def close(self) -> None:
-        """Nothing is to be closed: the library closes connections that are not used."""
+        """Do nothing: the library closes idle connections."""
 
     def _name(self, key: OffloadKey) -> str:
         return name_of(self._namespace, key)
@@ -353,22 +358,22 @@ class ObjectClient(RemoteClient):
         return True
 
     async def _overwrite(self, name: str, found: ObjectMeta, content: bytes | memoryview) -> bool:
-        """Replace an object if it is still the one that was looked at."""
+        """Replace an object if its version is unchanged."""
         version: UpdateVersion = {}
         if found["e_tag"] is not None:
             version["e_tag"] = found["e_tag"]
-        if found["version"] is not None:  # Google Cloud Storage knows objects by no other
+        if found["version"] is not None:  # Google Cloud Storage compares only this one
             version["version"] = found["version"]
         try:
             await obstore.put_async(self._store, name, content, mode=version, use_multipart=False)
         except (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError):
             return False
-        except (exceptions.NotSupportedError, NotImplementedError):  # a directory
+        except (exceptions.NotSupportedError, NotImplementedError):  # a local directory
             await obstore.put_async(self._store, name, content, use_multipart=False)
         return True
 
     async def _delete(self, name: str) -> None:
-        """Delete an object that nobody needs any more."""
+        """Delete an object that is no longer needed."""
         try:
             await obstore.delete_async(self._store, name)
         except FileNotFoundError:
@@ -403,7 +408,7 @@ class ObjectClient(RemoteClient):
         return True
 
     async def _look_at(self, name: str) -> ObjectMeta | None:
-        """Return what the store says of an object, or None if there is none."""
+        """Return the object's metadata, or None if it does not exist."""
         try:
             return await obstore.head_async(self._store, name)
         except FileNotFoundError:
@@ -422,7 +427,7 @@ class ObjectClient(RemoteClient):
 
 
 async def read_at_most(store: ObjectStore, answer: GetResult, most_bytes: int) -> memoryview | None:
-    """Return what is in an answer; None if that is longer, whatever the server has announced."""
+    """Return an answer's body; None if it is longer than `most_bytes`, whatever its header says."""
     if isinstance(store, LocalStore):
         return memoryview(await answer.bytes_async())
     async for data in answer.stream(min_chunk_size=most_bytes + 1):
@@ -431,9 +436,9 @@ async def read_at_most(store: ObjectStore, answer: GetResult, most_bytes: int) -
 
 
 def text_of(error: Exception) -> str:
-    """Return what the library says of an error, and which code the server has given.
+    """Return the library's error text, with the server's error code if any.
 
-    What else the server says may be the request, with its secrets in any form, and of any length.
+    Omits the rest of the server's response, which may repeat the request with its secrets.
     """
     said = " ".join(str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")[0].split())
     answer = _ANSWER.search(said)

@@ -1,4 +1,4 @@
-"""The maintenance of namespaces in an object store; see `StoreMaintenance`."""
+"""Maintenance of namespaces in an object store; see `StoreMaintenance`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 Judged = tuple[Verdict, str]
-"""Of one block, and why."""
+"""A verdict on one block, and the reason."""
 
 _WRONG_HEADER = (Verdict.CORRUPT, "its header is not that block's")
 
@@ -52,13 +52,13 @@ _WRONG_HEADER = (Verdict.CORRUPT, "its header is not that block's")
 def judge_object(
     value: memoryview, key: OffloadKey | None, namespace: str, integrity_key: IntegrityKey | None
 ) -> list[Judged]:
-    """Judge each block of an object; one that says not what it has counts as one.
+    """Verify each block of an object; an undecodable object counts as one block.
 
     Args:
         value: The object.
-        key: After which block it is called.
-        namespace: Where it was found.
-        integrity_key: What checksums may be made with.
+        key: Key that the object is named after.
+        namespace: Namespace in which it was found.
+        integrity_key: The key for keyed checksums.
     """
     if is_newer(value) or is_newer_pack(value):
         return [(Verdict.NEWER, "")]
@@ -106,17 +106,17 @@ def _judge_pack(
 
 
 _PREFIXES: Final = 1 << 12
-"""Progress is told in these: names are listed in their order, and begin with three digits."""
+"""Unit of progress: names are listed in order, and begin with three hexadecimal digits."""
 _PAGE_OBJECTS: Final = 64
 _READS_AT_ONCE: Final = 8
 _MAX_READ_BYTES: Final = 1 << 30
-"""Of one object: whoever writes into the bucket decides how large its objects are."""
+"""Maximum size of an object to read; writers to the bucket control object sizes."""
 _REQUEST_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class FoundObject:
-    """An object of a namespace; `key` is of its first block, None where it has none."""
+    """An object of a namespace; `key` is that of its first block, None for other objects."""
 
     name: str
     size_bytes: int
@@ -126,7 +126,7 @@ class FoundObject:
 
 @dataclass(frozen=True, slots=True)
 class BadObject:
-    """An object with a block that is not as it should be, and why."""
+    """An object with a bad block, and the reason."""
 
     what: str
     reason: str
@@ -137,7 +137,7 @@ class BadObject:
 
 @dataclass(slots=True)
 class Inspection:
-    """What is in a namespace."""
+    """Contents of a namespace."""
 
     objects: int = 0
     object_bytes: int = 0
@@ -157,7 +157,7 @@ class Inspection:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures for people."""
+        """Label and value of each figure, for people."""
         return [
             ("objects of blocks", f"{self.objects:,}"),
             ("bytes", f"{self.object_bytes:,}"),
@@ -169,7 +169,7 @@ class Inspection:
 
 @dataclass(slots=True)
 class Removed:
-    """What was removed, or in a dry run would be."""
+    """Objects removed, or in a dry run to be removed."""
 
     expired_objects: int = 0
     surplus_objects: int = 0
@@ -179,22 +179,22 @@ class Removed:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures for people."""
+        """Label and value of each figure, for people."""
         return [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
 
 
 @dataclass(slots=True)
 class _Place:
-    """How far a pass over the objects has come, and where it was stopped."""
+    """Position of a pass over the objects, and where it was stopped."""
 
     after: str = ""
     stopped_after: str = ""
 
 
 class ObjectMaintenance(StoreMaintenance):
-    """Looks after a namespace below a URL, while tiers are open on it too.
+    """Maintains a namespace below a URL; tiers may be open on it.
 
-    Credentials, region and endpoint are found as the library finds them: in the environment.
+    The library takes credentials, region and endpoint from the environment.
     """
 
     tier_type: ClassVar[str] = "object"
@@ -205,7 +205,7 @@ class ObjectMaintenance(StoreMaintenance):
     resumes: ClassVar[bool] = True
 
     def __init__(self, store: ObjectStore, url: str, namespace: str) -> None:
-        """Look after the namespace of this name."""
+        """Maintain the namespace of this name."""
         self.folder = f"{url.rstrip('/')}/{namespace}"
         self._store = store
         self._namespace = namespace
@@ -255,7 +255,7 @@ class ObjectMaintenance(StoreMaintenance):
         yield Summary("Blocks", verified.rows, figures, place.stopped_after)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
-        """Remove what is too old, too much, corrupt or unknown."""
+        """Remove objects that are too old, beyond the size limit, corrupt or unknown."""
         removed, place = Removed(), self._begin(control)
         surplus_age_s = None
         if options.keep_bytes is not None:
@@ -267,7 +267,7 @@ class ObjectMaintenance(StoreMaintenance):
         yield Summary("Removed", removed.rows, asdict(removed), place.stopped_after)
 
     def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Remove corrupt blocks, as `gc` does when it is asked to: there is nothing to rebuild."""
+        """Remove corrupt blocks, like `gc` with `corrupt`; nothing can be rebuilt."""
         del options
         return self.gc(GcOptions(corrupt=True), control)
 
@@ -276,15 +276,15 @@ class ObjectMaintenance(StoreMaintenance):
     def _begin(self, control: MaintenanceControl) -> _Place:
         if control.resume_after and self._is_directory:
             raise InputError(
-                f"{self.folder}: a directory is not listed in order, so nothing can be resumed "
-                "there; leave --after out"
+                f"{self.folder}: a directory is not listed in order, so a run cannot be "
+                "resumed; omit --after"
             )
         return _Place(control.resume_after)
 
     async def _pages(
         self, control: MaintenanceControl, place: _Place
     ) -> AsyncGenerator[Sequence[FoundObject], None]:
-        """List the namespace, in portions, until stopped; notes the place behind each of them."""
+        """List the namespace in pages until stopped; updates the position after each page."""
         control.expect(_PREFIXES)
         done = 0
         now = datetime.now(UTC)
@@ -321,7 +321,7 @@ class ObjectMaintenance(StoreMaintenance):
         control.advance(_PREFIXES - done)
 
     async def _surplus_age_s(self, keep_bytes: int, control: MaintenanceControl) -> float:
-        """Return from which age on blocks are more than may be kept, to the second."""
+        """Return the age in whole seconds from which on blocks exceed `keep_bytes`."""
         bytes_by_age: dict[int, int] = {}
         async with aclosing(self._pages(control, _Place())) as pages:
             async for page in pages:
@@ -349,7 +349,7 @@ class ObjectMaintenance(StoreMaintenance):
                 is_leftover = f"/{RENEWALS}/" in item.name or not item.size_bytes
                 if item.age_s >= options.older_than_s and (is_leftover or options.unknown_files):
                     removed.unknown_files += 1
-                    yield await self._remove(item, "no block", options, removed)
+                    yield await self._remove(item, "not a block", options, removed)
             elif options.max_age_s is not None and item.age_s >= options.max_age_s:
                 removed.expired_objects += 1
                 yield await self._remove(item, "too old", options, removed)
@@ -374,7 +374,7 @@ class ObjectMaintenance(StoreMaintenance):
             try:
                 await obstore.delete_async(self._store, item.name)
             except FileNotFoundError:
-                pass  # somebody else was first
+                pass  # another process was first
             except (exceptions.BaseError, OSError) as error:
                 return Problem(f"{item.name}: cannot be removed: {_text_of(error)}", item.name)
         removed.freed_bytes += item.size_bytes
@@ -383,12 +383,12 @@ class ObjectMaintenance(StoreMaintenance):
     async def _verdicts(
         self, page: Sequence[FoundObject]
     ) -> list[tuple[FoundObject, Verdict, str]]:
-        """Read objects, a few at once, and judge each of their blocks."""
+        """Read objects, a few concurrently, and verify each of their blocks."""
         gate = asyncio.Semaphore(_READS_AT_ONCE)
 
         async def judge(item: FoundObject) -> list[Judged]:
             if item.size_bytes > _MAX_READ_BYTES:
-                return [(Verdict.UNREADABLE, f"{item.size_bytes} bytes are more than is read")]
+                return [(Verdict.UNREADABLE, f"{item.size_bytes} bytes exceed the read limit")]
             async with gate:
                 try:
                     found = await obstore.get_async(self._store, item.name)
@@ -398,7 +398,7 @@ class ObjectMaintenance(StoreMaintenance):
                 except (exceptions.BaseError, OSError) as error:
                     return [(Verdict.UNREADABLE, _text_of(error))]
                 if value is None:
-                    return [(Verdict.UNREADABLE, "it is longer than it was listed")]
+                    return [(Verdict.UNREADABLE, "it is longer than listed")]
                 return await asyncio.to_thread(
                     judge_object, value, item.key, self._namespace, self._key
                 )
@@ -409,7 +409,7 @@ class ObjectMaintenance(StoreMaintenance):
 
 
 def _prefix_of(name: str) -> int:
-    """Return where a name stands among all prefixes."""
+    """Return the numeric value of a name's prefix."""
     digits = name.partition("/")[2].partition("/")[0]
     try:
         return int(digits, 16)
@@ -423,6 +423,6 @@ def _text_of(error: Exception) -> str:
 
 def _unreadable(where: str, error: Exception) -> InputError:
     return InputError(
-        f"{where}: cannot be read: {_text_of(error)}; look at the URL, and at credentials, region "
+        f"{where}: cannot be read: {_text_of(error)}; check the URL, and credentials, region "
         "and endpoint in the environment (such as AWS_REGION and AWS_ENDPOINT)"
     )

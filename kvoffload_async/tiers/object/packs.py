@@ -1,28 +1,27 @@
-"""Several blocks as one object, a *pack*: a table of what is in it, then the blocks.
+"""Packs: objects with several blocks, as a table of contents followed by the blocks.
 
 All integers are little-endian.
 
-| offset | bytes | what |
+| offset | bytes | content |
 |---|---|---|
 | 0 | 4 | `KVOP` |
 | 4 | 2 | version of the format, 1 |
-| 6 | 2 | flags: bit 0: the checksums are made with an integrity key |
+| 6 | 2 | flags: bit 0: the checksums are keyed with an integrity key |
 | 8 | 4 | offset of the first block's bytes, a multiple of 64 |
 | 12 | 2 | length of a key |
 | 14 | 2 | number of blocks, at most 64 |
 | 16 | 8 | length of a block |
 | 24 | 16 | layout: the digest of the `KVIdentity` |
 | 40 | 16 | checksum of header (with zeros here) and table, bound to the first key and the layout |
-| 56 | 8 | the id of the integrity key, or zeros |
-| 64 | | the table: of each block its key, and its checksum as in an envelope |
-| | | zeros up to a multiple of 64, then the blocks, each padded with zeros to such a multiple |
+| 56 | 8 | id of the integrity key, or zeros |
+| 64 | | the table: for each block its key, and its checksum as in an envelope |
+| | | zero padding to a multiple of 64, then the blocks, each padded with zeros likewise |
 
-The object is called after the first block. Its name is all that says where the pack is, so the
-first block is the one by which the others are found.
+The object is named after its first block, which is the only way to find it, and so the others.
+The object is named after its first block, so the other blocks are only found via the first.
+A reader removes what it cannot decode, so a newer version must use other namespaces.
 
-A reader removes what it cannot read, so that a newer version needs namespaces of its own.
-
-Chains say what is known of the order of blocks, and of the packs that they are in.
+`Chains` records the order of blocks, and the packs that contain them.
 """
 
 from __future__ import annotations
@@ -50,19 +49,18 @@ from kvoffload_async.types import OffloadKey
 Fact = TypeVar("Fact")
 
 MOST_REMEMBERED: Final = 1 << 17
-"""Bound on each kind of fact, with which all of them take 54 MiB at most for keys of 36 bytes.
-
-The oldest are forgotten first."""
+"""Maximum number of entries per table; 54 MiB in all for keys of 36 bytes. The oldest entries are
+dropped first."""
 
 
 def is_chunk_boundary(key: OffloadKey, mean_blocks: int) -> bool:
-    """Tell whether a pack begins with this block wherever it is packed: one of `mean_blocks` is so.
+    """Return whether packs always begin with this block, as with one in `mean_blocks`.
 
-    Every host cuts at the same blocks then, whatever its jobs are, and a reader knows where to
-    look. What leads with a wider mean_blocks does so with every narrower one.
+    So all hosts cut at the same blocks regardless of their jobs, and a reader knows where packs
+    begin. A boundary for some `mean_blocks` is one for every smaller value.
 
     Args:
-        key: Of which block.
+        key: Key of the block.
         mean_blocks: A power of two.
     """
     return not zlib.crc32(key) & (mean_blocks - 1)
@@ -70,17 +68,17 @@ def is_chunk_boundary(key: OffloadKey, mean_blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Object:
-    """An object as it was seen once."""
+    """The contents of an object when it was last read."""
 
     first: OffloadKey
     num_blocks: int
 
 
 class Chains:
-    """Which block follows which, as probes have said, and which object each one is in.
+    """The order of blocks, as seen in probes, and the object of each block.
 
-    Of an object holds what was seen of it last. What is forgotten costs a block its place in a
-    pack, or a miss, and no wrong byte.
+    The last state seen of an object counts. A missing or outdated entry costs a place in a pack or
+    a miss, never wrong bytes.
 
     Thread: loop.
     """
@@ -88,45 +86,45 @@ class Chains:
     def __init__(self) -> None:
         self._previous: dict[OffloadKey, OffloadKey] = {}
         self._objects: dict[OffloadKey, _Object] = {}
-        """By what they are called after."""
+        """By the key that the object is named after."""
         self._places: dict[OffloadKey, _Object] = {}
-        """By block; one that is not in `_objects` any more is out of date."""
+        """By block; entries whose object is no longer in `_objects` are outdated."""
 
     def saw_chain(self, chain: Sequence[OffloadKey]) -> None:
-        """Note the order of a chain, head to tail."""
+        """Record the order of a chain, head to tail."""
         _remember(self._previous, zip(chain[1:], chain, strict=False))
 
     def follows(self, before: OffloadKey, key: OffloadKey) -> bool:
-        """Tell whether a block is known to come right behind another."""
+        """Return whether a block is known to directly follow another."""
         return self._previous.get(key) == before
 
     def saw_object(self, keys: Sequence[OffloadKey]) -> None:
-        """Note all blocks that an object has, after the first of which it is called."""
+        """Record the blocks of an object, which is named after the first."""
         seen = _Object(keys[0], len(keys))
         _remember(self._objects, [(seen.first, seen)])
         _remember(self._places, zip(keys, repeat(seen)))
 
     def lost_object(self, name: OffloadKey) -> None:
-        """Forget an object: it has gone, or is not right."""
+        """Forget an object that is gone or corrupt."""
         self._objects.pop(name, None)
 
     def first_of(self, key: OffloadKey) -> OffloadKey | None:
-        """Return after which block the object is called that a block is in, if that is known."""
+        """Return the key that names the object with this block, if known."""
         found = self._object_of(key)
         return None if found is None else found.first
 
     def name_of(self, key: OffloadKey) -> OffloadKey:
-        """Return after which block a block's object is called: itself, unless more is known."""
+        """Return the key that names the object with this block; the block's own if unknown."""
         found = self._object_of(key)
         return key if found is None else found.first
 
     def blocks_beside(self, key: OffloadKey) -> int:
-        """Return how many blocks the object has that a block is in, itself among them."""
+        """Return the number of blocks in the object with this block."""
         found = self._object_of(key)
         return 1 if found is None else found.num_blocks
 
     def length_at(self, chain: Sequence[OffloadKey], index: int) -> int:
-        """Return how many blocks of a chain, from this one on, the object called after it has."""
+        """Return how many blocks from this index on are in the object named after it."""
         found = self._objects.get(chain[index])
         end = index + 1
         while found is not None and end < len(chain) and self._places.get(chain[end]) is found:
@@ -153,7 +151,7 @@ MAGIC: Final = b"KVOP"
 VERSION: Final = 1
 MOST_BLOCKS: Final = 64
 MOST_PAYLOAD_BYTES: Final = 16 << 20
-"""Of a pack, without its table. A reader believes nobody who has more."""
+"""Maximum payload of a pack, without its table. Readers reject larger packs."""
 
 _ALIGNMENT: Final = 64
 _FIXED: Final = struct.Struct("<4sHHIHHQ16s16s8s")
@@ -163,7 +161,7 @@ _KEYED: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class PackHeader:
-    """What a pack says of itself; nothing of it is believed before the table verifies."""
+    """Decoded header and table of a pack; not trustworthy before they are verified."""
 
     is_keyed: bool
     payload_offset: int
@@ -176,7 +174,7 @@ class PackHeader:
 
     @classmethod
     def parse(cls, value: memoryview) -> PackHeader | None:
-        """Return what the head of an object says, or None if it is no pack of this version."""
+        """Decode the head of an object; None if it is not a pack of this version."""
         if len(value) < _FIXED.size:
             return None
         fields = _FIXED.unpack_from(value)
@@ -206,31 +204,31 @@ class PackHeader:
 
     @property
     def namespace(self) -> str:
-        """The only namespace in which a tier takes it for a pack."""
+        """The only namespace in which a tier accepts the pack."""
         return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
 
     @property
     def value_bytes(self) -> int:
-        """How long the whole object is."""
+        """Total length of the object."""
         return self.payload_offset + len(self.keys) * _aligned(self.block_bytes)
 
     def block(self, value: memoryview, number: int) -> memoryview:
-        """Return the bytes of a block; empty where the object ends before it."""
+        """Return the bytes of a block; empty if the object is too short."""
         begin = self.payload_offset + number * _aligned(self.block_bytes)
         return value[begin : begin + self.block_bytes]
 
     def verifies(self, value: memoryview, digester: BlockDigester) -> bool:
-        """Tell whether header and table are as they were written."""
+        """Return whether the checksum of header and table is right."""
         return digester.digest(self.keys[0], _checked(value, self.payload_offset)) == self.checksum
 
 
 def is_pack(value: memoryview) -> bool:
-    """Tell whether a value says that it is a pack."""
+    """Return whether a value begins with the magic number of a pack."""
     return bytes(value[: len(MAGIC)]) == MAGIC
 
 
 def is_newer_pack(value: memoryview) -> bool:
-    """Tell whether a value is a pack of a newer release."""
+    """Return whether a value is a pack of a newer release."""
     if len(value) < _FIXED.size:
         return False
     magic, version = _FIXED.unpack_from(value)[:2]
@@ -238,17 +236,17 @@ def is_newer_pack(value: memoryview) -> bool:
 
 
 class Packs:
-    """Makes packs of the blocks of one layout, and reads them. Thread: any."""
+    """Encodes and decodes packs of one layout. Thread: any."""
 
     def __init__(
         self, layout: str, block_bytes: int, integrity_key: IntegrityKey | None = None
     ) -> None:
-        """Describe the blocks.
+        """Define the layout.
 
         Args:
             layout: 32 hexadecimal digits, the digest of a `KVIdentity`.
             block_bytes: Bytes of every block.
-            integrity_key: What checksums are made with; None: anybody can make them.
+            integrity_key: Key for the checksums; None: checksums are not keyed.
         """
         self.block_bytes = block_bytes
         self._layout = layout
@@ -256,16 +254,16 @@ class Packs:
         self._digester = create_digester(layout, integrity_key)
 
     def most_blocks(self, payload_bytes: int) -> int:
-        """Return how many blocks a pack has whose payload is no longer than this, 1 at least."""
+        """Return how many blocks fit into this payload, at least 1 and at most `MOST_BLOCKS`."""
         return min(MOST_BLOCKS, max(1, payload_bytes // _aligned(self.block_bytes)))
 
     def most_bytes(self, key_bytes: int) -> int:
-        """Return how long a pack of such keys is at most."""
+        """Return the maximum length of a pack with keys of this length."""
         payload_bytes = self.most_blocks(MOST_PAYLOAD_BYTES) * _aligned(self.block_bytes)
         return head_bytes(key_bytes) + payload_bytes
 
     def wrap(self, keys: Sequence[OffloadKey], rows: Sequence[Bytes]) -> Bytes:
-        """Return a pack; copies the blocks once. The keys are of one length, and `MOST_BLOCKS`."""
+        """Encode a pack, copying blocks once. At most `MOST_BLOCKS` keys, of equal length."""
         table_end = _FIXED.size + len(keys) * (len(keys[0]) + DIGEST_BYTES)
         offset, stride = _aligned(table_end), _aligned(self.block_bytes)
         value = np.zeros(offset + len(keys) * stride, dtype=np.uint8)
@@ -295,11 +293,11 @@ class Packs:
         return value
 
     def table(self, first: OffloadKey, head: memoryview) -> PackHeader | None:
-        """Return what is in the pack that is called after a block, or None if it is not right.
+        """Decode and verify the table of the pack named after a block; None if invalid.
 
         Args:
-            first: After which block the object is called.
-            head: At least as much of the object as `head_bytes` says, or all of it.
+            first: Key that the object is named after.
+            head: At least the first `head_bytes` of the object, or all of it.
         """
         header = PackHeader.parse(head)
         if (
@@ -316,12 +314,12 @@ class Packs:
     def unwrap(
         self, header: PackHeader, value: memoryview, rows: Mapping[OffloadKey, Bytes]
     ) -> dict[OffloadKey, CorruptBlockError]:
-        """Copy blocks of a pack into rows, each of which is touched only if its block verifies.
+        """Copy blocks of a pack into rows; a row is written only if its block verifies.
 
         Args:
-            header: What `table` returned for it.
+            header: The result of `table`.
             value: The object.
-            rows: Where blocks go, all of which are in the table.
+            rows: Destination rows by key; all keys must be in the table.
         """
         bad: dict[OffloadKey, CorruptBlockError] = {}
         for number, key in enumerate(header.keys):
@@ -339,7 +337,7 @@ class Packs:
 
 
 def head_bytes(key_bytes: int) -> int:
-    """Return how long header and table are at most, for keys of this length."""
+    """Return the maximum length of header and table for keys of this length."""
     return _aligned(_FIXED.size + MOST_BLOCKS * (key_bytes + DIGEST_BYTES))
 
 
@@ -348,7 +346,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _checked(head: memoryview, offset: int) -> memoryview:
-    """Return header and table as they were when their checksum was computed."""
+    """Return header and table with the checksum field zeroed."""
     checked = bytearray(head[:offset])
     checked[_CHECKSUM] = bytes(DIGEST_BYTES)
     return memoryview(checked)

@@ -1,11 +1,11 @@
-"""The longest present head of chains whose blocks may be packed, with O(log n) questions a chain.
+"""Search for the longest stored prefix of chains with packed blocks: O(log n) requests each.
 
-An object is called after its first block, and one that is there tells which blocks behind it are
-in it. So a "no" says of a block that no object *begins* with it. Where the object before it ends,
-or where every pack begins (`chains.is_chunk_boundary`), that means that the block is absent.
+An object is named after its first block, and its head lists all of its blocks. So a negative answer
+for a block means only that no object *begins* with it. The block is absent if the previous object
+ends there, or if every pack begins there (`chains.is_chunk_boundary`).
 
-As in `remote.prefixes`, where a block is present, so are taken to be those before it: what breaks
-the rule costs a failed load, and no wrong byte.
+As in `remote.prefixes`, all blocks before a present one are assumed to be present; a wrong
+assumption costs a failed load, never wrong bytes.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from kvoffload_async.tiers.object.packs import MOST_BLOCKS, Chains, is_chunk_bou
 from kvoffload_async.types import OffloadKey
 
 _FEWEST: Final = 8
-"""What a chain of 64 blocks costs at most."""
+"""Maximum number of requests for a chain of up to 64 blocks."""
 _MOST_STEPS: Final = 3
-"""How many objects before a chain are looked into for one that goes on in it."""
+"""Maximum number of preceding objects to read for one that extends into the chain."""
 
 Ask = Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]]
-"""Returns those of the keys after which an object is called, and notes what these objects have."""
+"""Returns the keys that name an existing object, and records the objects' contents."""
 
 
 def most_questions(num_keys: int) -> int:
-    """Return how many questions the search for the head of a chain costs at most.
+    """Return the maximum number of requests for a chain.
 
-    Few are needed where the chain was stored by few jobs. A short chain may be behind many.
+    Few are needed if few jobs stored the chain; a short chain may follow many objects.
     """
     return max(_FEWEST, 2 + ceil(log2(num_keys))) if num_keys else 0
 
 
 class HeadSearch:
-    """One chain; asks for one key in each round.
+    """The search for one chain; asks for one key per round.
 
     Attributes:
-        found: How many keys at the head of the chain are taken to be present, so far.
-        wanted: Index, in `keys`, of the key to ask for now; None: the search has ended.
-        keys: What precedes the chain, and the chain.
+        found: Number of keys at the head of the chain believed present so far.
+        wanted: Index, in `keys`, of the key to ask for next; None: the search has ended.
+        keys: The preceding keys and the chain.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class HeadSearch:
         mean_blocks: int,
         most: int,
     ) -> None:
-        """Begin.
+        """Start the search.
 
         Args:
-            before: Keys right before the chain, as far as they are known.
+            before: Known keys right before the chain.
             chain: Keys, head to tail.
-            chains: What is known of objects, also from answers to come.
+            chains: Known contents of objects, updated by each answer.
             mean_blocks: See `is_chunk_boundary`.
-            most: How many keys `before` has at most: where it has fewer, the prompt begins there.
+            most: Maximum length of `before`; if it is shorter, it starts at the prompt's beginning.
         """
         self.keys = (*before, *chain)
         self.found = 0
@@ -73,7 +73,7 @@ class HeadSearch:
             self._proceed(None)
 
     def learn(self, index: int, *, is_present: bool) -> None:
-        """Take in whether there is an object that is called after the wanted key."""
+        """Process the answer whether an object is named after the wanted key."""
         self._left -= 1
         self._proceed(self._chains.length_at(self.keys, index) if is_present else 0)
 
@@ -98,7 +98,7 @@ class HeadSearch:
         high = len(self.keys)
         leads = [i for i in range(low, high) if is_chunk_boundary(self.keys[i], self._mean_blocks)]
         begin, end = 0, len(leads)
-        middle = end - 1  # the last one first: most chains are there whole, or end at once
+        middle = end - 1  # last first: most chains are present as a whole, or end at once
         while begin < end:
             index = leads[middle]
             if length := (yield index):
@@ -110,7 +110,7 @@ class HeadSearch:
         yield from self._tail(first, low, high)
 
     def _walk(self, index: int, first: int) -> Generator[int, int, int]:
-        """Go from object to object before the chain; return how far into it the last one goes."""
+        """Follow the objects before the chain; return how far the last one extends into it."""
         for _ in range(_MOST_STEPS):
             length = (yield index) if index < first else 0
             if not length:
@@ -119,21 +119,21 @@ class HeadSearch:
         return max(index, first)
 
     def _known_place(self, first: int) -> int:
-        """Return where the object begins that the chain's first block is known to be in."""
+        """Return the start of the object known to contain the chain's first block."""
         name = self._chains.first_of(self.keys[first])
         return self.keys.index(name) if name in self.keys[:first] else first
 
     def _entrance(self, first: int) -> int:
-        """Return the last place before the chain where the object begins that goes into it."""
+        """Return the last place before the chain where an object that extends into it may begin."""
         for index in range(first - 1, -1, -1):
             if self._chains.first_of(self.keys[index]) is not None:
-                return index + 1  # it is known what that object has
+                return index + 1  # the object's contents are known
             if is_chunk_boundary(self.keys[index], self._mean_blocks):
                 return index
         return 0 if self._begins_prompt else first
 
     def _look_as_wide_as_packed(self, first: int, end: int) -> None:
-        """Leave out what leads here, but not where somebody packs more: it is within an object."""
+        """Widen the boundary interval if a known object crosses a boundary: larger packs."""
         for key in self.keys[max(0, first - MOST_BLOCKS) : end]:
             while self._mean_blocks < MOST_BLOCKS and is_chunk_boundary(key, self._mean_blocks):
                 if self._chains.name_of(key) == key:
@@ -141,7 +141,7 @@ class HeadSearch:
                 self._mean_blocks *= 2
 
     def _tail(self, first: int, low: int, high: int) -> Generator[int, int, None]:
-        """Go from object to object, behind the last lead; halve where they are of one block."""
+        """Follow objects behind the last boundary; bisect where they have one block each."""
         while low < high:
             length = yield low
             if not length:
@@ -161,11 +161,11 @@ class HeadSearch:
 
 
 async def longest_prefixes(searches: Sequence[HeadSearch], ask: Ask) -> list[int]:
-    """Carry out searches side by side; return how many keys of each are taken to be present.
+    """Run searches concurrently; return the number of keys believed present in each chain.
 
     Args:
-        searches: One a chain.
-        ask: Asked for one key a chain in each round; equal keys are asked once.
+        searches: One per chain.
+        ask: Called with one key per chain in each round, without duplicates.
     """
     while True:
         open_ = [(search, search.wanted) for search in searches if search.wanted is not None]

@@ -1,4 +1,4 @@
-"""The `object` tier itself."""
+"""The `object` tier."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
     from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
 
 _LONE_OBJECTS: Final = 2
-"""After so many of one block in a row, which may be missing, each block is asked for by itself."""
+"""After this many consecutive single-block objects, which may be missing, request each block
+separately."""
 
 KEYS_BEFORE: Final = 4 * MOST_BLOCKS
-"""In so many blocks one leads, but for 2 % of all places in a prompt."""
+"""A window of this many blocks contains a pack boundary at 98 % of all positions in a prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectSettings:
-    """How an `object` tier works; see the facade's `ObjectTierManager`.
+    """Settings of an `object` tier; see the facade's `ObjectTierManager`.
 
     Attributes:
-        connection: Where the objects are.
-        pack_bytes: Payload of an object of several blocks, at most; 0: each block has its own.
-        remote: What is alike in all remote tiers.
+        connection: Connection to the object store.
+        pack_bytes: Maximum payload of a pack, in bytes; 0: one object per block.
+        remote: Settings common to all remote tiers.
     """
 
     connection: ObjectConnection
@@ -57,17 +58,17 @@ class ObjectSettings:
 
 
 Verdicts = dict[int, TierError | None]
-"""Of blocks of a job, given by their indices: why they were not loaded, or None."""
+"""Index in the job -> the error of loading the block, or None."""
 
 
 @dataclass(slots=True)
 class PackCounters:
-    """What packing has come to.
+    """Counters of packs.
 
     Attributes:
-        stored_packs: Objects of several blocks that were stored.
-        packed_blocks: Blocks in these.
-        lost_races: Objects that another host had stored when this one's came.
+        stored_packs: Packs stored.
+        packed_blocks: Blocks in these packs.
+        lost_races: Puts that failed because another host had stored the object first.
     """
 
     stored_packs: int = 0
@@ -76,14 +77,14 @@ class PackCounters:
 
 
 class ObjectTier(RemoteTier):
-    """Keeps blocks as objects of S3, Google Cloud Storage, Azure, or a directory.
+    """Stores blocks as objects in S3, Google Cloud Storage, Azure, or a directory.
 
-    Blocks that are known to follow each other are stored as one object, a pack, up to the next
-    block that leads one. It is called after its first block; see docs/remote-tiers.md.
+    Blocks known to be consecutive are stored as one object, a pack, up to the next pack boundary.
+    It is named after its first block; see docs/remote-tiers.md.
     """
 
     def __init__(self, settings: ObjectSettings) -> None:
-        """Describe the tier; nothing is connected before `open`."""
+        """Configure the tier; nothing is connected before `open`."""
         self._connection = settings.connection
         self._pack_bytes = settings.pack_bytes
         self._pack_counters = PackCounters()
@@ -112,11 +113,11 @@ class ObjectTier(RemoteTier):
         await super().open(env)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys whose object is there, as far as it is known which one that is."""
+        """Return the keys whose object exists, by the best known object name."""
         names = {key: self._chains.name_of(key) for key in keys}
         present = await super().contains(list(dict.fromkeys(names.values())))
         moved = [key for key, name in names.items() if self._chains.name_of(key) != name]
-        if moved:  # what was known of these was out of date
+        if moved:  # the known object names were outdated
             names |= zip(moved, moved, strict=True)
             present |= await super().contains(moved)
         return frozenset(key for key, name in names.items() if name in present)
@@ -126,14 +127,14 @@ class ObjectTier(RemoteTier):
         chains: Sequence[Sequence[OffloadKey]],
         before: Sequence[Sequence[OffloadKey]] = (),
     ) -> Sequence[int]:
-        """Return how many keys at the head of each chain have been stored, as it seems."""
+        """Return the number of keys at the head of each chain that probably are stored."""
         self._opened()
         deadline_s = self._deadline(self._settings.probe_timeout_s)
         searches = []
         for number, chain in enumerate(chains):
             if self._most_blocks > 1:
                 self._chains.saw_chain(chain)
-            # Where each block has its object, what precedes a chain says nothing of it.
+            # Without packs, preceding blocks give no information about a chain.
             preceding = before[number] if before and self._most_blocks > 1 else ()
             searches.append(
                 HeadSearch(
@@ -151,7 +152,7 @@ class ObjectTier(RemoteTier):
         return self._to_load(job) if job.is_promotion else self._to_store(job)
 
     def _to_store(self, job: JobMetadata) -> Iterator[Portion]:
-        """Divide a job into blocks that follow each other, up to the next that leads a pack."""
+        """Split a job into consecutive blocks, up to the next pack boundary."""
         keys, begin = job.keys, 0
         for i in range(1, len(keys) + 1):
             if (
@@ -167,7 +168,7 @@ class ObjectTier(RemoteTier):
     async def _store_portion(
         self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
-        """Store what is not there of some blocks that follow each other, as one object."""
+        """Store the missing ones of some consecutive blocks as one object."""
         keys, chains = job.keys, self._chains
         failures: dict[int, TierError] = {}
         rest, lost_at = list(portion), None
@@ -179,7 +180,7 @@ class ObjectTier(RemoteTier):
             ):
                 rest = self._missing(job, name, rest)
                 continue
-            if name != first:  # what had the block has gone
+            if name != first:  # the block's object is gone
                 chains.lost_object(name)
                 continue
             stored = [keys[i] for i in rest]
@@ -187,12 +188,12 @@ class ObjectTier(RemoteTier):
             create = partial(cast("ObjectClient", client).create, first, value)
             is_new = await self._calls.run(create, deadline_s)
             del value, create
-            if not is_new:  # another host was first: what has it stored?
+            if not is_new:  # another host was first: ask for its contents
                 self._pack_counters.lost_races += 1
                 self._memory.appeared([first])
                 if lost_at == first:
                     failures[rest.pop(0)] = TierUnavailableError(
-                        f"block {first.hex()}: what another host stores there is not there"
+                        f"block {first.hex()}: another host's object appears and disappears"
                     )
                 lost_at = first
                 continue
@@ -207,13 +208,13 @@ class ObjectTier(RemoteTier):
         return failures
 
     def _missing(self, job: JobMetadata, name: OffloadKey, indices: Sequence[int]) -> list[int]:
-        """Return those of some blocks that an object has not which was just asked for."""
+        """Return the blocks that an object just probed does not have."""
         missing = [i for i in indices if self._chains.name_of(job.keys[i]) != name]
         self._counters.present_blocks += len(indices) - len(missing)
         return missing
 
     async def _wrapped(self, job: JobMetadata, indices: Sequence[int]) -> Bytes:
-        """Return an object of these blocks."""
+        """Encode blocks as one object."""
         keys = [job.keys[i] for i in indices]
 
         def wrap() -> Bytes:
@@ -228,7 +229,7 @@ class ObjectTier(RemoteTier):
     # -- loads ----------------------------------------------------------------------------------
 
     def _to_load(self, job: JobMetadata) -> Iterator[Portion]:
-        """Divide a job by the objects that its blocks are in, or else may be in."""
+        """Group a job's blocks by the objects that have them, or may have them."""
         keys, chains = job.keys, self._chains
         portions: dict[OffloadKey, list[int]] = {}
         before = name = OffloadKey(b"")
@@ -248,10 +249,10 @@ class ObjectTier(RemoteTier):
         return iter(portions.values())
 
     def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
-        """Return how many bytes move, which for a load is a whole object.
+        """Return the bytes to be transferred; a load transfers the whole object.
 
-        One that no probe has looked at, of a host that packs more, may be longer: each of
-        `connections` then has 16 MiB at most.
+        An object not probed yet, from a host with larger packs, may be longer: at most 16 MiB for
+        each of `connections`.
         """
         blocks = len(portion)
         if job.is_promotion:
@@ -265,7 +266,7 @@ class ObjectTier(RemoteTier):
     async def _load_portion(
         self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
-        """Load blocks that are in one object, or may be; those that are not may be in the next."""
+        """Load blocks that may be in one object; blocks not in it are tried in the next one."""
         failures: dict[int, TierError] = {}
         rest, lone = list(portion), 0
         while rest:
@@ -283,7 +284,7 @@ class ObjectTier(RemoteTier):
     async def _load_each(
         self, client: RemoteClient, job: JobMetadata, wanted: Sequence[int], deadline_s: float
     ) -> Verdicts:
-        """Load blocks that have an object each, as it seems, several at once."""
+        """Load blocks that probably have an object each, several concurrently."""
         chains, verdicts = self._chains, Verdicts()
         objects: dict[OffloadKey, list[int]] = {}
         for i in wanted:
@@ -294,7 +295,7 @@ class ObjectTier(RemoteTier):
                 verdicts.update(await self._try_object(client, job, name, indices, deadline_s))
 
         await run_together(starmap(load, objects.items()), f"object:{job.job_id}")
-        return {  # what has no object of its own may be in one that was read meanwhile
+        return {  # a block without its own object may be in one read meanwhile
             i: error
             for i, error in verdicts.items()
             if not isinstance(error, BlockMissingError) or chains.first_of(job.keys[i]) is None
@@ -308,11 +309,11 @@ class ObjectTier(RemoteTier):
         wanted: Sequence[int],
         deadline_s: float,
     ) -> Verdicts:
-        """Load from an object; where that cannot be read, what was wanted of it has failed."""
+        """Load blocks from an object; if it cannot be read, they fail."""
         try:
             return await self._load_object(client, job, name, wanted, deadline_s)
         except TierError as error:
-            drop_tracebacks(error)  # whose frames hold the rows
+            drop_tracebacks(error)  # their frames hold the rows
             return dict.fromkeys(wanted, error)
 
     async def _load_object(
@@ -323,14 +324,14 @@ class ObjectTier(RemoteTier):
         wanted: Sequence[int],
         deadline_s: float,
     ) -> Verdicts:
-        """Load what an object has of the blocks that are wanted; say how each of these went."""
+        """Load the wanted blocks that an object contains; return a result for each."""
         counters = self._counters
         value, verdicts = await self._read_object(client, job, name, wanted, deadline_s)
         if corrupt := _corrupt(verdicts):
-            counters.read_again += len(corrupt)  # perhaps only damaged on its way here
-            value = None  # not two at once
+            counters.read_again += len(corrupt)  # perhaps damaged in transit
+            value = None  # frees the first value before the second read
             value, again = await self._read_object(client, job, name, corrupt, deadline_s)
-            # What the object of now does not have may be somewhere else.
+            # Blocks missing in the new object may be in another one.
             verdicts = {i: verdicts[i] for i in verdicts if i not in corrupt} | again
             corrupt = _corrupt(again)
         if value is not None and corrupt:
@@ -352,17 +353,17 @@ class ObjectTier(RemoteTier):
         wanted: Sequence[int],
         deadline_s: float,
     ) -> tuple[Value | None, Verdicts]:
-        """Read an object, and copy what is right of it; None: there is no such object."""
+        """Read an object and copy its valid blocks; None if there is no such object."""
         most_bytes = max(self._packs.most_bytes(len(name)), self._envelopes.value_bytes(name))
         (value,) = await self._calls.run(partial(client.get, [name], most_bytes), deadline_s)
         indices = {job.keys[i]: i for i in wanted}
         if not isinstance(value, Value):
-            missing = BlockMissingError(f"block {name.hex()} is not there")
+            missing = BlockMissingError(f"block {name.hex()} is not stored")
             return None, {indices[name]: missing} if name in indices else {}
         found = value
 
         def unwrap() -> tuple[Sequence[OffloadKey], Mapping[OffloadKey, TierError | None]]:
-            """Return what is in it, and how what is wanted of that went."""
+            """Return the object's keys, and the results of the wanted blocks."""
             _, rows = self._opened()
             into = {key: rows[job.block_ids[i]] for key, i in indices.items()}
             if not is_pack(found.data):
@@ -371,7 +372,7 @@ class ObjectTier(RemoteTier):
                 return (name,), {} if row is None else {name: error}
             table = self._packs.table(name, found.data)
             if table is None:
-                wrong = CorruptBlockError(f"block {name.hex()}: the table of its pack is wrong")
+                wrong = CorruptBlockError(f"block {name.hex()}: its pack has an invalid table")
                 return (), dict.fromkeys(expected, wrong)
             bad = self._packs.unwrap(table, found.data, into)
             return table.keys, {key: bad.get(key) for key in table.keys if key in into}
@@ -387,10 +388,10 @@ class ObjectTier(RemoteTier):
     def _client_of(
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
     ) -> RemoteClient:
-        # Not before it is needed: the library is an extra.
+        # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
-        del block_bytes, emptied  # an object store is not emptied by a restart
+        del block_bytes, emptied  # an object store keeps its contents over a restart
         packs = self._packs if self._most_blocks > 1 else None
         store = self._connection.open()
         return ObjectClient(store, namespace, self._description, packs, self._chains)

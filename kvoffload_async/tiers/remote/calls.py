@@ -1,4 +1,4 @@
-"""Calls to a remote store: each with a deadline, repeated where that may help, counted."""
+"""Calls to a remote store, with deadlines, retries and counters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvoffload_async.tiers.remote.settings import Redactor
 
 
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: str) -> None:
-    """Run all of them until they have ended; the first one that raises ends the others.
+    """Run coroutines until all have ended; the first exception cancels the others.
 
-    A `TaskGroup` that is cancelled is left in a reference cycle with the frames of those who await
-    it: the primary's rows would stay in use until the garbage collector finds it.
+    A cancelled `TaskGroup` would remain in a reference cycle with its callers' frames, and keep the
+    primary's rows in use until garbage collection.
 
     Args:
-        coroutines: What to run.
-        name: Of the tasks.
+        coroutines: The coroutines.
+        name: Name of their tasks.
     """
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine, name=name) for coroutine in coroutines]
@@ -45,28 +45,28 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
             if not task.cancelled():
                 task.result()
     finally:
-        del tasks, task  # a task holds what it has raised, and that holds this frame
+        del tasks, task  # avoid a reference cycle of tasks, exceptions and frame
 
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.05
 _LAG_S: Final = 0.1
-"""Who waits for a whole job or probe may give it up by so much before its calls' deadline."""
+"""A caller's timeout of a job or probe may expire this many seconds before its calls' deadline."""
 _RECENTLY_S: Final = 60.0
-"""A server of several that has answered since then is one that works."""
+"""A server that answered within this time counts as working."""
 
 
 @dataclass(slots=True)
 class CallCounters:
-    """What calls have come to.
+    """Counters of calls.
 
     Attributes:
-        requests: Calls that were begun, retries included.
-        retries: Those that repeat one that failed.
-        failed: Those that failed, for whatever reason.
-        timeouts: Those of the failed ones that had no answer in time.
-        health_checks: Those that asked whether the server is there.
+        requests: Calls started, including retries.
+        retries: Calls that repeated a failed one.
+        failed: Failed calls.
+        timeouts: Failed calls that timed out.
+        health_checks: Calls that only checked a server.
     """
 
     requests: int = 0
@@ -77,12 +77,11 @@ class CallCounters:
 
 
 class Calls:
-    """Makes calls of one client.
+    """Makes the calls of one client.
 
-    After a fault of a server the next job or probe first asks whether the server is there, which
-    fails it as a whole if it has no keys on another server: a dead server costs one short
-    question, and not as many long ones as the job has portions. One of several servers that did
-    not answer in time is not asked again for as long as a call may take.
+    After a server failed, the next job or probe first checks it, and fails at once if it has no
+    keys on another server: a dead server costs one short call instead of a long one per portion.
+    One of several servers that timed out is not called again for `call_timeout_s`.
 
     Thread: loop.
     """
@@ -96,15 +95,15 @@ class Calls:
         max_retries: int,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """Make none yet.
+        """Create without calls.
 
         Args:
-            client: Whose calls.
-            redact: Hides secrets in what errors say.
-            call_timeout_s: Seconds for one call.
-            max_retries: How often a call is repeated.
-            jitter: Returns a number from 0 to 1: pauses are drawn, so that clients do not come
-                back all at once.
+            client: Client whose calls are made.
+            redact: Hides secrets in error texts.
+            call_timeout_s: Timeout of one call, in seconds.
+            max_retries: Maximum retries of a call.
+            jitter: Returns a number from 0 to 1 to randomize pauses, so that clients do not retry
+                in lockstep.
         """
         self._client = client
         self._redact = redact
@@ -112,9 +111,9 @@ class Calls:
         self._max_retries = max_retries
         self._jitter = jitter
         self._suspects: dict[Server, float] = {}
-        """Servers that may be down, each with the loop time until which it is not asked."""
+        """Servers that may be down -> loop time before which they are not called."""
         self._answered_s: dict[Server, float] = {}
-        """Of several servers, when each has answered last."""
+        """With several servers: server -> loop time of its last answer."""
         self.counters = CallCounters()
 
     async def run(
@@ -125,16 +124,16 @@ class Calls:
         server: Server = None,
         may_retry: bool = True,
     ) -> T:
-        """Await a call; repeat it while that can help and there is time.
+        """Await a call, with retries while they can help and time is left.
 
         Args:
-            call: Begins the call.
-            deadline_s: Loop time by which it is over.
-            server: Which one it is made to.
-            may_retry: Whether to repeat it.
+            call: Starts the call.
+            deadline_s: Loop time of the deadline.
+            server: The server called.
+            may_retry: Whether to retry.
 
         Raises:
-            TierError: It failed.
+            TierError: The call failed.
         """
         attempt = 0
         while True:
@@ -152,19 +151,19 @@ class Calls:
     async def check(
         self, servers: Collection[Server], deadline_s: float
     ) -> dict[Server, TierError]:
-        """Ask servers whether they are there, as far as there is reason to doubt it.
+        """Check the servers that failed recently.
 
         Returns:
-            Which are not, and why.
+            The servers that do not respond, with their errors.
 
         Raises:
-            TierUnavailableError: None of them is.
+            TierUnavailableError: None of them responds.
         """
         failures: dict[Server, TierError] = {}
 
         async def ask(server: Server) -> None:
             if asyncio.get_running_loop().time() < self._suspects[server]:
-                text = f"{self._client.place}: the server did not answer lately"
+                text = f"{self._client.place}: the server timed out recently"
                 failures[server] = self.fault_of(server, TierTimeoutError(text))
                 return
             self.counters.health_checks += 1
@@ -181,11 +180,11 @@ class Calls:
             try:
                 raise next(iter(failures.values()))
             finally:
-                failures.clear()  # they hold this frame, and what its callers hold
+                failures.clear()  # avoid a reference cycle of exceptions and frame
         return failures
 
     def fault_of(self, server: Server, error: TierError) -> TierError:
-        """Return an error as that of one server, if it is one and others work."""
+        """Return the error as a `ShardUnavailableError` if other servers work."""
         now_s = asyncio.get_running_loop().time()
         others_work = any(
             other != server and now_s - answered_s < _RECENTLY_S
@@ -202,7 +201,7 @@ class Calls:
         self.counters.requests += 1
         failure: TierError
         try:
-            # A deadline that has passed ends the call at its first step.
+            # An expired deadline ends the call at its first step.
             async with asyncio.timeout(seconds):
                 result = await call()
         except asyncio.CancelledError:
@@ -210,12 +209,12 @@ class Calls:
             if has_timed_out:
                 self.counters.failed += 1
                 self.counters.timeouts += 1
-            # Otherwise nobody knows whether it would have answered.
+            # Otherwise it is unknown whether it would have answered.
             self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
             failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
-        except Exception as error:  # noqa: BLE001 - the library's own, of any kind
+        except Exception as error:  # noqa: BLE001 - any exception of the library
             failure = self._said(error)
         else:
             self._suspects.pop(server, None)
@@ -223,28 +222,28 @@ class Calls:
                 self._answered_s[server] = loop.time()
             return result
         self.counters.failed += 1
-        has_timed_out = isinstance(failure, TierTimeoutError)  # the library's own, too
+        has_timed_out = isinstance(failure, TierTimeoutError)  # includes the library's own timeouts
         self.counters.timeouts += has_timed_out
         if isinstance(failure, TierUnavailableError):
             self._answered_s.pop(server, None)
             self._doubt(server, has_timed_out=has_timed_out)
         try:
-            raise failure  # without a cause, whose text might have secrets in it
+            raise failure  # without a cause, whose text might contain secrets
         finally:
-            del failure  # it holds this frame, and what its callers hold
+            del failure  # avoid a reference cycle of exception and frame
 
     def _doubt(self, server: Server, *, has_timed_out: bool) -> None:
         pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0
         self._suspects[server] = asyncio.get_running_loop().time() + pause_s
 
     def _said(self, error: Exception) -> TierError:
-        """Return what an error of the library means, without its secrets."""
+        """Convert an error of the library, with secrets removed."""
         mapped = self._client.mapped(error)
-        drop_tracebacks(error)  # the library's frames may hold it, and they hold their callers'
+        drop_tracebacks(error)  # library frames may hold it, and they hold their callers'
         return type(mapped)(f"{self._client.place}: {self._redact(mapped)}")
 
     async def _pause(self, attempt: int, deadline_s: float) -> bool:
-        """Wait before a retry, twice as long each time; False if there is no time for one."""
+        """Wait before a retry, with exponential backoff; False if no time is left."""
         seconds = _FIRST_PAUSE_S * 2**attempt * (0.5 + self._jitter() / 2)
         if asyncio.get_running_loop().time() + seconds >= deadline_s:
             return False

@@ -1,6 +1,6 @@
-"""A block as one value of a remote store, and the few calls that a client library must offer.
+"""The encoding of a block as one value, and the interface to a client library.
 
-The package has the format of the value. Every call is safe to repeat.
+All calls are idempotent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a value says of itself, before anything of it is believed."""
+    """Decoded header of a value, not yet verified."""
 
     version: int
     is_keyed: bool
@@ -51,7 +51,7 @@ class Header:
 
     @classmethod
     def parse(cls, value: memoryview) -> Header | None:
-        """Return what the header says, or None if there is none of a version that is known."""
+        """Decode the header; None if it is invalid or of another version."""
         if len(value) < _FIXED.size:
             return None
         fields = _FIXED.unpack_from(value)
@@ -71,12 +71,12 @@ class Header:
 
     @property
     def namespace(self) -> str:
-        """The only namespace in which a tier takes it for a block."""
+        """The only namespace in which a tier accepts the block."""
         return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
 
 
 def is_newer(value: memoryview) -> bool:
-    """Tell whether a value is an envelope of a newer release."""
+    """Return whether a value is an envelope of a newer release."""
     if len(value) < _FIXED.size:
         return False
     magic, version = _FIXED.unpack_from(value)[:2]
@@ -84,28 +84,28 @@ def is_newer(value: memoryview) -> bool:
 
 
 def namespace_of(layout: str, integrity_key: IntegrityKey | None) -> str:
-    """Return 32 hexadecimal digits, others for every other format, layout or integrity key."""
+    """Return the namespace for a layout and integrity key: 32 hexadecimal digits."""
     return namespace_name(layout, integrity_key.id.hex() if integrity_key else "")
 
 
 def namespace_name(layout: str, key_id: str) -> str:
-    """Return the name of the namespace of a layout and the id of an integrity key, if any."""
+    """Return the namespace for a layout and the id of an integrity key, or ""."""
     text = f"kvoffload remote {VERSION} {layout} {key_id}"
     return hashlib.sha256(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
 
 
 class Envelopes:
-    """Wraps and unwraps the blocks of one layout. Thread: any."""
+    """Encodes and decodes blocks of one layout. Thread: any."""
 
     def __init__(
         self, layout: str, block_bytes: int, integrity_key: IntegrityKey | None = None
     ) -> None:
-        """Describe the blocks.
+        """Define the layout.
 
         Args:
             layout: 32 hexadecimal digits, the digest of a `KVIdentity`.
             block_bytes: Bytes of every block.
-            integrity_key: What checksums are made with; None: anybody can make them.
+            integrity_key: Key for the checksums; None: checksums are not keyed.
         """
         self.block_bytes = block_bytes
         self._layout = bytes.fromhex(layout)
@@ -114,11 +114,11 @@ class Envelopes:
         self._key_id = integrity_key.id if integrity_key else bytes(KEY_ID_BYTES)
 
     def value_bytes(self, key: OffloadKey) -> int:
-        """Return how long a block's value is."""
+        """Return the length of a block's value."""
         return _payload_offset(len(key)) + self.block_bytes
 
     def wrap(self, key: OffloadKey, row: Bytes) -> Bytes:
-        """Return a block's value; copies its bytes once, without the interpreter's lock."""
+        """Encode a block; copies its bytes once, with the GIL released."""
         offset = _payload_offset(len(key))
         value = np.empty(offset + self.block_bytes, dtype=np.uint8)
         digest = self._digester.digest(key, row.data)
@@ -127,9 +127,9 @@ class Envelopes:
         return value
 
     def unwrap(self, key: OffloadKey, value: memoryview, row: Bytes) -> CorruptBlockError | None:
-        """Copy a value's block into a row, which is touched only if the block verifies.
+        """Verify a value and copy its block into a row; a corrupt block leaves the row unchanged.
 
-        Returns the error rather than raising it: with a traceback it would hold the row.
+        Returns the error instead of raising it, because its traceback would keep the row alive.
         """
         offset = _payload_offset(len(key))
         if len(value) != offset + self.block_bytes:
@@ -144,17 +144,17 @@ class Envelopes:
 
     @staticmethod
     def header_bytes(key: OffloadKey) -> int:
-        """Return how long the header before a block's payload is."""
+        """Return the length of the header before a block's payload."""
         return _payload_offset(len(key))
 
     def header(self, key: OffloadKey, row: Bytes) -> Bytes:
-        """Return a block's header alone, for a value that is put together elsewhere."""
+        """Encode only a block's header, for values that are assembled elsewhere."""
         return np.frombuffer(
             self._header(key, self._digester.digest(key, row.data)), dtype=np.uint8
         )
 
     def verify(self, key: OffloadKey, header: Bytes, row: Bytes) -> CorruptBlockError | None:
-        """Check a block that is in its row already; returns the error, as `unwrap` does."""
+        """Verify a block that is already in its row; returns the error, like `unwrap`."""
         if np.array_equal(header, self.header(key, row)):
             return None
         return CorruptBlockError(f"block {key.hex()}: wrong header or checksum")
@@ -180,53 +180,53 @@ def _payload_offset(key_bytes: int) -> int:
 
 
 Server = Hashable
-"""Which of a store's servers, as its client calls it; None: the only one, or none is known."""
+"""Identifies one of a store's servers; None: there is only one, or it is unknown."""
 
 
 class RefusedError(TierUnavailableError):
-    """The server refuses this client: a wrong password, a missing right. No retry helps."""
+    """The server rejects this client (wrong password, missing permission); retries do not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a store has for a key.
+    """The value of a key.
 
     Attributes:
-        data: Its bytes; none where it is too long to be a block, and was not read.
-        version: What the store calls this version, where it does.
+        data: The bytes; empty if the value is too long to be a block, and was not read.
+        version: Version identifier assigned by the store, if any.
     """
 
     data: memoryview
     version: str | None = None
 
     def sha1(self) -> str:
-        """Return the SHA-1 of the bytes: for stores that know versions by nothing else."""
+        """Return the SHA-1 of the bytes, for stores without version identifiers."""
         return hashlib.sha1(self.data, usedforsecurity=False).hexdigest()
 
 
 class RemoteClient(ABC):
-    """A client of one store. Errors of its library come out as they are, and `mapped` names them.
+    """A client of one store. Raises its library's errors; `mapped` converts them.
 
-    Every call may be repeated, and may be cancelled: afterwards it touches no memory of the
-    caller's, and its connection is not used again with an answer outstanding.
+    Every call may be repeated or cancelled: a cancelled call no longer accesses the caller's
+    memory, and its connection is not reused while a reply is outstanding.
 
     Thread: loop.
     """
 
     place: ClassVar[str]
-    """What kind of store it is, for messages."""
+    """Kind of store, for messages."""
     answers_many: ClassVar[bool]
-    """Whether one call answers for many keys; otherwise each costs a request."""
+    """Whether one call can look up many keys; otherwise each needs a request."""
     renews_age: ClassVar[bool] = True
-    """Whether `renew` keeps values from expiring."""
+    """Whether `renew` prevents values from expiring."""
 
     @abstractmethod
     async def connect(self) -> None:
-        """Find out whether the store can be used, and note what it holds; may be repeated."""
+        """Check that the store is usable, and read its state; may be repeated."""
 
     @abstractmethod
     async def check(self) -> None:
-        """Ask the server whether it is there: about no value."""
+        """Check that the server responds, without accessing values."""
 
     @abstractmethod
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -236,53 +236,53 @@ class RemoteClient(ABC):
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
     ) -> Sequence[Value | TierError | None]:
-        """Return the value of each key, why it could not be read, or None where there is none.
+        """Return for each key its value, the read error, or None if absent.
 
         Args:
-            keys: Of which blocks.
-            most_bytes: A longer value need not be read.
+            keys: Keys of the blocks.
+            most_bytes: Longer values need not be read.
         """
 
     @abstractmethod
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
-        """Store values where there are none yet; return for each why it could not be stored."""
+        """Store values that do not exist yet; return for each the error or None."""
 
     @abstractmethod
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
-        """Remove a value if it still is this one, which has this SHA-1; return whether it was."""
+        """Remove a value if it still has this version and SHA-1; return whether it did."""
 
     @abstractmethod
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
-        """Have values that are there expire as late as if they had been written now."""
+        """Restart the lifetime of existing values."""
 
     @abstractmethod
     def mapped(self, error: Exception) -> TierError:
-        """Return what an error of the library means; its text may still have secrets in it."""
+        """Convert an error of the library; the text may still contain secrets."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close every connection; may be repeated."""
+        """Close all connections; may be repeated."""
 
     def server_of(self, key: OffloadKey) -> Server:
-        """Return which server has a key: one that is down costs the keys of the others nothing."""
+        """Return the server of a key; a failed server does not affect the keys of others."""
         del key
         return None
 
     def by_server(self, keys: Iterable[OffloadKey]) -> dict[Server, list[int]]:
-        """Return the indices of the keys that each server has; a call takes those of one."""
+        """Group the keys' indices by server; a call takes keys of one server."""
         servers: dict[Server, list[int]] = {}
         for i, key in enumerate(keys):
             servers.setdefault(self.server_of(key), []).append(i)
         return servers
 
     async def check_server(self, server: Server) -> None:
-        """Ask one of several servers whether it is there."""
+        """Check that one of several servers responds."""
         del server
         await self.check()
 
     def portion_blocks(self, value_bytes: int) -> int:
-        """Return how many values of this length one call takes at most."""
+        """Return the maximum number of values of this length per call."""
         del value_bytes
         return 1

@@ -1,8 +1,8 @@
-"""Which blocks a remote store has: asked as rarely as possible, and remembered for a while.
+"""Existence probes of a remote store, with a cache of the answers.
 
-Keys are chained hashes: where a block is present, so are, as a rule, those before it. So the
-longest present head of a chain is found with O(log n) questions. What breaks the rule (a head that
-was evicted or never stored) costs a failed load, and no wrong byte.
+Keys are chained hashes: the blocks before a present block are usually present. So the longest
+present prefix of a chain is found with O(log n) requests. A violation (a head block evicted or
+never stored) costs a failed load, never wrong bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvoffload_async.tiers.remote.settings import RemoteCounters
 from kvoffload_async.types import OffloadKey
 
 MOST_ANSWERS: Final = 1 << 18
-"""Bound on the answers of each kind: the oldest are forgotten first."""
+"""Maximum number of positive, and of negative, answers; the oldest are dropped first."""
 
 
 class _Answers:
-    """Keys in the order of their expiry, which is that of their entry: all live equally long."""
+    """Keys ordered by expiry, which is the order of insertion: all have the same lifetime."""
 
     def __init__(self, lifetime_s: float) -> None:
         self._lifetime_s = lifetime_s
@@ -62,9 +62,9 @@ class _Answers:
 
 
 class ExistenceCache:
-    """Which blocks were there, and which not, for as long as that is to be believed.
+    """Cached answers whether blocks exist, with a lifetime for each kind.
 
-    What other hosts store is seen once a negative answer has expired.
+    Blocks stored by other hosts are found once a negative answer has expired.
 
     Thread: loop.
     """
@@ -73,8 +73,8 @@ class ExistenceCache:
         """Start empty.
 
         Args:
-            present_s: Seconds that a positive answer is believed; 0: never.
-            absent_s: Seconds that a negative answer is believed; 0: never.
+            present_s: Lifetime of a positive answer in seconds; 0: not cached.
+            absent_s: Lifetime of a negative answer in seconds; 0: not cached.
             clock: Returns monotonic seconds.
         """
         self._present = _Answers(present_s)
@@ -82,26 +82,26 @@ class ExistenceCache:
         self._clock = clock
 
     def get(self, key: OffloadKey) -> bool | None:
-        """Return whether a block was there, or None if nobody knows."""
+        """Return whether a block exists, or None if unknown."""
         now_s = self._clock()
         if self._present.has(key, now_s):
             return True
         return False if self._absent.has(key, now_s) else None
 
     def appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Note blocks that are there."""
+        """Record that blocks exist."""
         keys = tuple(keys)
         self._absent.discard(keys)
         self._present.add(keys, self._clock())
 
     def vanished(self, keys: Iterable[OffloadKey]) -> None:
-        """Note blocks that are not there."""
+        """Record that blocks do not exist."""
         keys = tuple(keys)
         self._present.discard(keys)
         self._absent.add(keys, self._clock())
 
     def emptied(self) -> None:
-        """Forget every positive answer: the store has lost its contents."""
+        """Forget all positive answers, because the store has lost its contents."""
         self._present.clear()
 
     def __len__(self) -> int:
@@ -109,12 +109,12 @@ class ExistenceCache:
 
 
 Ask = Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]]
-"""Returns those of the keys that are present."""
+"""Returns the keys that are present."""
 
 
 @dataclass(slots=True)
 class _Search:
-    """Between `low` keys, which are present, and `high`, from which on none is known to be."""
+    """Bisection state: the first `low` keys are present; none from `high` on is known to be."""
 
     chain: Sequence[OffloadKey]
     low: int = 0
@@ -127,7 +127,7 @@ class _Search:
 
     @property
     def next_index(self) -> int:
-        """The first key, the last one, then the middle of the rest: most chains are all or none."""
+        """First key, then last, then middle: most chains are wholly present or absent."""
         if self.asked == 0:
             return self.low
         if self.asked == 1:
@@ -143,12 +143,12 @@ class _Search:
 
 
 async def longest_present_prefixes(chains: Sequence[Sequence[OffloadKey]], ask: Ask) -> list[int]:
-    """Return for each chain how many of its first keys are taken to be present.
+    """Return for each chain how many of its first keys are believed present.
 
     Args:
-        chains: Keys of each, head to tail.
-        ask: Asked for one key a chain in each round; equal keys are asked once. At most
-            2 + ceil(log2(n - 1)) rounds for chains of n keys.
+        chains: Keys of each chain, head to tail.
+        ask: Called with one key per chain in each round, without duplicates. At most 2 +
+            ceil(log2(n - 1)) rounds for chains of n keys.
     """
     searches = [_Search(chain, high=len(chain)) for chain in chains]
     while True:
@@ -167,7 +167,7 @@ _SHARE_OF_TIME: Final = 0.8
 
 
 class ExistenceProber:
-    """Asks a client what is there, and remembers the answers. Thread: loop."""
+    """Probes a client for keys, and caches the answers. Thread: loop."""
 
     def __init__(
         self, client: RemoteClient, calls: Calls, memory: ExistenceCache, counters: RemoteCounters
@@ -178,10 +178,10 @@ class ExistenceProber:
         self._counters = counters
 
     async def ask(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
-        """Return those of the keys that are there; what was answered lately is not asked again.
+        """Return the keys that exist, from the cache or the server.
 
         Raises:
-            TierError: No server answered every question.
+            TierError: No server answered all of its requests.
         """
         present: set[OffloadKey] = set()
         unknown: list[OffloadKey] = []
@@ -197,21 +197,21 @@ class ExistenceProber:
         emptied = self._counters.emptied
         try:
             found = await self.ask_anew(unknown, deadline_s)
-        except ShardUnavailableError:  # a miss: who asks again gets no answer, and never decides
+        except ShardUnavailableError:  # a miss: the caller's next probe decides
             found = set()
-        if self._counters.emptied != emptied:  # what was remembered is not to be believed
+        if self._counters.emptied != emptied:  # cached answers are invalid
             return found | await self.ask_anew(list(present), deadline_s)
         self._counters.remembered_keys += len(keys) - len(unknown)
         return found | present
 
     async def ask_anew(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
-        """Return those of the keys that are there, whatever was answered before.
+        """Return the keys that exist, bypassing the cache.
 
-        Where one of several servers does not answer, nobody knows of its keys: they are not
-        returned, nor remembered as absent, and counted.
+        Keys of a server that does not answer are unknown: they are neither returned nor cached as
+        absent, but counted.
 
         Raises:
-            TierError: No server answered every question.
+            TierError: No server answered all of its requests.
         """
         self._counters.probed_keys += len(keys)
         step = _KEYS_A_CALL if self._client.answers_many else 1
@@ -219,7 +219,7 @@ class ExistenceProber:
         num_answered = 0
         servers = self._client.by_server(keys)
         errors: dict[Server, TierError] = {}
-        if len(servers) > 1:  # who waits for all of them has then the answers of those that answer
+        if len(servers) > 1:  # leaves time to use the answers of servers that respond
             now_s = asyncio.get_running_loop().time()
             deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
         gate = asyncio.Semaphore(_CALLS_AT_ONCE)
@@ -256,5 +256,5 @@ class ExistenceProber:
             if errors and len(errors) == len(servers):
                 raise next(iter(errors.values()))
         finally:
-            errors.clear()  # they hold this frame, and what its callers hold
+            errors.clear()  # avoid a reference cycle of exceptions and frame
         return present

@@ -1,4 +1,4 @@
-"""How a remote tier works, what it counts, and the secrets that no text of it may contain."""
+"""Settings and counters of a remote tier, and redaction of secrets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LEAST_CHARS: Final = 3
 
 
 class Redactor:
-    """Hides known secrets in texts; its own `repr` has none. Thread: any."""
+    """Hides known secrets in texts; its own `repr` contains none. Thread: any."""
 
     __slots__ = ("_secrets",)
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        """Hide these, as they are and as a URL would quote them.
+        """Hide these secrets, verbatim and URL-quoted.
 
-        Shorter ones than three characters hide nothing: they would be found in every other word.
+        Secrets shorter than three characters are not hidden: they would match inside many words.
         """
         forms: set[str] = set()
         for secret in secrets:
@@ -34,7 +34,7 @@ class Redactor:
         return f"Redactor({len(self._secrets)} secrets)"
 
     def __call__(self, text: object) -> str:
-        """Return a text, or what an error says, without the secrets."""
+        """Return a text, or an error's text, without the secrets."""
         shown = without_user_info(str(text))
         for secret in self._secrets:
             shown = shown.replace(secret, HIDDEN)
@@ -46,20 +46,20 @@ _MIB: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSettings:
-    """How a remote tier works; seconds, and bytes.
+    """Settings of a remote tier, in seconds and bytes.
 
     Attributes:
-        ttl_s: How long a block lives unused; None: as long as the store keeps it.
-        connections: Calls with payload at once, in each direction.
-        bytes_in_flight: Payload on the way at once, in each direction.
-        call_timeout_s: Deadline of one call.
-        job_timeout_s: Deadline of all calls of a job.
-        probe_timeout_s: Deadline of all calls of a probe.
-        max_retries: How often a call is repeated.
-        remember_present_s: How long a positive answer is believed.
-        negative_cache_ttl_s: How long a negative answer is believed.
-        integrity_key: What checksums are made with.
-        redact: Hides the secrets of the configuration.
+        ttl_s: Lifetime of an unused block; None: as long as the store keeps it.
+        connections: Maximum concurrent payload calls per direction.
+        bytes_in_flight: Maximum payload in flight per direction.
+        call_timeout_s: Timeout of one call.
+        job_timeout_s: Timeout of all calls of a job.
+        probe_timeout_s: Timeout of all calls of a probe.
+        max_retries: Maximum retries of a call.
+        remember_present_s: Lifetime of a cached positive answer.
+        negative_cache_ttl_s: Lifetime of a cached negative answer.
+        integrity_key: Key for the checksums.
+        redact: Hides the configuration's secrets.
     """
 
     ttl_s: float | None = None
@@ -77,18 +77,18 @@ class RemoteSettings:
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """What a remote tier has seen, beside its calls.
+    """Counters of a remote tier; see also `CallCounters`.
 
     Attributes:
-        probed_keys: Keys that the server was asked about.
-        unanswered_keys: Of these, keys that got no answer.
-        remembered_keys: Keys that needed no question.
-        read_again: Blocks that did not verify, and so were read once more.
-        corrupt: Blocks that did not verify then either.
-        removed: Those of them that were removed.
-        unremoved: Those that could not be, as the call failed.
-        emptied: How often the server was found to have lost its contents.
-        present_blocks: Blocks to be stored that were there already.
+        probed_keys: Keys that the server was asked for.
+        unanswered_keys: Those of them without an answer.
+        remembered_keys: Keys answered from the cache.
+        read_again: Blocks read again because verification failed.
+        corrupt: Blocks that failed verification twice.
+        removed: Corrupt blocks that were removed.
+        unremoved: Corrupt blocks whose removal failed.
+        emptied: Number of times that the server had lost its contents.
+        present_blocks: Blocks to be stored that existed already.
     """
 
     probed_keys: int = 0

@@ -1,6 +1,6 @@
-"""What is alike in all tiers behind a network: everything but the client's own calls.
+"""The common implementation of network tiers, given a client.
 
-The age of blocks in use is renewed in batches: else what is used most would expire first.
+Blocks in use are renewed in batches, so that the most used blocks do not expire first.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ from kvoffload_async.waiting import Limiter
 
 _BLOCKS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 8
-"""Where each call is for one block."""
+"""Concurrent renewal calls if each is for one block."""
 _MOST_WAITING: Final = 1 << 16
 _MOST_REMEMBERED: Final = 1 << 18
 _LONGEST_PAUSE_S: Final = 10.0
 
 
 class Renewal:
-    """Collects uses, and renews each block that is used once a quarter of its lifetime.
+    """Collects uses, and renews each used block once per quarter of its lifetime.
 
     Thread: loop.
 
     Attributes:
-        renewed: Blocks that were renewed.
-        dropped: Uses that were forgotten: too many waited, their call failed, or the server did.
+        renewed: Number of renewed blocks.
+        dropped: Number of uses dropped: the queue was full, the call failed, or the tier was
+            closed.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class Renewal:
         *,
         renews_many: bool,
     ) -> None:
-        """Renew nothing yet.
+        """Start without uses.
 
         Args:
-            ttl_s: Seconds that a block lives without being renewed.
-            renew: Renews some blocks by one call, and returns whether that worked; raises nothing.
-            renews_many: Whether one call is for many blocks; otherwise each is for one.
+            ttl_s: Lifetime of a block without renewal, in seconds.
+            renew: Renews blocks in one call, and returns whether that succeeded; does not raise.
+            renews_many: Whether one call can renew many blocks; otherwise each needs a call.
         """
         self._ttl_s = ttl_s
         self._renew = renew
@@ -97,7 +98,7 @@ class Renewal:
         self.renewed = self.dropped = 0
 
     def written(self, keys: Iterable[OffloadKey]) -> None:
-        """Note blocks whose age begins now."""
+        """Record blocks that were just written or renewed."""
         expiry_s = asyncio.get_running_loop().time() + self._ttl_s / 4
         for key in keys:
             self._fresh_until.pop(key, None)
@@ -107,7 +108,7 @@ class Renewal:
             del self._fresh_until[key]
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
-        """Note a use of blocks; the old ones among them are renewed soon."""
+        """Record uses of blocks; those due for renewal are renewed soon."""
         if self._closed:
             return
         loop = asyncio.get_running_loop()
@@ -123,7 +124,7 @@ class Renewal:
             self._timer = loop.call_later(self._pause_s, self._start)
 
     async def close(self) -> None:
-        """Stop; what waits is not renewed any more."""
+        """Stop; pending renewals are dropped."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -143,7 +144,7 @@ class Renewal:
         await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
 
     async def _work(self) -> None:
-        """Renew what waits, one call after the other; give up where the server fails them all."""
+        """Renew pending blocks in successive calls; stop after too many consecutive failures."""
         while self._waiting:
             keys = tuple(islice(self._waiting, self._blocks_a_call))
             for key in keys:
@@ -162,7 +163,7 @@ class Renewal:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled():
-            task.result()  # a defect is the loop's to report
+            task.result()  # re-raise, for the loop to report
 
 
 logger = logging.getLogger(__name__)
@@ -170,21 +171,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _VERIFIED: Final = Value(memoryview(b""))
-"""In place of a value whose block is in its row."""
+"""Replaces a value whose block is already in its row."""
 
 
 Portion = Sequence[int]
-"""Indices of some blocks of a job, all on one server."""
+"""Indices of blocks of a job, all on one server."""
 
 MovePortion = Callable[[RemoteClient, JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
-"""Moves some blocks of a job until a deadline; returns what failed."""
+"""Copies some blocks of a job until a deadline (loop time); returns the failed ones."""
 
 
 class RemoteTier(AsyncTier):
-    """Keeps each block as one value of a remote store.
+    """Stores each block as one value of a remote store.
 
-    A job is divided into portions, each of which is one call; portions run at once as far as the
-    limits allow. Every block is judged on its own.
+    A job is divided into portions of one call each; they run concurrently within the limits. Every
+    block has its own result.
     """
 
     def __init__(
@@ -195,14 +196,14 @@ class RemoteTier(AsyncTier):
         *,
         probes_prefixes: bool,
     ) -> None:
-        """Describe the tier; nothing is connected before `open`.
+        """Configure the tier; nothing is connected before `open`.
 
         Args:
             settings: See `RemoteSettings`.
-            create_client: Makes the client, given the namespace, the length of a block and what to
-                call when the server turns out to have lost its contents.
-            place: Where the store is, for people: without secrets.
-            probes_prefixes: Whether each question costs a request, so that few are asked.
+            create_client: Creates the client, given the namespace, the bytes of a block, and a
+                callback for when the server has lost its contents.
+            place: Location of the store for people, without secrets.
+            probes_prefixes: Whether each lookup needs a request, so that few should be made.
         """
         self.capabilities = TierCapabilities(
             exclusive=False,
@@ -231,8 +232,8 @@ class RemoteTier(AsyncTier):
         """Connect.
 
         Raises:
-            ConfigError: The server refuses the credentials, or there is no such store.
-            TierUnavailableError: It cannot be reached.
+            ConfigError: The server rejects the credentials, or the store does not exist.
+            TierUnavailableError: The server cannot be reached.
         """
         settings = self._settings
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
@@ -266,7 +267,7 @@ class RemoteTier(AsyncTier):
         self._rows = np.asarray(env.kv_view)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a value; what was answered lately is not asked again."""
+        """Return the keys that have a value; recent answers come from the cache."""
         self._opened()
         deadline_s = self._deadline(self._settings.probe_timeout_s)
         return frozenset(await self._questions.ask(keys, deadline_s))
@@ -278,7 +279,7 @@ class RemoteTier(AsyncTier):
     ) -> Sequence[int]:
         """Return how many keys at the head of each chain have a value.
 
-        Where one call answers for many keys, all are asked for; else O(log n) of each chain.
+        If one call can look up many keys, looks up all; otherwise O(log n) of each chain.
         """
         if self._client is None or self._client.answers_many:
             return await super().longest_prefixes(chains)
@@ -291,7 +292,7 @@ class RemoteTier(AsyncTier):
         """Store the blocks that have no value yet.
 
         Raises:
-            TierUnavailableError: The server has not been there lately, and is not now.
+            TierUnavailableError: The server failed recently, and still does not respond.
         """
         return await self._run_job(job, self._stores, self._store_portion)
 
@@ -299,7 +300,7 @@ class RemoteTier(AsyncTier):
         """Read blocks, verify them, and copy them into the job's slots.
 
         Raises:
-            TierUnavailableError: The server has not been there lately, and is not now.
+            TierUnavailableError: The server failed recently, and still does not respond.
         """
         failures = await self._run_job(job, self._loads, self._load_portion)
         if self._renewal is not None:
@@ -308,12 +309,12 @@ class RemoteTier(AsyncTier):
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note a use of blocks, head to tail."""
+        """Record a use of blocks, ordered head to tail."""
         if self._renewal is not None:
             self._renewal.used(self._names_of(keys))
 
     async def close(self) -> None:
-        """Close every connection; idempotent."""
+        """Close all connections; idempotent."""
         self._env = self._rows = None
         renewal, self._renewal = self._renewal, None
         client, self._client = self._client, None
@@ -325,11 +326,11 @@ class RemoteTier(AsyncTier):
                 await client.close()
 
     def describe(self) -> str:
-        """Return where the blocks are, without secrets."""
+        """Return the store's location, without secrets."""
         return self._place
 
     def gauges(self) -> Mapping[str, float]:
-        """Return what calls and probes have come to."""
+        """Return counters of calls, probes and renewals, and the bytes in flight."""
         figures = asdict(self._counters)
         if self._call_counters is not None:
             figures |= asdict(self._call_counters)
@@ -363,10 +364,10 @@ class RemoteTier(AsyncTier):
                     with await limiter.acquire(num_bytes):
                         failures.update(await run_portion(client, job, portion, deadline_s))
             except TimeoutError:
-                error: TierError = TierTimeoutError(f"{client.place}: no time was left for it")
+                error: TierError = TierTimeoutError(f"{client.place}: the job's deadline passed")
             except TierError as raised:
                 error = raised
-                drop_tracebacks(error)  # whose frames hold the rows
+                drop_tracebacks(error)  # their frames hold the rows
             else:
                 return
             failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
@@ -415,7 +416,7 @@ class RemoteTier(AsyncTier):
         most_bytes = max(self._envelopes.value_bytes(keys[i]) for i in portion)
 
         async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
-            """Read some blocks into their slots; return those that do not verify."""
+            """Read blocks into their slots; return those that fail verification."""
             wanted = [keys[i] for i in indices]
             get = partial(client.get, wanted, most_bytes)
             found = await self._calls.run(get, deadline_s, server=client.server_of(wanted[0]))
@@ -429,8 +430,8 @@ class RemoteTier(AsyncTier):
                     if isinstance(value := values[i], Value):
                         error = self._envelopes.unwrap(keys[i], value.data, rows[slots[i]])
                         if error is None:
-                            # Frees the value now: the longer it lives, the more fresh pages those
-                            # that arrive meanwhile need.
+                            # Free the value now: the longer it lives, the more fresh pages later
+                            # values need.
                             values[i] = value = _VERIFIED
                         else:
                             bad[i] = error
@@ -440,7 +441,7 @@ class RemoteTier(AsyncTier):
 
         values: dict[int, Value | TierError | None] = {}
         corrupt = await read(portion)
-        if corrupt:  # perhaps only on its way here: what is removed was bad twice
+        if corrupt:  # perhaps damaged in transit: remove only what fails twice
             self._counters.read_again += len(corrupt)
             corrupt = await read(list(corrupt))
         return await self._judged(client, job, values, corrupt, deadline_s)
@@ -453,12 +454,12 @@ class RemoteTier(AsyncTier):
         corrupt: Mapping[int, CorruptBlockError],
         deadline_s: float,
     ) -> dict[int, TierError]:
-        """Return why blocks were not loaded, and remove the corrupt ones."""
+        """Return the failed blocks, and remove the corrupt ones."""
         keys = job.keys
         failures: dict[int, TierError] = {}
         for i, value in values.items():
             if value is None:
-                failures[i] = BlockMissingError(f"block {keys[i].hex()} is not there")
+                failures[i] = BlockMissingError(f"block {keys[i].hex()} is not stored")
             elif isinstance(value, TierError):
                 failures[i] = self._redacted(client, value)
             elif i in corrupt:
@@ -477,22 +478,22 @@ class RemoteTier(AsyncTier):
     async def _remove(
         self, client: RemoteClient, key: OffloadKey, value: Value, sha1: str, deadline_s: float
     ) -> None:
-        """Remove a bad block, if it still is this one: else it would be there for ever."""
+        """Remove a corrupt block if unchanged; a present block would never be overwritten."""
         try:
             call, server = partial(client.remove_if, key, value, sha1), client.server_of(key)
             was_there = await self._calls.run(call, deadline_s, server=server)
-            self._counters.removed += was_there  # by now others may have been counted
+            self._counters.removed += was_there  # read the counter only after the await
         except TierError as error:
             self._counters.unremoved += 1
-            self._warn(self._unremoved, f"corrupt block {key.hex()} stays: {error}")
+            self._warn(self._unremoved, f"corrupt block {key.hex()} was not removed: {error}")
 
     def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
-        """Return how many bytes move at most for some blocks of a job."""
+        """Return the maximum number of bytes transferred for some blocks of a job."""
         del job
         return len(portion) * self._envelopes.block_bytes
 
     def _names_of(self, keys: Iterable[OffloadKey]) -> Iterable[OffloadKey]:
-        """Return what the values are called after that blocks are in."""
+        """Return the keys that name the values with these blocks."""
         return keys
 
     def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[Portion]:
@@ -503,7 +504,7 @@ class RemoteTier(AsyncTier):
             for first in range(0, len(indices), step):
                 yield indices[first : first + step]
 
-    # -- the rest -------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
     async def _renew(self, client: RemoteClient, keys: Sequence[OffloadKey]) -> bool:
         deadline_s = self._deadline(self._settings.job_timeout_s)
@@ -515,13 +516,13 @@ class RemoteTier(AsyncTier):
         return True
 
     def _warn(self, refusals: Refusals, text: str) -> None:
-        """Warn of what a server fails to do, once a minute."""
+        """Log a server's failure, at most once a minute."""
         more = refusals.note(asyncio.get_running_loop().time())
         if more is not None:
             logger.warning("%s: %s%s", self._place, text, more)
 
     def _emptied(self) -> None:
-        """Learn that the server has lost its contents: it was restarted, or flushed."""
+        """Handle the loss of the server's contents by a restart or flush."""
         self._counters.emptied += 1
         self._memory.emptied()
         logger.warning("%s: the server has lost its contents", self._place)
@@ -537,10 +538,10 @@ class RemoteTier(AsyncTier):
         return await env.io.run(direction, call)
 
     def _opened(self) -> tuple[TierEnvironment, Bytes]:
-        """Return what there is while the tier is open.
+        """Return the environment and rows of the open tier.
 
-        Not to be kept where the library is awaited: an error that it keeps may hold its callers'
-        frames, and the primary must not be among what they hold.
+        Do not keep them across awaits of the library: its errors may hold the callers' frames,
+        which must not refer to the primary.
         """
         if self._env is None or self._rows is None:
             raise TierClosedError(f"{self._place} is not open")

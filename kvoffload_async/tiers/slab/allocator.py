@@ -1,7 +1,7 @@
-"""Making room: by growing up to the capacity, then by eviction; and giving some back.
+"""Allocation of slots: growth up to the capacity, then eviction; and shrinking.
 
-The disk may be full before the capacity is reached. Then the store stays as small as it is, or
-becomes smaller if it must, and tries to grow again after a while.
+If the disk is full below the capacity, the store stops growing or shrinks, and tries to grow again
+later.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 _REGROW_S = 60.0
-"""How long a store that met a full disk does not grow."""
+"""Seconds without growth after the disk was full."""
 
 _LEAST_SHARE = 16
-"""A segment is not made smaller than this part of a full one, unless it is the only one."""
+"""The smallest segment is this fraction of a full one, unless it is the only one."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def is_disk_full(error: TierError | None) -> bool:
-    """Tell whether a block failed because of the disk, and not for want of blocks to evict."""
+    """Return whether a block failed because the disk is full, not for lack of evictable blocks."""
     return isinstance(error, TierFullError) and error.__cause__ is not None
 
 
@@ -50,16 +50,16 @@ class Allocator:
         self._limit_slots: int | None = None
         self._limited_until_s = 0.0
         self._is_grown = False
-        """Whether the capacity has no room for another segment."""
+        """Whether the capacity has no space for another segment."""
         self.num_shrinks = 0
-        """How many segments were given back to a disk that is full."""
+        """Number of segments released because the disk was full."""
         self._is_futile = False
-        """Whether nothing could be stored in spite of the last one."""
+        """Whether the last released segment did not help."""
 
     async def claim(self, keys: Sequence[OffloadKey]) -> list[SlotAddress]:
-        """Return places for keys that are absent, ascending: for the first of them, if for fewer.
+        """Return ascending places for absent keys; if too few are free, only for the first keys.
 
-        What is evicted for it is announced; it is journalled by whoever writes to the places.
+        Announces evicted blocks, and buffers their removals until the next append to the journal.
         """
         store, catalog = self._store, self._store.catalog
         while catalog.num_free < len(keys) and not self._is_grown and await self._grow(len(keys)):
@@ -72,13 +72,13 @@ class Allocator:
         return places
 
     async def shrink(self, seen: int) -> bool:
-        """Give a segment back to a disk that is full; False if none can be given, or in vain.
+        """Release a segment on a full disk; False if none is idle or the last one did not help.
 
-        Nothing more is given once that has not helped, until something could be stored again: a
-        disk or a quota that refuses all the same is not to empty the store.
+        After a release that did not help, nothing more is released until a store succeeds: a disk
+        or quota that still refuses must not empty the store.
 
         Args:
-            seen: What `num_shrinks` was before that showed; one that was given since is enough.
+            seen: `num_shrinks` before the disk was full; a release since then suffices.
         """
         async with self._resizing:
             if self._is_futile or self.num_shrinks != seen:
@@ -113,28 +113,28 @@ class Allocator:
             return True
 
     def note_shrunk(self, *, has_helped: bool) -> None:
-        """Learn whether anything could be stored, at least after a segment was given back."""
+        """Record whether any block could be stored since the last shrink."""
         self._is_futile = not has_helped
 
     async def _grow(self, wanted: int) -> bool:
-        """Add segments; False if there will be no more now."""
+        """Add segments; False if no more can be added now."""
         async with self._resizing:
             if self._store.catalog.num_free >= wanted:
-                return True  # somebody else has grown it meanwhile
+                return True  # another task has grown it meanwhile
             for _ in range(self._budget.stripes):
                 if not await self._add_segment():
                     return False
             return True
 
     async def _add_segment(self) -> bool:
-        """Add a segment; False if there will be none now."""
+        """Add a segment; False if none can be added now."""
         slots = self._next_slots()
         while slots:
             try:
                 create = partial(self._create, slots)
                 segment = await self._env.io.run(Direction.STORE, create)
             except LostDirectoryError as error:
-                raise mapped(error) from error  # a fault, and no want of room
+                raise mapped(error) from error  # a fault, not a full disk
             except OSError as error:
                 slots = self._smaller(slots, error)
             else:
@@ -143,7 +143,7 @@ class Allocator:
         return False
 
     def _create(self, slots: int) -> Segment:
-        """Make a segment, after what the journal needs for it. Thread: an I/O thread."""
+        """Create a segment, after reserving the journal space for it. Thread: an I/O thread."""
         data_path = self._store.data_path
         data_path.journal.reserve(slots + sum(data_path.table.slots().values()))
         segment = data_path.segments.create(slots)
@@ -160,12 +160,12 @@ class Allocator:
         return slots
 
     def _smaller(self, slots: int, error: OSError) -> int:
-        """Return what to try instead of a segment that could not be made; 0: nothing for now."""
+        """Return the slots to retry with after a segment could not be created; 0: stop growing."""
         present = self._store.catalog.segments
         is_full = error.errno in _NO_SPACE
         if self._limit_slots is None or not is_full:
             logger.warning(
-                "%s: no more room below the capacity: %s", self._store.folder, str(error)
+                "%s: growth stopped below the capacity: %s", self._store.folder, str(error)
             )
         least = self._budget.segment_slots // _LEAST_SHARE if present else 0
         slots = slots // 2 if is_full and slots // 2 > least else 0

@@ -1,9 +1,9 @@
-"""The index of a store in memory: key -> place, which blocks may be evicted, which places are free.
+"""The in-memory index of a store: key -> place, evictable blocks, free places.
 
-A place is free, claimed (being written), or a block's. A block's place can be pinned by loads and
-stores; a block that is dropped while it is pinned leaves its place *retired*: free when the last
-pin goes. Free places are kept as runs, so that a request for many gets neighbours where there are
-some. Pure; its one writer is the loop.
+A place is free, claimed (being written), or occupied by a block. Loads and stores pin places. A
+block that is dropped while pinned leaves its place *retired*: it is freed with the last pin. Free
+places are kept as runs, so that allocations get adjacent places if possible. Pure; used only on the
+loop.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from kvoffload_async.tiers.slab.places import (
 from kvoffload_async.types import OffloadKey
 
 _EXACT: Final = 64
-"""Up to this length, runs are told apart exactly; above, by the power of two below it."""
+"""Runs up to this length have a class per length; longer ones a class per power of two."""
 
 _MUCH_LONGER: Final = 4
-"""How many times as long as wanted a run is of which it does not matter what is left."""
+"""From a run at least this many times longer than wanted, any part is taken."""
 
 
 class FreeRuns:
-    """The free places, in maximal runs of neighbours.
+    """The free places, in maximal runs of adjacent places.
 
-    Who takes gets the lowest run that is long enough: in address order, what is left over stays
-    together, where the shortest that fits leaves ever smaller scraps (P. R. Wilson et al.,
-    "Dynamic Storage Allocation: A Survey", 1995, section 3.5). Runs are kept in classes by length,
-    so that taking and giving back cost about the same however many there are.
+    Allocation is address-ordered: it takes the lowest run that is long enough. This keeps the free
+    space together, while best fit leaves ever smaller fragments (P. R. Wilson et al., "Dynamic
+    Storage Allocation: A Survey", 1995, section 3.5). Runs are kept in classes by length, so that
+    the cost of operations hardly depends on their number.
 
-    Lowest is the lowest slot of any segment, not the lowest segment: so what is taken one after
-    the other lies in different files, which can be written at once.
+    Lowest is by slot, then by segment: so consecutive allocations are in different files, which can
+    be written in parallel.
     """
 
     def __init__(self, extent: int) -> None:
-        """Start without a place.
+        """Start without places.
 
         Args:
-            extent: How many neighbours are worth having; who takes more gets extents of so many.
+            extent: Length of the adjacent extents into which larger allocations are split.
         """
         self._extent = extent
         self._length_at: dict[SlotAddress, int] = {}
         """First place of a run -> its length."""
         self._first_before: dict[SlotAddress, SlotAddress] = {}
-        """SlotAddress behind a run -> its first."""
+        """Place behind a run -> its first place."""
         self._classes: dict[int, _Class] = {}
         self._num_free = 0
 
@@ -70,7 +70,7 @@ class FreeRuns:
         yield from self._length_at.items()
 
     def free(self, first: SlotAddress, count: int = 1) -> None:
-        """Give back a run of places that is not free."""
+        """Free a run of places that is not free yet."""
         self._num_free += count
         behind = first + count
         before = self._first_before.get(first)
@@ -84,20 +84,20 @@ class FreeRuns:
         self._add(first, behind - first)
 
     def has_run(self, count: int) -> bool:
-        """Tell whether there surely is a run of so many, or of an extent if that is less."""
+        """Return whether there certainly is a run of `count` places, or of an extent if less."""
         return max(self._classes, default=0) >= _least_class(min(count, self._extent))
 
     def take(self, count: int) -> list[SlotAddress]:
-        """Take places: for each extent a run that is long enough if there is one, else the longest.
+        """Allocate places: for each extent a run that is long enough, else the longest.
 
-        Of a run that is not much longer, what begins at a multiple of the count: so jobs of one
-        size leave nothing between them.
+        In a run that is not much longer than wanted, the allocation is aligned to its size, so that
+        jobs of equal size leave no gaps.
 
         Returns:
             The places; those of each extent ascend.
 
         Raises:
-            ValueError: There are not that many.
+            ValueError: Fewer than `count` places are free.
         """
         if count > self._num_free:
             raise ValueError(f"{count} places are wanted, {self._num_free} are free")
@@ -123,7 +123,7 @@ class FreeRuns:
         return taken
 
     def drop_segment(self, segment: int) -> int:
-        """Forget the free places of a segment; return how many they were."""
+        """Forget the free places of a segment; return their number."""
         gone = [first for first in self._length_at if segment_of(first) == segment]
         count = 0
         for first in gone:
@@ -133,9 +133,9 @@ class FreeRuns:
         return count
 
     def _best_for(self, count: int) -> SlotAddress:
-        """Return the first place of the lowest run that is surely long enough, or of a longest one.
+        """Return the start of the lowest run that is certainly long enough, or of a longest one.
 
-        Longest up to its class: within a factor of two.
+        Longest within its class, so up to a factor of two.
         """
         least = _least_class(count)
         fitting = [runs.lowest() for number, runs in self._classes.items() if number >= least]
@@ -161,7 +161,7 @@ class FreeRuns:
 
 
 class _Class:
-    """Runs of about one length; the lowest is found fast.
+    """Runs of similar length, with fast access to the lowest.
 
     Attributes:
         firsts: Their first places, swapped.
@@ -172,7 +172,7 @@ class _Class:
     def __init__(self) -> None:
         self.firsts: set[int] = set()
         self._heap: list[int] = []
-        """These, and some that have gone."""
+        """A heap of these; may contain removed ones."""
 
     def add(self, first: int) -> None:
         """Add a run."""
@@ -182,14 +182,14 @@ class _Class:
             self._heap = sorted(self.firsts)
 
     def lowest(self) -> int:
-        """Return the lowest of them; there is one."""
+        """Return the lowest; there must be one."""
         while self._heap[0] not in self.firsts:
             heapq.heappop(self._heap)
         return self._heap[0]
 
 
 def _swapped(place: int) -> int:
-    """Return a place with its segment in the lower bits, or that place again."""
+    """Move a place's segment to the lower bits, or back."""
     return place_of(slot_of(place), segment_of(place))
 
 
@@ -198,17 +198,17 @@ def _class_of(length: int) -> int:
 
 
 def _least_class(count: int) -> int:
-    """Return the lowest class of which every run has so many places."""
+    """Return the lowest class whose runs all have at least `count` places."""
     return count if count <= _EXACT else _class_of(count - 1) + 1
 
 
 class Found(NamedTuple):
-    """Where blocks were found; parallel to their keys.
+    """Result of a lookup, parallel to the keys.
 
     Attributes:
-        slots: Those of the ranking.
-        places: None for blocks that are absent.
-        num_dropped: How many pinned blocks had been dropped by then.
+        slots: Slots in the ranking, None for absent blocks.
+        places: Places in the store, None for absent blocks.
+        num_dropped: Value of the counter of dropped blocks, to detect stale results.
     """
 
     slots: list[int | None]
@@ -217,10 +217,10 @@ class Found(NamedTuple):
 
 
 class Catalog:
-    """The contents of one store. Thread: loop."""
+    """Index of one store. Thread: loop."""
 
     def __init__(self, policy: CachePolicy, piece: int) -> None:
-        """Start empty; the policy is owned from now on. See `FreeRuns` for the piece."""
+        """Start empty and take ownership of the policy; `piece` is the extent of `FreeRuns`."""
         self._ranking = KeyRanking(policy)
         self._place_of = long_integers(policy.capacity_blocks)
         """Slot of the ranking -> place of the block."""
@@ -228,9 +228,9 @@ class Catalog:
         self._slots: dict[int, int] = {}
         self._pins: set[SlotAddress] = set()
         self._more_pins: dict[SlotAddress, int] = {}
-        """SlotAddress that is pinned more than once -> how many times more."""
+        """Place that is pinned more than once -> number of further pins."""
         self._passed: dict[SlotAddress, int] = {}
-        """SlotAddress of a block that could not go when its turn came, for its pins -> its slot."""
+        """Place of a pinned block that was skipped at eviction -> its slot in the ranking."""
         self._doomed: set[SlotAddress] = set()
         self._claimed: set[SlotAddress] = set()
         self._num_dropped = 0
@@ -240,21 +240,21 @@ class Catalog:
 
     @property
     def num_free(self) -> int:
-        """How many places are free."""
+        """Number of free places."""
         return len(self._free)
 
     @property
     def num_evictable(self) -> int:
-        """How many blocks may go."""
+        """Number of evictable blocks."""
         return len(self) - (len(self._pins) - len(self._doomed))
 
     @property
     def segments(self) -> dict[int, int]:
-        """Segment -> its slots; not to be changed."""
+        """Segment -> number of slots; read-only."""
         return self._slots
 
     def keys(self) -> KeyMap:
-        """Return every key, in a map for the caller to keep."""
+        """Return a copy of the key map; the caller owns it."""
         return self._ranking.map.copy()
 
     def items(self) -> Iterator[tuple[OffloadKey, SlotAddress]]:
@@ -263,11 +263,11 @@ class Catalog:
         return ((key, place_of[slot]) for key, slot in self._ranking.map.items())
 
     def find(self, keys: Sequence[OffloadKey]) -> list[SlotAddress | None]:
-        """Return the place of each key, None for those that are absent."""
+        """Return the place of each key, None for absent keys."""
         return self.look_up(keys).places
 
     def look_up(self, keys: Sequence[OffloadKey]) -> Found:
-        """Return where blocks are, for `used` as well."""
+        """Look up keys; pass the result to `used` to save a second lookup."""
         place_of = self._place_of
         slots = self._ranking.find(keys)
         places = [None if slot is None else place_of[slot] for slot in slots]
@@ -276,7 +276,7 @@ class Catalog:
     # -- segments -------------------------------------------------------------------------------
 
     def add_segment(self, segment: int, slots: int) -> None:
-        """Add a segment, every slot of it free."""
+        """Add a segment whose slots are all free."""
         self._slots[segment] = slots
         self._free.free(place_of(segment, 0), slots)
 
@@ -285,14 +285,14 @@ class Catalog:
         places: npt.NDArray[np.int64],
         portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]],
     ) -> bool:
-        """Take in the blocks found at the start.
+        """Index the blocks found at opening.
 
         Args:
-            places: Where they are, the least recent first.
-            portions: Which of them, and their keys; see `KeyRanking.fill`.
+            places: Their places, least recent first.
+            portions: Batches of indices and keys; see `KeyRanking.fill`.
 
         Returns:
-            Whether every key came once; if not, this is of no use any more.
+            Whether the keys were distinct; otherwise the catalog is unusable.
         """
         slots = SlotNumbers(self._slots)
         is_free = np.ones(slots.total, dtype=np.bool_)
@@ -306,7 +306,7 @@ class Catalog:
         return len(self._ranking.map) == len(places)
 
     def idle_segments(self) -> list[int]:
-        """Return the segments whose blocks may all go, that with the fewest first."""
+        """Return the segments without pinned or claimed places, fewest blocks first."""
         busy = set(map(segment_of, self._pins | self._claimed))
         free = dict.fromkeys(self._slots, 0)
         for first, count in self._free.runs():
@@ -315,7 +315,7 @@ class Catalog:
         return sorted(used, key=lambda number: (used[number], number))
 
     def drop_segment(self, segment: int, keys: Sequence[OffloadKey]) -> None:
-        """Forget an idle segment and the blocks in it, which are these."""
+        """Remove an idle segment and its blocks, given by key."""
         self._ranking.discard(keys)
         self._free.drop_segment(segment)
         del self._slots[segment]
@@ -323,14 +323,14 @@ class Catalog:
     # -- blocks ---------------------------------------------------------------------------------
 
     def pin(self, places: Collection[SlotAddress]) -> None:
-        """Keep blocks where they are; each place is named once."""
+        """Pin distinct places, so that their blocks are not evicted."""
         more = self._more_pins
         for place in self._pins.intersection(places):
             more[place] = more.get(place, 0) + 1
         self._pins.update(places)
 
     def unpin(self, places: Collection[SlotAddress]) -> None:
-        """Take back one pin each."""
+        """Remove one pin from each place."""
         if self._more_pins:
             places = [place for place in places if not self._is_pinned_still(place)]
         self._pins.difference_update(places)
@@ -343,7 +343,7 @@ class Catalog:
             self._give_back(freed)
 
     def _is_pinned_still(self, place: SlotAddress) -> bool:
-        """Take back a pin that is not the only one; False if it is."""
+        """Remove one of several pins; False if there was only one."""
         more = self._more_pins.pop(place, 0)
         if more > 1:
             self._more_pins[place] = more - 1
@@ -352,18 +352,17 @@ class Catalog:
     def claim(
         self, incoming: Sequence[OffloadKey], ahead: int = 0
     ) -> tuple[list[SlotAddress], list[OffloadKey], list[SlotAddress]]:
-        """Take places for keys that are absent; where too few are free, blocks have to go.
+        """Claim places for absent keys, evicting blocks if needed.
 
         Args:
             incoming: The keys.
-            ahead: How many places to have free beyond these, once blocks go; they go also where
-                enough places are free, but scattered. So neighbours that were stored together
-                come together again, and the next jobs cost less.
+            ahead: Number of further places to free when blocks are evicted. Also evicts if enough
+                places are free but scattered: evicting blocks that were stored together restores
+                adjacent places and amortises the cost.
 
         Returns:
-            The places, those of each piece ascending and neighbours where possible, fewer than the
-            keys if there are no more; the keys of the blocks that had to go, and where these were,
-            parallel.
+            The places, ascending and adjacent within an extent if possible, fewer than the keys if
+            no more are available; the evicted keys, and their former places, parallel.
         """
         num_free = self.num_free
         count = 0
@@ -388,7 +387,7 @@ class Catalog:
         return True
 
     def release(self, places: Sequence[SlotAddress]) -> None:
-        """Give back claimed places that were not used."""
+        """Free claimed places that were not used."""
         self._claimed.difference_update(places)
         self._give_back(places)
 
@@ -398,7 +397,7 @@ class Catalog:
             self._free.free(run.place, run.length)
 
     def admit(self, keys: Sequence[OffloadKey], places: Sequence[SlotAddress]) -> None:
-        """Note blocks that were written to claimed places, head to tail."""
+        """Index blocks written to claimed places, ordered head to tail."""
         self._claimed.difference_update(places)
         self._enter(keys[::-1], places[::-1])
 
@@ -416,12 +415,11 @@ class Catalog:
             self._doomed.add(place)
 
     def used(self, keys: Sequence[OffloadKey], found: Found | None = None) -> None:
-        """Note that a request used blocks, head to tail; absent ones are ignored.
+        """Record a request's uses of blocks, ordered head to tail; absent ones are ignored.
 
         Args:
-            keys: Theirs.
-            found: Where all of them were found, if they are pinned since: they need not be looked
-                up again.
+            keys: Keys of the blocks.
+            found: Result of their lookup, if all were found and pinned since; saves another lookup.
         """
         if found is not None and found.num_dropped == self._num_dropped:
             self._ranking.access_slots([slot for slot in found.slots if slot is not None])
@@ -429,18 +427,18 @@ class Catalog:
             self._ranking.access(keys)
 
     def violations(self) -> Iterable[str]:
-        """Return which invariants do not hold, in words."""
+        """Return descriptions of the violated invariants."""
         yield from self._ranking.violations()
         places = [place for _, place in self.items()]
         free = [place + i for place, count in self._free.runs() for i in range(count)]
         every = [place_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
         if sorted([*places, *free, *self._claimed, *self._doomed]) != sorted(every):
-            yield "a slot is neither free, claimed, doomed nor a block's, or two of them"
+            yield "a slot is not exactly one of free, claimed, retired and occupied"
         if not self._more_pins.keys() <= self._pins <= {*places, *self._doomed}:
             yield "a place is pinned that has no block"
         skipped = self._ranking.policy.skipped()
         if not self._pins.issuperset(self._place_of[slot] for slot in skipped):
-            yield "a block may go, but the policy skips it"
+            yield "an evictable block is skipped by the policy"
 
 
 def _always(_slot: int) -> bool:
@@ -448,6 +446,6 @@ def _always(_slot: int) -> bool:
 
 
 def _runs(is_free: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Yield where each run of free slots begins, and where it ends."""
+    """Yield start and end of each run of free slots."""
     edges = np.flatnonzero(np.diff(is_free.view(np.int8), prepend=0, append=0))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

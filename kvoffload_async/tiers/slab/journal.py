@@ -1,11 +1,11 @@
-"""The journal: which block lies where, on disk.
+"""The on-disk journal, which maps places to keys.
 
-Written by the threads that store, one append a job, under a lock. Removals are noted, and written
-before the slots that they free are written to again: whoever is about to do that calls `flush`.
+Written by the store threads, one append per job, under a lock. Removals are buffered, and written
+before the freed slots are overwritten: a writer calls `flush` first.
 
-When half of the log is full, the next journal is begun beside it (`Compaction`). Every append then
-writes a part of that as well, in proportion to itself: so much that it is complete before the log
-is full. `compact_step`, which no store waits for, syncs it and renames it over the other.
+When half of the log is full, the next journal is begun in a second file (`Compaction`). Every
+append then also writes a proportional part of it, so that it is complete before the log is full.
+`compact_step` syncs it and renames it over the current journal, without blocking stores.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ MAX_USE: Final = (1 << 32) - 1
 _HALVED_FROM: Final = 1 << 31
 _HEAD_BYTES: Final = 4
 _REPLAY_SLOTS: Final = 1 << 14
-"""Slots that one step takes in: nobody waits longer than that for the interpreter."""
+"""Slots loaded per step; bounds how long a step holds the GIL."""
 
 Uses = npt.NDArray[np.uint32]
 """The tick of each slot's last use, shape `[slots]`."""
 
 
 class _Part:
-    """The records of one segment.
+    """The records of one segment, in columns.
 
     Attributes:
-        heads: The first four bytes of each record: kind, bytes of the key, flags. 0: no block.
-        digests: The checksum of each.
-        keys: The key of each, zeros behind it; as wide as the longest one so far.
-        uses: The tick of each one's last use.
+        heads: First four bytes of each record: kind, key length, flags. 0: no block.
+        digests: Checksum of each block, `[slots, DIGEST_BYTES]`.
+        keys: Key of each block, zero-padded to the longest one so far.
+        uses: Tick of each block's last use.
     """
 
     __slots__ = ("_digest_bytes", "digests", "heads", "keys", "uses")
@@ -116,17 +116,17 @@ class _Part:
 
 
 class RecordTable:
-    """The records of the blocks that are there, and when each was last used. Thread: any."""
+    """Records and last uses of the existing blocks. Thread: any."""
 
     def __init__(self) -> None:
         self._parts: dict[int, _Part] = {}
         self.tick = 1
-        """Of the next use; about, with several threads."""
+        """Tick of the next use; approximate with several threads."""
         self.has_unverified = False
-        """Whether there may be blocks that must be verified in any case."""
+        """Whether there may be blocks that need verification."""
 
     def add_segment(self, segment: int, slots: int) -> None:
-        """Add a segment, without blocks."""
+        """Add a segment without blocks."""
         self._parts[segment] = _Part(slots)
 
     def drop_segment(self, segment: int) -> None:
@@ -134,11 +134,11 @@ class RecordTable:
         del self._parts[segment]
 
     def slots(self) -> dict[int, int]:
-        """Return how many slots each segment has."""
+        """Return the number of slots of each segment."""
         return {segment: len(part.heads) for segment, part in list(self._parts.items())}
 
     def fill(self, units: Records, rows: RecordRows) -> None:
-        """Take in those of a journal's records that are of blocks."""
+        """Load the records `rows` of a scanned journal."""
         last_use = 0
         for start in range(0, len(rows), _REPLAY_SLOTS):
             records = picked(units, rows[start : start + _REPLAY_SLOTS])
@@ -154,12 +154,12 @@ class RecordTable:
         self.tick = max(self.tick, min(last_use + 1, MAX_USE))
 
     def put(self, place: SlotAddress, packed: bytes) -> None:
-        """Write the packed records of a run that begins at a place."""
+        """Set the packed records of a run of places."""
         self._parts[segment_of(place)].put(slot_of(place), packed)
         self.use(place, len(packed) // RECORD_BYTES)
 
     def remove(self, places: Sequence[SlotAddress]) -> bytes:
-        """Note that places have no block; return the records that say so."""
+        """Remove the blocks at these places; return their packed removal records."""
         ascending = sorted(places)
         for run in joined(ascending, 0, len(ascending)):
             slot = slot_of(run.place)
@@ -167,15 +167,15 @@ class RecordTable:
         return removal_records(ascending)
 
     def use(self, place: SlotAddress, count: int = 1) -> None:
-        """Note that a run was used now."""
+        """Record a use of a run at the current tick."""
         slot = slot_of(place)
         self._parts[segment_of(place)].uses[slot : slot + count] = self.tick
         self.tick = min(self.tick + 1, MAX_USE)
 
     def halve_uses(self) -> None:
-        """Make room for more ticks, if there soon is none; the order is kept, but for the last bit.
+        """Halve all ticks if they may overflow; only the lowest bit of the order is lost.
 
-        To be called before all records are written: those on disk still have the old ticks.
+        Call it before rewriting all records: those on disk keep the old ticks.
         """
         if self.tick >= _HALVED_FROM:
             for part in list(self._parts.values()):
@@ -183,15 +183,15 @@ class RecordTable:
             self.tick >>= 1
 
     def uses(self) -> dict[int, Uses]:
-        """Return the ticks of each segment's slots, as they are and go on changing."""
+        """Return each segment's live array of ticks."""
         return {segment: part.uses for segment, part in list(self._parts.items())}
 
     def digests(self, place: SlotAddress, count: int) -> bytes:
-        """Return the checksums of a run, one behind the other."""
+        """Return the concatenated checksums of a run."""
         return self._parts[segment_of(place)].stored_digests(slot_of(place), count)
 
     def needs_verify(self, place: SlotAddress, count: int) -> bool:
-        """Tell whether one of a run must be verified in any case."""
+        """Return whether any block of a run needs verification."""
         slot = slot_of(place)
         heads = self._parts[segment_of(place)].heads[slot : slot + count]
         return bool((heads >> np.uint32(16) & np.uint32(NEEDS_VERIFY)).any())
@@ -202,29 +202,29 @@ class RecordTable:
         return part.records(segment, 0, len(part.heads))
 
     def records_between(self, segment: int, start: int, stop: int) -> Records:
-        """Return the records of the blocks in some slots; none if the segment is gone."""
+        """Return the records of the blocks in a range of slots; empty if the segment is gone."""
         part = self._parts.get(segment)
         return np.zeros(0, dtype=RECORD) if part is None else part.records(segment, start, stop)
 
     def num_live(self) -> int:
-        """Return how many blocks there are."""
+        """Return the number of blocks."""
         return sum(int(np.count_nonzero(part.heads)) for part in list(self._parts.values()))
 
     def live(self) -> Records:
-        """Return all records, the least recently used first. For inspection."""
+        """Return all records, least recently used first. For inspection."""
         found = [np.zeros(0, dtype=RECORD), *(self.records_in(segment) for segment in self._parts)]
         records: Records = np.concatenate(found)
         return records[np.argsort(records["use"], kind="stable")]
 
 
 def split_digests(digests: bytes) -> list[bytes]:
-    """Return the single checksums of several, one behind the other."""
+    """Split concatenated checksums."""
     starts: Iterable[int] = range(0, len(digests), DIGEST_BYTES)
     return [digests[start : start + DIGEST_BYTES] for start in starts]
 
 
 def _distinct(numbers: npt.NDArray[np.integer]) -> list[int]:
-    """Return each number once; `np.unique` imports a module when it is first called."""
+    """Return the distinct numbers, ascending; `np.unique` would import a module."""
     ascending = np.sort(numbers)
     is_first = np.concatenate([ascending[:1] == ascending[:1], ascending[1:] != ascending[:-1]])
     distinct: list[int] = ascending[is_first].tolist()
@@ -232,35 +232,38 @@ def _distinct(numbers: npt.NDArray[np.integer]) -> list[int]:
 
 
 _COMPACTION_SLOTS: Final = 1 << 13
-"""How many slots are looked at, and their records written, at a time."""
+"""Slots scanned and written per step of a compaction."""
 
 _SYNC_BYTES: Final = 8 << 20
-"""How much of it may wait for the device before somebody waits for it."""
+"""Unsynced bytes at which a sync becomes due."""
 
 
 class Compaction:
-    """A journal that is not in use yet.
+    """The next journal, while it is being written.
 
     Attributes:
-        fd: Its file, open.
-        size_bytes: How long it is.
-        sequence: The number of its last frame.
-        synced_bytes: How much of it is on the device.
-        is_syncing: Whether a thread waits for the device without the journal's lock.
-        is_abandoned: Whether it will never be in use; who is syncing closes it then.
+        fd: Descriptor of its file.
+        size_bytes: Bytes written.
+        sequence: Sequence number of its last frame.
+        synced_bytes: Bytes known to be on the device.
+        is_syncing: Whether a thread is syncing it without the journal's lock.
+        is_abandoned: Whether it was given up; the syncing thread then closes it.
     """
 
     def __init__(
         self, ops: FileOps, path: str, table: RecordTable, seed: int, max_units: int
     ) -> None:
-        """Make the file, all of its space allocated; raises OSError.
+        """Create the file and preallocate its space.
 
         Args:
-            ops: The system calls.
-            path: Of the file; what is there is replaced.
-            table: What is to be written.
-            seed: Of the frames.
-            max_units: Allocated; no more is written.
+            ops: System calls.
+            path: Path of the file; an existing one is replaced.
+            table: The records to write.
+            seed: Seed of the frames' checksums.
+            max_units: Units to allocate; no more are written.
+
+        Raises:
+            OSError: The file cannot be created or allocated.
         """
         self._ops = ops
         self._table = table
@@ -268,7 +271,7 @@ class Compaction:
         self._max_units = max_units
         self._todo: deque[tuple[int, int, int]] = deque()
         self.num_slots = 0
-        """How many there were to look at."""
+        """Number of slots to scan."""
         self.num_seen = 0
         self.has_begun = False
         self.sequence = 0
@@ -284,12 +287,16 @@ class Compaction:
             raise
 
     def grow(self, max_units: int) -> None:
-        """Allocate more; raises OSError."""
+        """Allocate more units.
+
+        Raises:
+            OSError: They cannot be allocated.
+        """
         self._ops.reserve(self.fd, max_units * RECORD_BYTES)
         self._max_units = max_units
 
     def begin(self, sequence: int) -> None:
-        """Begin with the blocks that are there now, with numbers higher than this one."""
+        """Start with the current blocks, and sequence numbers above `sequence`."""
         self.sequence = sequence
         self.has_begun = True
         self._table.halve_uses()
@@ -300,28 +307,32 @@ class Compaction:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is in it that is in the journal in use."""
+        """Whether it contains everything that the current journal does."""
         return not self._todo
 
     @property
     def unsynced_bytes(self) -> int:
-        """How much is not on the device."""
+        """Number of bytes not known to be on the device."""
         return self.size_bytes - self.synced_bytes
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to wait for the device, or to put it in use."""
+        """Whether it should be synced or put into use."""
         if self.is_syncing or not self.has_begun:
             return False
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
 
     def fits(self, units: int) -> bool:
-        """Tell whether an append of so many units fits, beside all that is still to be written."""
+        """Return whether an append of `units` units fits, beside the records yet to be written."""
         left = checkpoint_units(self.num_slots - self.num_seen)
         return self.size_bytes // RECORD_BYTES + left + units <= self._max_units
 
     def advance(self, body: bytes, num_seen: int) -> None:
-        """Append records, and go on until so many slots have been looked at; raises OSError."""
+        """Append records, and copy existing ones until `num_seen` slots have been scanned.
+
+        Raises:
+            OSError: Writing failed.
+        """
         frames = bytearray()
         if body:
             self.sequence += 1
@@ -349,7 +360,11 @@ class Compaction:
         self.size_bytes += write_all(self._ops, self.fd, frames, self.size_bytes)
 
     def sync(self) -> None:
-        """Wait until what is written now is on the device. Thread: any; raises OSError."""
+        """Sync the bytes written so far. Thread: any.
+
+        Raises:
+            OSError: Syncing failed.
+        """
         size_bytes = self.size_bytes
         self._ops.fdatasync(self.fd)
         self.synced_bytes = size_bytes
@@ -358,14 +373,14 @@ class Compaction:
 logger = logging.getLogger(__name__)
 
 _LEAST_SHARE = 32
-"""A journal is written anew at the opening where less room than this part of it is left."""
+"""A journal with less than this fraction of its space left is compacted at opening."""
 
 _POLL_S = 0.02
-"""How often an append without room looks whether anybody still waits for it."""
+"""Seconds between checks whether an append that waits for space is still awaited."""
 
 
 class Journal:
-    """The open journal of one store. Thread: any; `note_removed` never waits."""
+    """The open journal of one store. Thread: any; `note_removed` never blocks."""
 
     def __init__(
         self,
@@ -377,15 +392,15 @@ class Journal:
         *,
         fdatasync: bool,
     ) -> None:
-        """Describe it; `open` comes first.
+        """Configure the journal; call `open` next.
 
         Args:
-            ops: The system calls.
-            folder: The store's.
-            directory_identity: Of that folder; nothing is written once it is another.
-            table: What it says; kept up to date here.
-            seed: Binds it to the store.
-            fdatasync: Wait for the device at the end of every append.
+            ops: System calls.
+            folder: Path of the store.
+            directory_identity: Identity of that folder; writes fail once it was replaced.
+            table: The records of existing blocks; updated here.
+            seed: Seed of the frames' checksums.
+            fdatasync: Sync after every append.
         """
         self._ops = ops
         self._path = f"{folder}/{JOURNAL}"
@@ -399,31 +414,31 @@ class Journal:
         self._fd: int | None = None
         self._end_units = 0
         self._max_units = self._window_units = 0
-        """How long it may become, and how much of that is left when the next one is begun."""
+        """Maximum number of units, and how many are left when compaction begins."""
         self._begin_units = 0
-        """How long it may become before the next one is begun."""
+        """Number of units at which compaction begins."""
         self._next: Compaction | None = None
-        self._next_from_units = 0  # how long this one was when that was begun
+        self._next_from_units = 0  # size in units when the compaction began
         self._replaced: list[int] = []
-        """Files that are not in use any more; closing them frees their space, which takes time."""
+        """Descriptors of replaced journals; closing them frees their space, which is slow."""
         self._is_folder_synced = False
-        self._skipped = 0  # appends that have failed since the last one that did not
+        self._skipped = 0  # failed appends since the last successful one
         self.sequence = 0
-        """The highest number that a frame has or had."""
+        """The highest sequence number used so far."""
 
     def open(self, end_bytes: int, sequence: int, *, anew: bool) -> bool:
-        """Open the file behind what was found in it; what is torn there is cut off.
+        """Open the journal for appending, and cut off a torn tail.
 
         Args:
-            end_bytes: Where the good part ends.
-            sequence: The highest number in it.
-            anew: Write everything anew, so that nobody sees the damage in it any more.
+            end_bytes: End of the valid frames.
+            sequence: Highest sequence number in them.
+            anew: Compact now, to persist the verification marks.
 
         Returns:
-            Whether nothing of the damage is left, if there was any.
+            Whether the marks, if any, are on disk.
 
         Raises:
-            OSError: The file cannot be had, or not be cut.
+            OSError: The file cannot be opened or truncated.
         """
         self.sequence = sequence
         self._fd = self._ops.open_own(self._path, os.O_RDWR)
@@ -440,12 +455,16 @@ class Journal:
                 if anew or is_full:
                     self._rewrite()
             except OSError as error:
-                logger.warning("the journal cannot be written anew yet: %s", str(error))
+                logger.warning("journal compaction failed: %s", str(error))
                 return not anew
         return True
 
     def reserve(self, slots: int) -> None:
-        """Allocate what a store with so many slots needs; raises OSError."""
+        """Allocate the journal space for a store with `slots` slots.
+
+        Raises:
+            OSError: It cannot be allocated.
+        """
         units = journal_units(slots)
         with self._mutex:
             if units <= self._max_units:
@@ -457,33 +476,33 @@ class Journal:
             self._limit(slots)
 
     def note_new_file(self) -> None:
-        """Note that the folder has a new file, of which later appends speak."""
+        """Record that the folder has a new file, to be synced before appends that refer to it."""
         self._is_folder_synced = False
 
     def note_removed(self, places: Sequence[SlotAddress]) -> None:
-        """Note that blocks are gone; they are so on disk after the next `commit` or `flush`."""
-        # Taken out of the table first: who writes it anew must not find there what is noted.
+        """Remove blocks; the removals are on disk after the next `commit` or `flush`."""
+        # Update the table first: a concurrent compaction must not write these blocks.
         if places:
             self._removed.append(self._table.remove(places))
 
     def note_gone(self, records: Records) -> None:
-        """Note the same of blocks that are not in the table, given their records."""
+        """Buffer removals of blocks that are not in the table, given by their records."""
         if len(records):
             self._removed.append(removal_records(places_of(records)))
 
     def flush(self, is_awaited: Callable[[], bool]) -> None:
-        """Write the removals noted so far; see `commit`."""
+        """Write the buffered removals; see `commit`."""
         if self._removed:
             self.commit((), is_awaited)
 
     def commit(self, puts: Sequence[PackedRun], is_awaited: Callable[[], bool]) -> None:
-        """Write the removals noted so far and these puts, in one append.
+        """Write the buffered removals and these puts in one append.
 
-        Where there is no room before the next journal is on the device, it waits for that as long
-        as a job still waits for this: so the job's deadline is that of the wait as well.
+        If there is no space until the next journal is synced, wait as long as a job awaits this
+        call: so the job's deadline bounds the wait.
 
         Raises:
-            OSError: Nothing was written; the removals are still noted.
+            OSError: Nothing was written; the removals stay buffered.
         """
         with self._mutex:
             while True:
@@ -496,7 +515,7 @@ class Journal:
                 if has_room or self._next is None or not self._next.is_syncing:
                     break
                 if not is_awaited():
-                    raise OSError(errno.ETIMEDOUT, "the next journal does not reach the device")
+                    raise OSError(errno.ETIMEDOUT, "syncing the next journal timed out")
                 self._mutex.wait(_POLL_S)
             try:
                 if has_room:
@@ -514,16 +533,16 @@ class Journal:
 
     @property
     def has_removals(self) -> bool:
-        """Whether removals are noted that are not written yet."""
+        """Whether there are buffered removals."""
         return bool(self._removed)
 
     @property
     def needs_compaction(self) -> bool:
-        """Whether `compact_step` has work; approximate while another thread appends."""
+        """Whether `compact_step` has work; approximate during concurrent appends."""
         return self._next is not None and self._next.is_due
 
     def compact_step(self) -> None:
-        """Put the next journal in use once it is on the device: to be called when nobody waits."""
+        """Sync the next journal, and put it into use if complete; call it when no job waits."""
         with self._mutex:
             following = self._next
             if following is None or not following.is_due:
@@ -548,11 +567,15 @@ class Journal:
             self._close_unused(fd)
 
     def sync(self) -> None:
-        """Wait until all that was appended is on the device; raises OSError."""
+        """Sync all appends to the device.
+
+        Raises:
+            OSError: Syncing failed.
+        """
         self._ops.fdatasync(self._opened())
 
     def close(self) -> None:
-        """Close the files; idempotent. What is noted and not written comes back at the opening."""
+        """Close the files; idempotent. Unwritten removals are undone at the next opening."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
@@ -562,7 +585,7 @@ class Journal:
         self._ops.close(fd)
         if following is not None:
             with contextlib.suppress(OSError):
-                self._directory_identity.check()  # else it would be another store's
+                self._directory_identity.check()  # it could be another store's
                 self._ops.unlink(self._next_path)
 
     # -- inside, under the lock -----------------------------------------------------------------
@@ -572,7 +595,7 @@ class Journal:
             self._table.put(place, packed)
 
     def _orphan(self, puts: Sequence[PackedRun]) -> None:
-        """Take back puts that may or may not be on disk; their removals are written as any are."""
+        """Remove puts that may or may not be on disk; writes their removals later."""
         for first, packed in puts:
             count = len(packed) // RECORD_BYTES
             self._removed.append(self._table.remove(range(first, first + count)))
@@ -589,8 +612,8 @@ class Journal:
             if self._fdatasync:
                 self._ops.fdatasync(fd)
         except OSError:
-            # What is left of the frame, if it is whole, must not count: it is overwritten by one
-            # with a higher number, and made no frame until then.
+            # A complete frame left on disk must not become valid: overwrite its header now; the
+            # next append uses a higher number.
             self._skipped += 1
             with contextlib.suppress(OSError):
                 self._ops.pwrite(fd, memoryview(bytes(RECORD_BYTES)), end_bytes)
@@ -599,7 +622,7 @@ class Journal:
         self._end_units += len(framed) // RECORD_BYTES
 
     def _advance(self, body: bytes) -> None:
-        """Go on with the next journal after an append; a failure is that of the next one alone."""
+        """Advance the compaction after an append; its failure does not affect the append."""
         if self._end_units < self._begin_units:
             return
         try:
@@ -607,16 +630,16 @@ class Journal:
             if not following.has_begun:
                 following.begin(self.sequence)
                 self._next_from_units = self._end_units
-                body = b""  # its blocks are among those that are there
+                body = b""  # its blocks are already in the table
             room = max(1, self._max_units - self._next_from_units)
-            used = self._end_units - self._next_from_units  # of it; half, and it is complete
+            used = self._end_units - self._next_from_units  # complete when half is used
             following.advance(body, -(-2 * used * following.num_slots // room))
         except OSError as error:
             self._abandon(error)
 
     def _rewrite(self, body: bytes = b"") -> None:
-        """Complete the next journal and put it in use now, with a last append."""
-        self._check()  # else it could be put in the place of another store's
+        """Complete the next journal synchronously and put it into use, with a last append."""
+        self._check()  # do not replace another store's journal
         if not self._prepare().fits(1 + len(body) // RECORD_BYTES):
             self._drop_next()
         while True:
@@ -629,31 +652,35 @@ class Journal:
                 following.sync()
                 self._switch(following)
             except OSError as error:
-                self._abandon(error)  # what was lost may only be what was written before
+                self._abandon(error)  # the sync may fail for earlier writes: retry
                 if is_new:
                     raise
             else:
                 break
         self._close_replaced()
         self._sync_names()
-        with contextlib.suppress(OSError):  # it is tried again when it is needed
+        with contextlib.suppress(OSError):  # retried when needed
             self._prepare()
 
     def _sync_names(self) -> None:
-        """See to it that what is appended is found again, if that matters; raises OSError."""
+        """Sync the folder if new files must survive a power failure.
+
+        Raises:
+            OSError: Syncing failed.
+        """
         if self._fdatasync and not self._is_folder_synced:
             sync_folder(self._ops, self._path.rpartition("/")[0])
             self._is_folder_synced = True
 
     def _try_to_switch(self) -> None:
-        """Put the next journal, which is on the device, in use; its failure is nobody's."""
+        """Put the synced next journal into use; on failure, abandon it."""
         following = self._next
         if following is None:
             return
         try:
             self._check()
             if self._fdatasync and following.unsynced_bytes:
-                following.sync()  # what was appended since has been reported as stored
+                following.sync()  # appends since then were reported as stored
             self._switch(following)
             self._prepare()
         except OSError as error:
@@ -675,7 +702,11 @@ class Journal:
         self._begin_units = self._max_units - self._window_units
 
     def _prepare(self) -> Compaction:
-        """Return the next journal; a new one has all its space allocated. Raises OSError."""
+        """Return the next journal; create and preallocate it if needed.
+
+        Raises:
+            OSError: It cannot be created.
+        """
         if self._next is None:
             with contextlib.suppress(FileNotFoundError):
                 self._ops.unlink(self._next_path)
@@ -685,12 +716,12 @@ class Journal:
         return self._next
 
     def _abandon(self, error: OSError) -> None:
-        logger.warning("the journal cannot be written anew yet: %s", str(error))
+        logger.warning("journal compaction failed: %s", str(error))
         self._drop_next()
         self._begin_units = (self._end_units + self._max_units) // 2
 
     def _drop_next(self) -> None:
-        """Give the next journal up: its bytes, once one was lost, prove nothing any more."""
+        """Abandon the next journal: after a failed sync its contents are unreliable."""
         following, self._next = self._next, None
         if following is not None and following.is_syncing:
             following.is_abandoned = True
@@ -702,14 +733,18 @@ class Journal:
             self._close_unused(self._replaced.pop())
 
     def _close_unused(self, fd: int) -> None:
-        """Close a journal that no block depends on: that it fails is no job's failure."""
+        """Close a journal file that is not in use; log failures."""
         try:
             self._ops.close(fd)
         except OSError as error:
             logger.warning("closing a journal that is not in use failed: %s", str(error))
 
     def _check(self) -> None:
-        """Raise an OSError if what is written would not be found again."""
+        """Check that folder and journal file were not replaced.
+
+        Raises:
+            OSError: One of them was replaced or deleted.
+        """
         self._directory_identity.check()
         self._directory_identity.check_file(self._opened(), JOURNAL)
 

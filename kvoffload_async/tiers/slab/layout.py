@@ -1,8 +1,7 @@
-"""Where a store lies, its file names, what its blocks mean, and how many fit into a capacity.
+"""A store's folder, file names and identity, and the space that its slots need.
 
-Sizes are in bytes as the filesystem allocates them. A slot costs itself, its share of the segment's
-extent tree, its records in two journals, the one in use and the next, and four bytes of the
-session's file.
+Sizes are in bytes as allocated by the filesystem. A slot needs its own bytes, extent metadata, its
+records in the current and the next journal, and four bytes in the session file.
 """
 
 from __future__ import annotations
@@ -20,51 +19,51 @@ from kvoffload_async.tiers.slab.places import MAX_SLOTS
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
 PAGE_BYTES = 4096
-"""What slots, and O_DIRECT, are aligned to."""
+"""Alignment of slots and of O_DIRECT."""
 
 _FIXED_BYTES = 16 * PAGE_BYTES
-"""Two folders, the lock, the session, the manifest and its successor, the journals' roundings and
-extents."""
+"""Two folders, the lock, the session, the manifest and its temporary file, rounding and extents of
+the journals."""
 
 _SEGMENT_BYTES = PAGE_BYTES + 64
-"""A segment's first extent block, and its name in the folder."""
+"""A segment's first extent block, and its directory entry."""
 
 _USE_BYTES = 4
-"""What the session's file has of a slot."""
+"""Bytes per slot in the session file."""
 
 _EXTENT_BYTES = 60
-"""Two extents of 12 bytes a slot, in leaves that splitting has left half empty, and some."""
+"""Two extents of 12 bytes per slot, in half-full leaves, rounded up."""
 
 _MIN_LOG_UNITS = 32
-"""So that a journal that is short is not written anew all the time."""
+"""Minimum log size, so that short journals are not compacted all the time."""
 
 _AHEAD_SHARE = 16
-"""Which part of a store may stand empty, at most, so that jobs find neighbours."""
+"""At most this fraction of a store is kept free for adjacent allocation."""
 
 _MOST_AHEAD = 256
-"""Enough that evicting costs a job next to nothing."""
+"""Maximum of slots kept free; more would not make eviction noticeably cheaper."""
 
 _MOST_AHEAD_BYTES = 32 << 20
-"""Where blocks are large, neighbours gain nothing."""
+"""Maximum of bytes kept free; adjacency does not help large blocks."""
 
 _LEAST_AHEAD = 16
-"""Fewer make no neighbours for a job."""
+"""Minimum of slots kept free; fewer give no adjacent places."""
 
 
 _LEAST_STRIPE = 16
-"""A store with fewer slots than this for each stripe has one segment."""
+"""A store with fewer slots per stripe than this has one segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The arithmetic of one store.
+    """Computes the disk space of one store.
 
     Attributes:
-        capacity_bytes: What may be allocated on disk.
+        capacity_bytes: Maximum space to allocate on disk.
         slot_bytes: Bytes of a slot.
         segment_slots: Slots of a full segment.
-        most_slots: How many slots there can be; by rounding it may be one more.
-        stripes: How many segments are made at once, so that as many can be written at once.
+        most_slots: Maximum number of slots; due to rounding it may be exceeded by one.
+        stripes: Number of segments created together, to be written in parallel.
     """
 
     capacity_bytes: int
@@ -77,7 +76,7 @@ class Budget:
     def of(
         cls, capacity_bytes: int, block_bytes: int, segment_bytes: int, stripes: int = 1
     ) -> Budget:
-        """Return the budget of a capacity; one without `most_slots` is too small for a block."""
+        """Return the budget for a capacity; `most_slots` is 0 if not even one block fits."""
         slot_bytes = slot_bytes_of(block_bytes)
         segment_slots = min(max(1, segment_bytes // slot_bytes), MAX_SLOTS)
         plain = _filled(cls(capacity_bytes, slot_bytes, segment_slots, 0))
@@ -87,11 +86,11 @@ class Budget:
         return _filled(cls(capacity_bytes, slot_bytes, segment_slots, 0, stripes))
 
     def cost(self, segments: Collection[int]) -> int:
-        """Return the most that segments of so many slots, and all beside them, can allocate."""
+        """Return the maximum disk space of a store with these segments' numbers of slots."""
         return self.cost_of(sum(segments), len(segments))
 
     def cost_of(self, slots: int, num_segments: int) -> int:
-        """Return what `cost` does, of that many slots in that many segments."""
+        """Return the maximum disk space of this many slots in this many segments."""
         return (
             _FIXED_BYTES
             + slots * (self.slot_bytes + _EXTENT_BYTES + _USE_BYTES)
@@ -100,12 +99,12 @@ class Budget:
         )
 
     def next_segment(self, segments: Collection[int], max_slots: int | None = None) -> int:
-        """Return how many slots one more segment may have; 0 if none is left."""
+        """Return the number of slots for another segment; 0 if none fits."""
         most = self.segment_slots
         return self.fitting(segments, most if max_slots is None else min(most, max_slots))
 
     def fitting(self, segments: Collection[int], most: int) -> int:
-        """Return how many slots, of so many at most, have room in one more segment."""
+        """Return how many slots, at most `most`, fit into another segment."""
         low, high = 0, most + 1
         while high - low > 1:
             slots = (low + high) // 2
@@ -117,19 +116,19 @@ class Budget:
 
     @property
     def slots_ahead(self) -> int:
-        """How many slots are made free before they must be, once one must."""
+        """Number of slots to free in advance when blocks must be evicted."""
         most = min(_MOST_AHEAD, _MOST_AHEAD_BYTES // self.slot_bytes)
         ahead = min(most, self.most_slots // _AHEAD_SHARE)
         return ahead if ahead >= _LEAST_AHEAD else 0
 
     @property
     def least_bytes(self) -> int:
-        """The smallest capacity that holds a block."""
+        """The smallest capacity for one block."""
         return Budget(0, self.slot_bytes, 1, 1).cost([1])
 
 
 def _filled(budget: Budget) -> Budget:
-    """Return a budget with the most slots that it has room for."""
+    """Return the budget with the largest `most_slots` that fits."""
     low, high = 0, budget.capacity_bytes // budget.slot_bytes + 1
     while high - low > 1:
         slots = (low + high) // 2
@@ -143,15 +142,15 @@ def _filled(budget: Budget) -> Budget:
 
 
 def journal_units(slots: int) -> int:
-    """Return how many units are allocated for a journal of a store with so many slots.
+    """Return the number of units allocated for the journal of a store with `slots` slots.
 
-    Those of a checkpoint of all of them, and half as many for the log behind it.
+    A checkpoint of all slots, and half as many units for the log.
     """
     return checkpoint_units(slots) + log_units(slots)
 
 
 def log_units(slots: int) -> int:
-    """Return how many of these are for the log."""
+    """Return the number of these units that are for the log."""
     return max(_MIN_LOG_UNITS, slots // 2)
 
 
@@ -173,23 +172,23 @@ _SEGMENT = re.compile(r"segment-(\d{6,10})\.slab")
 
 
 def segment_name(number: int) -> str:
-    """Return the name of a segment's file."""
+    """Return the file name of a segment."""
     return f"segment-{number:06}.slab"
 
 
 def segment_number(name: str) -> int | None:
-    """Return the segment whose file has this name, or None."""
+    """Return the number of the segment with this file name, or None."""
     match = _SEGMENT.fullmatch(name)
     return int(match[1]) if match and segment_name(int(match[1])) == name else None
 
 
 class StoreLayout:
-    """The folders that a run configuration and rank may have, and its identity.
+    """Folder and manifest of the store for a run configuration and rank.
 
     Attributes:
-        folder: Where its store is.
-        own_folder: Where it is if another layout has `folder`.
-        manifest: What the store must be.
+        folder: Usual path of the store.
+        own_folder: Path of the store if another layout has `folder`.
+        manifest: The manifest that the store must match.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class StoreLayout:
         block_bytes: int,
         key_id: str | None = None,
     ) -> None:
-        """Describe a store; `key_id` is that of the integrity key, where there is one."""
+        """Compute the paths; `key_id` is the id of the integrity key, if any."""
         canonical = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
         name = safe_name(str(fields["model_name"]))
@@ -221,14 +220,14 @@ class StoreLayout:
         ).with_key(key_id)
 
     def may_replace(self, found: Manifest) -> bool:
-        """Tell whether a store is of the same model and namespace, and not only of their name."""
+        """Return whether a store has the same rank, model and namespace, and may be replaced."""
         return found.rank == self.manifest.rank and all(
             found.fields.get(key) == self.manifest.fields.get(key)
             for key in ("model_name", "namespace")
         )
 
     def difference(self, found: Manifest) -> str:
-        """Return in what a store differs from this layout, or an empty text if in nothing."""
+        """Describe how a store differs from this layout; empty if it does not."""
         if found.layout == self.manifest.layout:
             return "" if found.key_id == self.manifest.key_id else _key_difference(found)
         if found.block_bytes != self.manifest.block_bytes:

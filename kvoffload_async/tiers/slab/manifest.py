@@ -1,7 +1,7 @@
-"""The manifest, written once, says what a store is; the header of a segment, whose segment it is.
+"""Manifest of a store and header of a segment.
 
-A segment that was swapped with another one, or comes from another store, is refused by its header,
-and not only found out by the checksums of its blocks. Pure: bytes in, values out.
+The header detects a segment that was swapped, or belongs to another store, without reading its
+blocks. Pure functions on bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvoffload_async.tiers.files.features import (
 )
 
 HEADER_BYTES: Final = 4096
-"""A page, so that slots stay aligned to pages."""
+"""One page, so that slots stay page-aligned."""
 
 _MAGIC: Final = b"KVSLABS1"
 _HEADER = struct.Struct("<8s16sqQ")
@@ -34,11 +34,11 @@ _CHECK = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a segment says of itself.
+    """Header of a segment file.
 
     Attributes:
-        store_uuid: The store's.
-        number: The segment's.
+        store_uuid: UUID of the store.
+        number: Number of the segment.
         slot_bytes: Bytes of a slot.
     """
 
@@ -47,7 +47,7 @@ class SegmentHeader:
     slot_bytes: int
 
     def encode(self) -> bytes:
-        """Return the header's bytes."""
+        """Encode the header."""
         fields = _HEADER.pack(
             _MAGIC, uuid.UUID(self.store_uuid).bytes, self.number, self.slot_bytes
         )
@@ -56,7 +56,7 @@ class SegmentHeader:
 
     @classmethod
     def decode(cls, content: bytes) -> Self | None:
-        """Return the header that a segment begins with, or None if it begins with none."""
+        """Decode the header at the beginning of a segment; None if there is no valid one."""
         if len(content) < HEADER_BYTES:
             return None
         magic, store_uuid, number, slot_bytes = _HEADER.unpack_from(content)
@@ -71,17 +71,17 @@ VERSION = 2
 """The version of the format."""
 
 INTEGRITY_KEY: Final = "integrity-key"
-"""Feature: checksums of blocks are made with a key, whose id is in the manifest."""
+"""Feature: block checksums are keyed; the manifest has the key's id."""
 
 SEGMENT_HEADERS: Final = "segment-headers"
-"""Feature: a segment begins with a header that names the store and the segment's number, and the
-journal is bound to the store."""
+"""Feature: each segment begins with a header with the store's UUID and the segment number, and the
+journal is bound to the UUID."""
 
 KNOWN: Final = Features(incompatible=frozenset({INTEGRITY_KEY, SEGMENT_HEADERS}))
-"""The features that this release knows; docs/formats.md says what each means."""
+"""The features that this release supports; see docs/formats.md."""
 
 OF_EVERY_STORE: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
-"""The features that every store has."""
+"""The features of every store."""
 
 _LAYOUT: Final = re.compile(r"[0-9a-f]{12}:[0-9]{1,9}:[1-9][0-9]{0,14}")
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -91,23 +91,23 @@ _MAX_NUMBER = 1 << 53
 
 
 class UnreadableManifestError(Exception):
-    """The bytes are no manifest, or no longer what was written."""
+    """The bytes are not a manifest, or are damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a store is.
+    """Parameters of a store.
 
     Attributes:
         block_bytes: Bytes of a block.
         slot_bytes: Bytes of a slot.
-        rank: Which worker's blocks these are.
-        layout: Names everything but its key that decides what a block's bytes mean; bound into
-            every checksum.
-        fields: The run configuration that `layout` is made from, for people.
-        features: What a release must know of the format.
-        store_uuid: Tells this store from every other; empty for one that is not made yet.
-        key_id: Which integrity key its checksums are made with; None: none.
+        rank: Rank of the worker that owns the blocks.
+        layout: Identifier of everything except the key that determines the meaning of a block's
+            bytes; part of every checksum.
+        fields: The run configuration behind `layout`, for people.
+        features: Format features that a release must support.
+        store_uuid: UUID of the store; empty before creation.
+        key_id: Id of the integrity key for checksums; None: no key.
     """
 
     block_bytes: int
@@ -121,23 +121,23 @@ class Manifest:
 
     @property
     def journal_seed(self) -> int:
-        """What binds the frames of the journal to the store."""
+        """Seed of the journal's frame checksums, which binds them to the store."""
         return xxhash.xxh3_64_intdigest(f"{self.layout}\0{self.store_uuid}".encode())
 
     def slots_in(self, segment_bytes: int) -> int:
-        """Return how many slots a segment of so many bytes has."""
+        """Return the number of slots in a segment file of this size."""
         return max(0, segment_bytes - HEADER_BYTES) // self.slot_bytes
 
     def offset_of(self, slot: int) -> int:
-        """Return where in its segment a slot begins."""
+        """Return the offset of a slot in its segment."""
         return HEADER_BYTES + slot * self.slot_bytes
 
     def of_new_store(self) -> Self:
-        """Return the manifest of a new store like this: with a UUID of its own."""
+        """Return the manifest for a new store: with a new UUID."""
         return replace(self, store_uuid=str(uuid.uuid4()))
 
     def with_key(self, key_id: str | None) -> Self:
-        """Return the same with an integrity key, or without one."""
+        """Return a copy with this integrity key id, or without one."""
         incompatible = self.features.incompatible - {INTEGRITY_KEY}
         if key_id is not None:
             incompatible |= {INTEGRITY_KEY}
@@ -164,24 +164,24 @@ class Manifest:
 
     @classmethod
     def decode(cls, content: bytes, *, for_writing: bool = True) -> Manifest:
-        """Return the manifest that a file's content is.
+        """Decode a manifest file.
 
         Args:
-            content: The file's.
-            for_writing: Whether the store may be changed, and not only be read.
+            content: The file's content.
+            for_writing: Whether the store will be changed, not only read.
 
         Raises:
-            NewerFormatError: The store is not for this release, at least not for this purpose.
-            UnreadableManifestError: It is none, or is damaged.
+            NewerFormatError: This release does not support the store, or not for writing.
+            UnreadableManifestError: The content is not a manifest, or is damaged.
         """
         try:
             body = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise UnreadableManifestError(f"it is no JSON ({error})") from error
+            raise UnreadableManifestError(f"it is not JSON ({error})") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise UnreadableManifestError("it is no manifest of a slab store")
+            raise UnreadableManifestError("it is not the manifest of a slab store")
         try:
-            # First: of a newer release's manifest nobody here knows how its checksum is made.
+            # First: the checksum of a newer release's manifest may be defined differently.
             version, features = check_format(body, VERSION, KNOWN, for_writing=for_writing)
         except MalformedFormatError as error:
             raise UnreadableManifestError(str(error)) from error
@@ -190,7 +190,7 @@ class Manifest:
         if version < VERSION or SEGMENT_HEADERS not in features.incompatible:
             raise UnreadableManifestError("its format is from before the first release")
         if not _is_possible(body, features):
-            raise UnreadableManifestError("a value in it is missing or impossible")
+            raise UnreadableManifestError("a value is missing or out of range")
         return cls(
             body["block_bytes"],
             body["slot_bytes"],

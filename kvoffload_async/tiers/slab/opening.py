@@ -1,6 +1,6 @@
-"""Opening a store: taking its lock, checking what it is, finding what lies in it.
+"""Opening a store: locking it, checking its layout, recovering its blocks.
 
-Thread: an I/O thread, for all of it.
+Thread: an I/O thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class OnMismatch(enum.StrEnum):
-    """What happens if the store in the folder has blocks of another layout or content."""
+    """Reaction to a store whose blocks have another layout or content."""
 
     FAIL = "fail"
     NEW_NAMESPACE = "new_namespace"
@@ -60,7 +60,7 @@ class OnMismatch(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """How a store works; see the facade's `SlabTierManager` for the options' meaning."""
+    """Settings of a store; see the facade's `SlabTierManager` for the options."""
 
     budget: Budget
     verify: bool
@@ -72,15 +72,15 @@ class StoreSettings:
 
 
 class OpenStore:
-    """One open store: everything of it that holds a file.
+    """One open store with its files.
 
     Attributes:
-        folder: Where it is.
-        data_path: What moves its blocks.
-        manifest: What it is.
-        catalog: What is in it; the loop's, once this is constructed.
-        found_keys: The keys in it at the opening, in a map for the caller to keep.
-        budget: How much it may have.
+        folder: Path of the store.
+        data_path: Shared by the transfers of its blocks.
+        manifest: Parameters of the store.
+        catalog: Index of its blocks; used only by the loop after construction.
+        found_keys: Keys found at opening; the caller takes ownership of the map.
+        budget: Limits on its size.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class OpenStore:
         settings: StoreSettings,
         create_policy: Callable[[int], CachePolicy],
     ) -> None:
-        """Open the store, or make it; after a failure nothing is left open.
+        """Open or create the store; after a failure nothing is left open.
 
         Raises:
-            ConfigError: It is somebody else's, of another layout and not to be replaced, or its
-                manifest is unreadable.
+            ConfigError: It is locked, of another layout and not to be replaced, or its manifest is
+                unreadable.
             OSError: The folder cannot be used.
         """
         self._ops = ops
@@ -105,7 +105,7 @@ class OpenStore:
         ops.make_folders(self.folder)
         directory_identity = DirectoryIdentity(ops, self.folder)
         try:
-            _readable_manifest(ops, self.folder)  # of a newer release's store nothing is written
+            _readable_manifest(ops, self.folder)  # a newer release's store must not be written to
             self._lock_fd = _take_lock(ops, self.folder)
             directory_identity.watch(self._lock_fd, LOCK)
             found = list_folder(ops, self.folder)
@@ -147,13 +147,13 @@ class OpenStore:
             self.found_keys = self.catalog.keys()
             self._begin_session(recovered.session)
             if settings.fdatasync:
-                sync_folder(ops, self.folder.rpartition("/")[0])  # where the store may be new
+                sync_folder(ops, self.folder.rpartition("/")[0])  # the store's folder may be new
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Write what is not yet written, close every file, give up the lock; idempotent."""
+        """Flush the journal, close all files, release the lock; idempotent."""
         session_fd, self._session_fd = self._session_fd, None
         try:
             if session_fd is not None:
@@ -161,7 +161,7 @@ class OpenStore:
                 self._end_session(session_fd)
         except OSError as error:
             logger.warning(
-                "%s: the journal could not be written at the end: %s", self.folder, str(error)
+                "%s: the journal could not be written at close: %s", self.folder, str(error)
             )
         finally:
             self.data_path.journal.close()
@@ -171,7 +171,7 @@ class OpenStore:
             self._unlock()
 
     def gauges(self) -> dict[str, float]:
-        """Return how full it is. Thread: any."""
+        """Return the store's fill level. Thread: any."""
         num_blocks = len(self.catalog)
         return {
             "blocks": num_blocks,
@@ -183,7 +183,7 @@ class OpenStore:
     # -- inside ---------------------------------------------------------------------------------
 
     def _check_manifest(self, found: Folder, layout: StoreLayout) -> Manifest:
-        """See to it that the store has this layout, and return what it is; a new one is made."""
+        """Check the store's layout, or create the store; return its manifest."""
         manifest = _readable_manifest(self._ops, self.folder)
         if manifest is None:
             if not found.is_empty:
@@ -195,9 +195,9 @@ class OpenStore:
             replaces = self._settings.on_mismatch is OnMismatch.REPLACE
             if not replaces or not layout.may_replace(manifest):
                 raise ConfigError(
-                    f"root_dir: {self.folder!r} has other blocks ({difference}); give another "
-                    'directory, or on_mismatch="new_namespace" for a store beside them, or '
-                    '"replace" to discard those of the same model and namespace'
+                    f"root_dir: {self.folder!r} contains incompatible blocks ({difference}); give "
+                    'another directory, or on_mismatch="new_namespace" for a store beside them, '
+                    'or "replace" to discard those of the same model and namespace'
                 )
             self._empty(found, manifest, difference)
         else:
@@ -207,15 +207,15 @@ class OpenStore:
         return manifest
 
     def _empty(self, found: Folder, manifest: Manifest, difference: str) -> None:
-        """Discard every block of the store; until the manifest changes, the store is still its own.
+        """Delete all blocks of the store; it keeps its layout until the manifest is replaced.
 
-        The journal goes first: what it does not name is free, whoever opens the store next.
+        The journal is deleted first: slots without a record are free for any later opening.
         """
         scanned = read_journal(self._ops, self.folder, manifest.journal_seed)
         num_blocks = len(live_in(found, scanned, manifest))
         logger.warning(
-            "%s: it has other blocks (%s): all %d of them, %d bytes, are discarded, as on_mismatch "
-            "says",
+            "%s: incompatible blocks (%s): all %d of them, %d bytes, are discarded, because of "
+            "on_mismatch",
             self.folder,
             difference,
             num_blocks,
@@ -236,7 +236,7 @@ class OpenStore:
                 self._ops.unlink(f"{self.folder}/{name}")
 
     def _attach(self, found: Folder, recovered: Recovered) -> None:
-        """Open the segments; numbers that the journal or a strange file has are not used again."""
+        """Open the segments; do not reuse numbers that the journal or a refused file has."""
         data_path = self.data_path
         for number in sorted(found.segments):
             segment = data_path.segments.attach(number)
@@ -251,7 +251,7 @@ class OpenStore:
     def _take_in(
         self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
     ) -> Catalog:
-        """Take in the blocks that may be served, and open the journal behind them."""
+        """Index the blocks that may be served, and open the journal for appending."""
         catalog = self._filled(recovered, create_policy)
         if catalog is None:
             recovered.drop_doubles()
@@ -269,7 +269,7 @@ class OpenStore:
     def _filled(
         self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
     ) -> Catalog | None:
-        """Return the catalog of the blocks that may be served; None if a key comes twice."""
+        """Return the catalog of the blocks that may be served; None if a key is duplicated."""
         policy = create_policy(self._settings.budget.capacity_bytes // self.manifest.slot_bytes)
         catalog = Catalog(policy, self.data_path.extent_slots)
         for number, slots in self.data_path.table.slots().items():
@@ -280,9 +280,9 @@ class OpenStore:
     # -- the session ----------------------------------------------------------------------------
 
     def _begin_session(self, last: Session) -> None:
-        """Say that a process of this boot has the store open; the uses of the last one stay.
+        """Record that a process of this boot has the store open; last uses are kept.
 
-        Not as long as the journal says what only the last session's end tells to be doubtful.
+        The old session is kept while the journal lacks the verification marks that follow from it.
         """
         self._session_fd = self._ops.open_own(f"{self.folder}/{SESSION}", os.O_RDWR)
         if self._vouches:
@@ -292,14 +292,18 @@ class OpenStore:
                 sync_folder(self._ops, self.folder)
 
     def _end_session(self, fd: int) -> None:
-        """Say that the store was closed, and when each block was used last; raises OSError."""
+        """Record that the store was closed, and each block's last use.
+
+        Raises:
+            OSError: The session cannot be written.
+        """
         data_path = self.data_path
         if not self._vouches:
             return
         data_path.directory_identity.check()
         is_synced = data_path.fdatasync
         if not (is_synced or data_path.verify):
-            # Nothing but this tells, after a power cut, whether what has no checksum is right.
+            # Blocks without checksums cannot be verified after a power failure, so sync now.
             data_path.segments.sync(data_path.segments.numbers)
             data_path.journal.sync()
             is_synced = True
@@ -319,7 +323,7 @@ class OpenStore:
 
 
 def _choose_folder(ops: FileOps, layout: StoreLayout, on_mismatch: OnMismatch) -> str:
-    """Return the folder to open: the layout's own one, if another has the usual one."""
+    """Return the folder to open: the layout's own one if another layout has the usual one."""
     if on_mismatch is OnMismatch.NEW_NAMESPACE:
         manifest = _readable_manifest(ops, layout.folder)
         if manifest is not None and layout.difference(manifest):
@@ -351,14 +355,14 @@ def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
     finally:
         ops.close(fd)
     ops.rename(temp, f"{folder}/{MANIFEST}")
-    sync_folder(ops, folder)  # before there is anything that nobody understands without it
+    sync_folder(ops, folder)  # the manifest must exist before any file that depends on it
 
 
 def _take_lock(ops: FileOps, folder: str) -> int:
-    """Lock a store for this tier; return the descriptor that keeps the lock.
+    """Lock a store for this tier; return the descriptor that holds the lock.
 
     Raises:
-        ConfigError: Somebody else has it, or there are no locks here.
+        ConfigError: Another process has locked it, or locks are not supported here.
     """
     fd = ops.open(f"{folder}/{LOCK}", os.O_RDWR | os.O_CREAT)
     try:

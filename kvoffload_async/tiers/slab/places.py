@@ -1,7 +1,7 @@
-"""A place: the slot of a segment where a block lies, as one integer; and runs of them.
+"""Places: the segment and slot of a block, packed into one integer; and runs of places.
 
-Slots of one segment are neighbours as integers; the last of a segment and the first of the next
-never are, so that a run of places is always within one file.
+Slots of one segment are consecutive integers; the last slot of a segment and the first of the next
+are not, so that a run of places never spans two files.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _SLOT_BITS: Final = 32
 _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
 
 MAX_SLOTS: Final = _SLOT_MASK
-"""Slots that a segment may have; one less than fit, for the gap between segments."""
+"""Maximum number of slots of a segment; one less than the bits allow, to separate segments."""
 
 
 def place_of(segment: int, slot: int) -> SlotAddress:
-    """Return the place of a slot."""
+    """Return the place of a segment's slot."""
     return segment << _SLOT_BITS | slot
 
 
 def segment_of(place: SlotAddressOrArray) -> SlotAddressOrArray:
-    """Return the segment of a place, or of each of an array of them."""
+    """Return the segment of a place, or of each place in an array."""
     return place >> _SLOT_BITS
 
 
 def slot_of(place: SlotAddressOrArray) -> SlotAddressOrArray:
-    """Return the slot of a place, or of each of an array of them."""
+    """Return the slot of a place, or of each place in an array."""
     return place & _SLOT_MASK
 
 
 class SlotNumbers:
-    """Numbers for the slots of all segments, without gaps: what arrays by slot are indexed with.
+    """Numbers the slots of all segments without gaps, to index arrays by slot.
 
     Attributes:
-        total: How many slots there are.
+        total: Number of slots.
     """
 
     def __init__(self, segments: Mapping[int, int]) -> None:
-        """Number them; given segment -> its slots."""
+        """Number the slots; `segments` maps segment to number of slots."""
         self._segments = np.array(sorted(segments), dtype=np.int64)
         self._sizes = np.array([segments[n] for n in sorted(segments)], dtype=np.int64)
         self._starts = np.cumsum(self._sizes) - self._sizes
@@ -58,7 +58,7 @@ class SlotNumbers:
     def of(
         self, places: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the number of each place, and whether there is such a place: else it is void."""
+        """Return each place's number and whether the place exists; if not, the number is void."""
         if not len(self._segments):
             return np.zeros(len(places), dtype=np.int64), np.zeros(len(places), dtype=np.bool_)
         of, slots = segment_of(places), slot_of(places)
@@ -67,18 +67,18 @@ class SlotNumbers:
         return self._starts[which] + slots, exists
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each segment, in their order, with its first number and that behind its last."""
+        """Yield each segment, ascending, with its first number and the one behind its last."""
         stops = self._starts + self._sizes
         yield from zip(self._segments.tolist(), self._starts.tolist(), stops.tolist(), strict=True)
 
 
 class Run(NamedTuple):
-    """Blocks whose places are neighbours.
+    """Blocks at consecutive places.
 
     Attributes:
-        place: The first one's place.
-        start: The first one's position among the blocks that were joined.
-        length: How many they are.
+        place: Place of the first block.
+        start: Index of the first block in the input.
+        length: Number of blocks.
     """
 
     place: SlotAddress
@@ -87,11 +87,11 @@ class Run(NamedTuple):
 
 
 def joined(places: Sequence[SlotAddress], start: int, stop: int) -> Sequence[Run]:
-    """Return the maximal runs of neighbours among `places[start:stop]`, which ascend."""
+    """Return the maximal runs of consecutive places in `places[start:stop]`, which must ascend."""
     if start < stop and places[stop - 1] - places[start] == stop - 1 - start:
         return [Run(places[start], start, stop - start)]  # ascending and distinct: all neighbours
     runs: list[Run] = []
-    # The same for all of a run, and more for those behind it.
+    # Constant within a run, and higher in later runs.
     surplus = list(map(sub, places[start:stop], range(stop - start)))
     at, end = 0, len(surplus)
     while at < end:

@@ -1,4 +1,4 @@
-"""The journal's records, and reading them back. Pure: bytes in, arrays out.
+"""Encoding and decoding of the journal's records. Pure functions on bytes and arrays.
 
 See the package's docstring for the format.
 """
@@ -20,11 +20,11 @@ from kvoffload_async.tiers.slab.places import SlotAddress, SlotNumbers
 from kvoffload_async.types import OffloadKey
 
 RECORD_BYTES: Final = 128
-"""Bytes of a unit: a record, or the header of a frame of records."""
+"""Size of a unit: a record, or the header of a frame of records."""
 
 MAX_KEY_BYTES: Final = 96
 CHECKPOINT_FRAME_RECORDS: Final = 64
-"""Records of one frame of a checkpoint: what one flipped bit can cost."""
+"""Records per frame of a checkpoint; bounds the loss from one flipped bit."""
 
 PUT: Final = 1
 REMOVE: Final = 2
@@ -32,7 +32,7 @@ REMOVE: Final = 2
 HAS_DIGEST: Final = 1
 """Flag: the record has a checksum."""
 NEEDS_VERIFY: Final = 2
-"""Flag: the block must be verified before it is served, whatever the configuration says."""
+"""Flag: the block must be verified before it is served, regardless of the configuration."""
 KEYED: Final = 4
 """Flag: the checksum is made with the store's integrity key."""
 
@@ -51,21 +51,21 @@ Records = npt.NDArray[np.void]
 """Records, shape `[n]`, dtype `RECORD`."""
 
 RecordRows = npt.NDArray[np.int64]
-"""Which of several records are meant, ascending, shape `[n]`."""
+"""Indices of records, ascending, shape `[n]`, int64."""
 
 _MAGIC: Final = b"KVSLABF1"
 _RECORD = struct.Struct(f"<BBHqI{DIGEST_BYTES}s{MAX_KEY_BYTES}s")
 DIGEST_AT: Final = struct.calcsize("<BBHqI")
-"""Where in a record its checksum begins."""
+"""Offset of the checksum in a record."""
 KEY_AT: Final = DIGEST_AT + DIGEST_BYTES
-"""Where in a record its key begins."""
+"""Offset of the key in a record."""
 
 _PREFIX = struct.Struct("<8sQII")
 _CHECK = struct.Struct("<Q")
 _HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
 
 PackedRun = tuple[SlotAddress, bytes]
-"""The first place of a run of blocks, and their packed records."""
+"""The first place of a run of adjacent blocks, and their packed records."""
 
 
 def put_records(
@@ -76,9 +76,9 @@ def put_records(
     *,
     is_keyed: bool = False,
 ) -> bytes:
-    """Return the records of blocks whose places are neighbours from one on.
+    """Return the packed records of blocks at consecutive places.
 
-    One whose checksum is empty cannot be verified. `use` is the tick of their last use.
+    Blocks with an empty digest have no checksum. `use` is the tick of the last use.
     """
     pack = _RECORD.pack
     flags = HAS_DIGEST | KEYED if is_keyed else HAS_DIGEST
@@ -91,19 +91,19 @@ def put_records(
 
 
 def removal_records(places: Iterable[SlotAddress]) -> bytes:
-    """Return the records that say that places have no block."""
+    """Return packed removal records for places."""
     pack = _RECORD.pack
     return b"".join([pack(REMOVE, 0, 0, place, 0, b"", b"") for place in places])
 
 
 def frame(sequence: int, body: bytes, seed: int, skipped: int = 0) -> bytes:
-    """Return a frame around records, given as bytes.
+    """Return a frame with packed records.
 
     Args:
-        sequence: Its number.
-        body: The records.
+        sequence: Sequence number of the frame.
+        body: The packed records.
         seed: See `Manifest.journal_seed`.
-        skipped: How many numbers before it no frame has: those of appends that failed.
+        skipped: Number of sequence numbers skipped before it, because their appends failed.
     """
     prefix = _PREFIX.pack(_MAGIC, sequence, len(body) // RECORD_BYTES, skipped)
     check = xxhash.xxh3_64_intdigest(prefix + body, seed)
@@ -111,19 +111,19 @@ def frame(sequence: int, body: bytes, seed: int, skipped: int = 0) -> bytes:
 
 
 def checkpoint(sequence: int, records: Records, seed: int) -> Iterator[bytes]:
-    """Yield the frames of a checkpoint; each has the next sequence number."""
+    """Yield the frames of a checkpoint, with consecutive sequence numbers."""
     for start in range(0, len(records), CHECKPOINT_FRAME_RECORDS):
         yield frame(sequence, records[start : start + CHECKPOINT_FRAME_RECORDS].tobytes(), seed)
         sequence += 1
 
 
 def checkpoint_units(count: int) -> int:
-    """Return how many units a checkpoint of so many records has."""
+    """Return the number of units of a checkpoint with `count` records."""
     return count - (-count // CHECKPOINT_FRAME_RECORDS)
 
 
 def keys_of(records: Records) -> list[OffloadKey]:
-    """Return the keys of records."""
+    """Return the records' keys."""
     if not len(records):
         return []
     lengths = records["key_bytes"]
@@ -150,7 +150,7 @@ def _key_only(key_bytes: int) -> np.dtype[np.void]:
 
 
 def by_part(units: Records, rows: RecordRows) -> RecordRows:
-    """Return in which order of some units keys come together that are in one part of a `KeyMap`."""
+    """Return an order of `rows` that groups keys of the same part of a `KeyMap`."""
     columns = units.view(np.uint8).reshape(-1, RECORD_BYTES)
     at = KEY_AT + LAST_HASH_BYTE + units["key_bytes"][rows].astype(np.int64)
     last = columns[rows, np.minimum(at, RECORD_BYTES - 1)].astype(np.int16)
@@ -160,32 +160,31 @@ def by_part(units: Records, rows: RecordRows) -> RecordRows:
 
 
 def picked(units: Records, rows: RecordRows) -> Records:
-    """Return a copy of some units; as bytes without fields, which is several times as fast."""
+    """Return a copy of some units; copied as raw bytes, which is several times faster."""
     records: Records = units.view(f"V{RECORD_BYTES}").take(rows).view(RECORD)
     return records
 
 
 def places_of(records: Records) -> list[SlotAddress]:
-    """Return the places of records."""
+    """Return the records' places."""
     places: list[SlotAddress] = records["place"].tolist()
     return places
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a journal says.
+    """A scanned journal.
 
     Attributes:
-        units: The journal's units, as records; most of them are.
-        rows: Which of them are records that can be believed, ascending.
-        end_bytes: Where the last good frame ends; behind it there is at most a torn tail.
+        units: The journal's units, viewed as records; frame headers are included.
+        rows: Indices of the units that are valid records, ascending.
+        end_bytes: End of the last good frame; only a torn tail can follow.
         sequence: The highest sequence number; the next frame needs a higher one.
-        damage_at: Which unit comes behind the last place where frames are missing; one of those
-            missing may have been the removal of any record before.
-        lost_bytes: Bytes of the places where frames are missing, a torn tail left out.
-        num_gaps: How many of those places show only by the numbers of the frames around them.
-        is_torn: Whether what follows the last good frame begins as one that is longer than what is
-            left of the file.
+        damage_at: Index of the unit behind the last gap in the frames. A missing frame may have
+            removed any block recorded before.
+        lost_bytes: Total size of damaged gaps, without a torn tail.
+        num_gaps: Number of gaps that show only as missing sequence numbers.
+        is_torn: Whether the last good frame is followed by the beginning of a truncated frame.
     """
 
     units: Records
@@ -199,13 +198,13 @@ class Scan:
 
     @property
     def records(self) -> Records:
-        """A copy of the records that can be believed, in order."""
+        """A copy of the valid records, in order."""
         records: Records = self.units[self.rows]
         return records
 
     @property
     def num_before_damage(self) -> int:
-        """How many of the records come before a place where frames are missing."""
+        """Number of valid records before the last gap in the frames."""
         return int(np.searchsorted(self.rows, self.damage_at))
 
     @property
@@ -215,11 +214,10 @@ class Scan:
 
 
 def scan(data: bytes | bytearray | memoryview, seed: int) -> Scan:
-    """Read a journal, whatever bytes it has; where these can be written to, so can its units.
+    """Scan a journal with arbitrary content; its units are writable if `data` is.
 
-    A frame counts if its checksum is right and its sequence number higher than that of the one
-    before. What comes before such a frame and is none itself has been damaged, and where numbers
-    are missing, so have the frames that had them.
+    A frame is valid if its checksum is right and its sequence number is higher than the previous
+    one. Any other bytes before a valid frame are damage, as are missing sequence numbers.
     """
     num_units = len(data) // RECORD_BYTES
     view = memoryview(data)
@@ -261,9 +259,9 @@ def _is_torn(rest: memoryview) -> bool:
 
 
 def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tuple[int, int, int]:
-    """Return a frame's number of records, its sequence number, and how many it skips.
+    """Return a frame's number of records, its sequence number, and its skipped numbers.
 
-    All are 0 if there is no good one.
+    All are 0 if there is no valid frame.
     """
     start = position * RECORD_BYTES
     magic, found, count, skipped = _PREFIX.unpack_from(view, start)
@@ -277,7 +275,7 @@ def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tu
 
 
 def _next_magic(units: npt.NDArray[Any], position: int) -> int:
-    """Return the next position, from one on, where a frame may begin."""
+    """Return the first position at or after `position` where a frame may begin."""
     step = 1 << 16
     while position < len(units):
         part = units[position : position + step].view(np.uint64).reshape(-1, RECORD_BYTES // 8)
@@ -289,18 +287,18 @@ def _next_magic(units: npt.NDArray[Any], position: int) -> int:
 
 
 def live_rows(scanned: Scan, segments: Mapping[int, int]) -> RecordRows:
-    """Return which of a journal's units are of blocks that are there, in its order.
+    """Return the journal's units whose blocks exist, in journal order.
 
-    The last record of a place is what holds for it.
+    The last record of a place is valid.
 
     Args:
         scanned: The journal.
-        segments: Segment -> its slots; records of places elsewhere are left out.
+        segments: Segment -> number of slots; records of other places are ignored.
     """
     slots = SlotNumbers(segments)
     index, exists = slots.of(scanned.units["place"][scanned.rows])
     index, rows = index[exists], scanned.rows[exists]
     last = np.empty(slots.total, dtype=np.int64)
-    last[index] = rows  # of equal indices, the last one stays
+    last[index] = rows  # with equal indices, the last assignment wins
     live: RecordRows = rows[(last[index] == rows) & (scanned.units["kind"][rows] == PUT)]
     return live

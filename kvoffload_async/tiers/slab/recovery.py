@@ -1,11 +1,10 @@
-"""What of an existing store can be served: its files are read, and nothing is changed.
+"""Reading an existing store and deciding which of its blocks can be served.
 
-The session says whether the store was closed in order, and by a process of which boot. A process
-that is killed loses nothing that it has written: the page cache has it. A machine that goes down
-may lose any of it, so what the journal then says of slots need not be what is in them. The file of
-the session also keeps, from one session to the next, when each block was last used.
+The session file records whether the store was closed cleanly, the boot id of the kernel, and each
+block's last use. A killed process loses no completed write, because the page cache keeps it. A
+machine crash may lose any write, so that the journal may not match the slots' contents.
 
-Thread: an I/O thread; a call blocks for as long as the filesystem does.
+Thread: an I/O thread; calls block as long as the filesystem does.
 """
 
 from __future__ import annotations
@@ -68,14 +67,14 @@ _SYNCED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What is known of the last process that had the store open.
+    """State recorded by the last process that had the store open.
 
     Attributes:
-        boot_id: Of the kernel that it ran on; empty if that cannot be read.
-        sequence: The journal's highest number when this was written.
+        boot_id: Boot id of its kernel; empty if unreadable.
+        sequence: The journal's highest sequence number at the time of writing.
         is_closed: Whether the process closed the store.
-        is_synced: Whether, then, everything was on the device.
-        uses: Segment -> the tick of each slot's last use, when the store was last closed.
+        is_synced: Whether everything was then synced to the device.
+        uses: Segment -> the tick of each slot's last use, as of the last close.
     """
 
     boot_id: str = ""
@@ -85,17 +84,17 @@ class Session:
     uses: Mapping[int, Uses] = field(default_factory=dict)
 
     def is_trusted(self, boot_id: str, sequence: int) -> bool:
-        """Tell whether what a journal up to this number says of slots is what is in them."""
+        """Return whether a journal up to this sequence number matches the slots' contents."""
         if sequence < self.sequence:
-            return False  # its end is gone
+            return False  # the journal has lost its end
         if not sequence:
-            return True  # it says nothing
+            return True  # the session is empty
         if self.boot_id == boot_id:
             return True
         return self.is_closed and self.is_synced and sequence == self.sequence
 
     def encode(self, seed: int) -> tuple[bytes, bytes]:
-        """Return the header, and what follows it."""
+        """Return the header and the body."""
         body = b"".join(
             _SEGMENT.pack(number, len(uses)) + uses.astype("<u4").tobytes()
             for number, uses in self.uses.items()
@@ -109,7 +108,7 @@ class Session:
 
     @classmethod
     def decode(cls, content: bytes | memoryview, seed: int) -> Self:
-        """Return what a file says; one that is damaged is of no boot."""
+        """Decode a session file; a damaged one gives an empty session, which matches no boot."""
         if len(content) < _HEADER_BYTES:
             return cls()
         magic, flags, num_segments, sequence, body_check, boot = _HEADER.unpack_from(content)
@@ -127,10 +126,10 @@ class Session:
 
 
 def write_header(ops: FileOps, fd: int, session: Session, seed: int) -> None:
-    """Write a session over the one in a file, whose uses stay; it is on the device then.
+    """Overwrite a session file's header and sync it; recorded uses are kept.
 
     Raises:
-        OSError: It is not.
+        OSError: Writing or syncing failed.
     """
     header, _ = session.encode(seed)
     write_all(ops, fd, header, 0)
@@ -138,7 +137,11 @@ def write_header(ops: FileOps, fd: int, session: Session, seed: int) -> None:
 
 
 def write_session(ops: FileOps, fd: int, session: Session, seed: int, *, sync: bool) -> None:
-    """Write a session over the one in a file, its header last; raises OSError."""
+    """Overwrite a session file, header last.
+
+    Raises:
+        OSError: Writing or syncing failed.
+    """
     header, body = session.encode(seed)
     write_all(ops, fd, body, len(header))
     write_all(ops, fd, header, 0)
@@ -147,7 +150,7 @@ def write_session(ops: FileOps, fd: int, session: Session, seed: int, *, sync: b
 
 
 def _uses(body: memoryview, num_segments: int, check: int, seed: int) -> dict[int, Uses]:
-    """Return the ticks in a file; none if they are not those that were written."""
+    """Decode the ticks of a session file; empty if they are damaged."""
     uses: dict[int, Uses] = {}
     end = 0
     for _ in range(num_segments):
@@ -169,7 +172,7 @@ _TEMPS = {NEXT_JOURNAL, *(name + TEMP_SUFFIX for name in (MANIFEST, JOURNAL, SES
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a segment is not what its file's name says, and whether it is this store's at all."""
+    """Why a segment file is rejected, and whether it belongs to this store."""
 
     why: str
     is_own: bool = False
@@ -177,17 +180,17 @@ class Refusal:
 
 @dataclass(slots=True)
 class Folder:
-    """What lies in a store's folder.
+    """Contents of a store's folder.
 
     Attributes:
-        segments: Segment -> the bytes of its file.
-        refused: Segment whose file is not what its name says -> what is wrong.
-        temps: Names of files that somebody was writing when he was killed.
-        unknown_files: Names of what is no part of a store.
-        allocated_bytes: What all of it takes on disk, the folder included.
-        has_manifest: Whether there is a manifest, readable or not.
-        has_journal: Whether there is a journal.
-        has_bad_journal: Whether one that could not be read was kept.
+        segments: Segment -> its file's size in bytes.
+        refused: Segment -> why its file was rejected.
+        temps: Names of temporary files left by a killed process.
+        unknown_files: Names of files that are not part of a store.
+        allocated_bytes: Total disk usage, including the folder.
+        has_manifest: Whether a manifest exists, readable or not.
+        has_journal: Whether a journal exists.
+        has_bad_journal: Whether an unreadable journal was kept.
     """
 
     segments: dict[int, int] = field(default_factory=dict)
@@ -201,12 +204,12 @@ class Folder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no store has been begun here."""
+        """Whether the folder contains no store."""
         return not (self.segments or self.has_manifest or self.has_journal)
 
 
 def list_folder(ops: FileOps, folder: str) -> Folder:
-    """Look what is there; a folder that is not there is empty."""
+    """List a store's folder; a missing folder is empty."""
     found = Folder()
     if ops.exists(folder):
         found.allocated_bytes += disk_bytes(ops.stat(folder))
@@ -235,7 +238,7 @@ def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Man
     """Return the manifest; None if there is none.
 
     Raises:
-        NewerFormatError: It is of a newer release; see `Manifest.decode`.
+        NewerFormatError: It was written by a newer release; see `Manifest.decode`.
         UnreadableManifestError: It is damaged.
         OSError: It cannot be read.
     """
@@ -247,7 +250,7 @@ def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Man
 
 
 def read_journal(ops: FileOps, folder: str, seed: int) -> Scan:
-    """Return what a journal whose frames are bound by this seed says; no file: nothing."""
+    """Scan a journal whose checksums have this seed; a missing file is an empty journal."""
     try:
         content = read_file(ops, f"{folder}/{JOURNAL}")
     except (FileNotFoundError, NotRegularFileError):
@@ -256,15 +259,15 @@ def read_journal(ops: FileOps, folder: str, seed: int) -> Scan:
 
 
 def live_in(found: Folder, scanned: Scan, manifest: Manifest) -> RecordRows:
-    """Return which of a journal's units are of blocks that are there, in its order."""
+    """Return the journal's units whose blocks exist, in journal order."""
     slots = {number: manifest.slots_in(size) for number, size in found.segments.items()}
     return live_rows(scanned, slots)
 
 
 def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
-    """Note in a journal's units when a session has used their blocks, if they do not say better.
+    """Update the last uses in a journal's units from a session, where the session's are newer.
 
-    The journal knows the uses up to when it was written, a session those up to its end.
+    The journal has uses up to its last write, a session up to its close.
     """
     slots = SlotNumbers({number: len(uses) for number, uses in session.uses.items()})
     ticks = np.zeros(slots.total, dtype=np.uint32)
@@ -277,27 +280,27 @@ def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
 
 
 def by_use(scanned: Scan, rows: RecordRows) -> RecordRows:
-    """Return units of blocks in the order of their last use, the least recent first."""
+    """Sort units of blocks by last use, least recent first."""
     ordered: RecordRows = rows[np.argsort(scanned.units["use"][rows], kind="stable")]
     return ordered
 
 
 def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: Manifest) -> None:
-    """Move segments that are not what their names say from a folder's segments to its refused ones.
+    """Move segments whose header does not match their name to the folder's refused ones.
 
-    One that cannot be read stays.
+    Unreadable segments are kept.
     """
     for number, size in list(found.segments.items()):
         if not manifest.slots_in(size):
-            continue  # one that was not even begun
+            continue  # an empty segment without a header
         try:
             content = bytes(read_file(ops, f"{folder}/{segment_name(number)}", HEADER_BYTES))
         except OSError:
-            continue  # then its blocks cannot be read either, and say so
+            continue  # reads of its blocks will fail as well
         header = SegmentHeader.decode(content)
         if header is None:
             if not any(content):
-                found.segments[number] = 0  # neither was this one, when the power went
+                found.segments[number] = 0  # a power failure before the header was written
                 continue
             refusal = Refusal("its header is damaged, or it has none")
         elif header.store_uuid != manifest.store_uuid:
@@ -311,7 +314,7 @@ def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: 
 
 
 def read_session(ops: FileOps, folder: str, seed: int) -> Session:
-    """Return what a store says of the process that had it open last."""
+    """Return the session of the last process that had the store open."""
     try:
         content = read_file(ops, f"{folder}/{SESSION}")
     except (FileNotFoundError, NotRegularFileError):
@@ -320,13 +323,17 @@ def read_session(ops: FileOps, folder: str, seed: int) -> Session:
 
 
 def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
-    """Return a file's content, or its first `max_bytes`; raises OSError."""
+    """Return a file's content, or its first `max_bytes`.
+
+    Raises:
+        OSError: It cannot be read, or is too large for memory.
+    """
     fd = ops.open(path, os.O_RDONLY)
     try:
         size_bytes = ops.fstat(fd).st_size
         if max_bytes is not None:
             size_bytes = min(size_bytes, max_bytes)
-        buffer = np.empty(size_bytes, dtype=np.uint8).data  # writing zeros would hold up the loop
+        buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
         done = 0
         while done < len(buffer):
             count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], done)
@@ -334,7 +341,7 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
                 break
             done += count
         return buffer[:done]
-    except MemoryError as error:  # whoever makes a file with holes can claim any length
+    except MemoryError as error:  # a sparse file can have any size
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
     finally:
         ops.close(fd)
@@ -343,20 +350,20 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
 logger = logging.getLogger(__name__)
 
 _PORTION: Final = 1 << 12
-"""Blocks that one step takes in: nobody waits longer than that for the interpreter."""
+"""Blocks indexed per step; bounds how long a step holds the GIL."""
 
 
 @dataclass(slots=True)
 class Recovered:
-    """What a store has.
+    """Result of a recovery.
 
     Attributes:
-        scanned: The journal; suspect blocks are marked in its units.
-        rows: The units of the blocks that may be served, the least recently used first.
-        gone: The units of those that may not.
-        needs_verify: Whether the journal has to be written anew, so that nobody trusts it later.
-        budget: With what is kept of a journal that could not be read taken off.
-        session: What is known of the last process that had the store open.
+        scanned: The journal, with blocks that need verification marked.
+        rows: Units of the blocks that may be served, least recently used first.
+        gone: Units of the blocks that must not be served.
+        needs_verify: Whether the journal must be rewritten to persist the verification marks.
+        budget: The budget, reduced by the space of kept unusable files.
+        session: The last process's session, if recorded.
     """
 
     scanned: Scan
@@ -367,13 +374,13 @@ class Recovered:
     session: Session
 
     def records(self, rows: RecordRows) -> Records:
-        """Return some of the units."""
+        """Return a copy of some of the units."""
         return picked(self.scanned.units, rows)
 
     def keys(self) -> Iterator[tuple[RecordRows, list[OffloadKey]]]:
-        """Yield which of the blocks that may be served, and their keys: all of them, in portions.
+        """Yield the servable blocks in batches: indices into `rows`, and the keys.
 
-        Keys that are in one part of a `KeyMap` come together.
+        Keys of the same part of a `KeyMap` are adjacent.
         """
         order = by_part(self.scanned.units, self.rows)
         for start in range(0, len(order), _PORTION):
@@ -387,9 +394,9 @@ class Recovered:
         return np.flatnonzero(is_row)
 
     def drop_doubles(self) -> None:
-        """Keep one record of each key, the one that comes last in the journal.
+        """Keep only the last record of each key.
 
-        Several there are only after damage.
+        Duplicates exist only after damage.
         """
         last: dict[OffloadKey, int] = {}
         in_order = self.in_order()
@@ -404,16 +411,16 @@ class Recovered:
 
 
 class Recovery:
-    """Reads one store, and brings it below its capacity."""
+    """Reads one store, and shrinks it to its capacity."""
 
     def __init__(self, ops: FileOps, folder: str, found: Folder, manifest: Manifest) -> None:
-        """Describe it.
+        """Configure the recovery.
 
         Args:
-            ops: The system calls.
-            folder: The store's.
-            found: What lies there; what is given up is taken out.
-            manifest: The store's.
+            ops: System calls.
+            folder: Path of the store.
+            found: Contents of the folder; updated when files are removed.
+            manifest: The store's manifest.
         """
         self._ops = ops
         self._folder = folder
@@ -421,12 +428,15 @@ class Recovery:
         self._manifest = manifest
 
     def run(self, budget: Budget, *, verify: bool, is_keyed: bool) -> Recovered:
-        """Find out what may be served; raises OSError.
+        """Determine which blocks may be served.
 
         Args:
-            budget: Segments that are more than it allows are given up.
-            verify: Whether every block is verified, so that each needs a checksum.
-            is_keyed: Whether that must be made with the integrity key.
+            budget: Limits on the size; segments beyond it are removed.
+            verify: Whether every block is verified, and so needs a checksum.
+            is_keyed: Whether checksums must be made with the integrity key.
+
+        Raises:
+            OSError: The store cannot be read or changed.
         """
         seed = self._manifest.journal_seed
         scanned = read_journal(self._ops, self._folder, seed)
@@ -460,14 +470,14 @@ class Recovery:
     # -- inside ---------------------------------------------------------------------------------
 
     def _keep_bad_journal(self, scanned: Scan) -> None:
-        """Keep a journal of which nothing can be read, for whoever may find out why."""
+        """Rename an unreadable journal, to keep it for diagnosis."""
         path = f"{self._folder}/{JOURNAL}"
-        self._cut(path)  # what is allocated behind its end
+        self._cut(path)  # frees the preallocated space
         self._ops.rename(path, f"{self._folder}/{BAD_JOURNAL}")
         self._found.has_journal, self._found.has_bad_journal = False, True
         slots = sum(map(self._manifest.slots_in, self._found.segments.values()))
         logger.error(
-            "%s: nothing of the journal, %d bytes, can be read: it is kept as %s, and the %d slots "
+            "%s: the journal (%d bytes) is unreadable: it is kept as %s, and the %d slots "
             "of the store are empty",
             self._folder,
             scanned.units.nbytes,
@@ -476,10 +486,10 @@ class Recovery:
         )
 
     def _refuse_segments(self, scanned: Scan) -> int:
-        """Refuse segments that are not this store's; those that are, under a wrong name, go.
+        """Reject segments of other stores; delete misnamed segments of this store.
 
         Returns:
-            What those that stay take on disk.
+            Disk usage of the rejected files that are kept, in bytes.
         """
         before = replace(self._found, segments=dict(self._found.segments))
         refuse_strange_segments(self._ops, self._folder, self._found, self._manifest)
@@ -495,14 +505,14 @@ class Recovery:
             else:
                 kept += disk_bytes(self._ops.stat(f"{self._folder}/{name}"))
             logger.error(
-                "%s: %s is refused: %s; it is %s",
+                "%s: %s is not used: %s; it is %s",
                 self._folder,
                 name,
                 refusal.why,
-                "removed" if refusal.is_own else "left alone",
+                "removed" if refusal.is_own else "kept",
             )
         logger.error(
-            "%s: %d of %d blocks are dropped with refused segments",
+            "%s: %d of %d blocks are dropped with unusable segments",
             self._folder,
             everything - left,
             everything,
@@ -510,13 +520,13 @@ class Recovery:
         return kept
 
     def _fit(self, budget: Budget, scanned: Scan, rows: RecordRows) -> bool:
-        """Give up slots for which a capacity that has become smaller has no room.
+        """Remove slots to fit a reduced capacity.
 
-        Of the segments, those whose blocks were used the longest ago, on average, go first; the
-        last one is only made shorter.
+        Segments with the oldest average last use are removed first; the last one is truncated
+        instead.
 
         Returns:
-            Whether that had to be.
+            Whether slots had to be removed.
         """
         slots = {n: self._manifest.slots_in(size) for n, size in self._found.segments.items()}
         if budget.cost(slots.values()) <= budget.capacity_bytes:
@@ -539,8 +549,8 @@ class Recovery:
                 self._ops.unlink(path)
         num_left = len(live_in(self._found, scanned, self._manifest))
         logger.warning(
-            "%s: the capacity is smaller than what is there: %d of %d blocks, %d bytes, are "
-            "dropped, those of the segments that were used the longest ago first",
+            "%s: the capacity is smaller than the store: %d of %d blocks, %d bytes, are "
+            "dropped, from the least recently used segments",
             self._folder,
             len(rows) - num_left,
             len(rows),
@@ -549,7 +559,7 @@ class Recovery:
         return True
 
     def _cut(self, path: str, size_bytes: int | None = None) -> None:
-        """Make a file shorter; without a size, free what is allocated behind its end."""
+        """Truncate a file; without a size, free the space preallocated behind its end."""
         fd = self._ops.open(path, os.O_RDWR)
         try:
             if size_bytes is None:
@@ -562,15 +572,15 @@ class Recovery:
         scanned = recovered.scanned
         if scanned.is_damaged:
             logger.warning(
-                "%s: %d bytes of the journal are damaged; blocks stored before are verified (in %d "
-                "more places frames are missing)",
+                "%s: %d bytes of the journal are damaged, and frames are missing in %d more "
+                "places; blocks stored before are verified",
                 self._folder,
                 scanned.lost_bytes,
                 scanned.num_gaps,
             )
         if not is_trusted and num_unverified:
             logger.warning(
-                "%s: the store was not closed before the machine went down, or its journal has "
+                "%s: the store was not closed before a machine crash, or its journal has "
                 "lost its end: its %d blocks are verified, and %d without a checksum are dropped",
                 self._folder,
                 num_unverified,
@@ -579,9 +589,9 @@ class Recovery:
 
 
 def is_unreadable(scanned: Scan) -> bool:
-    """Tell whether a journal has something, and nothing of it can be read.
+    """Return whether a journal has data but no readable frame.
 
-    One whose only frame is torn is none of those: that is what a kill leaves.
+    A journal whose only frame is torn does not count, because a kill can leave it.
     """
     if scanned.end_bytes or not len(scanned.units) or scanned.is_torn:
         return False
@@ -591,7 +601,7 @@ def is_unreadable(scanned: Scan) -> bool:
 def _servable(
     flags: npt.NDArray[np.uint16], *, verify: bool, is_keyed: bool
 ) -> npt.NDArray[np.bool_]:
-    """Return which blocks may be served: what must be verified needs a checksum, by the key."""
+    """Return which blocks may be served: those that need verification must have a checksum."""
     servable: npt.NDArray[np.bool_] = flags & HAS_DIGEST != 0
     if not verify:
         servable |= flags & NEEDS_VERIFY == 0

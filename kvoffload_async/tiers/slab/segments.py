@@ -1,6 +1,6 @@
-"""The segment files: preallocated, and where in them the slots are.
+"""The preallocated segment files, and the offsets of slots in them.
 
-Thread: an I/O thread, but for what says otherwise; calls block for as long as the filesystem does.
+Thread: an I/O thread unless stated otherwise; calls block as long as the filesystem does.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Segment:
     """One open segment file.
 
     Attributes:
-        number: Never used again in the life of a store's process.
-        slots: How many slots it has.
-        fd: Goes through the page cache.
-        direct_fd: Bypasses it; -1 where that is not wanted, or does not work.
+        number: Segment number; never reused by the process.
+        slots: Number of slots.
+        fd: Descriptor for buffered I/O.
+        direct_fd: Descriptor with O_DIRECT; -1 if not configured or not supported.
     """
 
     number: int
@@ -58,19 +58,19 @@ class Segments:
         self._next = 0
         self._syncing = threading.Condition()
         self._waits: set[object] = set()
-        """Those who wait for the device now."""
+        """Syncs in progress."""
         self.sync_failures = 0
-        """How often waiting for the device has failed."""
+        """Number of failed syncs."""
 
     @property
     def numbers(self) -> list[int]:
-        """The open segments."""
+        """Numbers of the open segments."""
         return list(self._open)
 
     # -- files ----------------------------------------------------------------------------------
 
     def attach(self, number: int) -> Segment | None:
-        """Open a segment that is there; one that was not even begun is removed, and None."""
+        """Open an existing segment; a file without any slot is removed, and gives None."""
         path = self._path(number)
         self._next = max(self._next, number + 1)
         fd = self._ops.open(path, os.O_RDWR)
@@ -86,21 +86,21 @@ class Segments:
             raise
 
     def skip_to(self, number: int) -> None:
-        """Never give this number, or one below, to a new segment: the journal speaks of them."""
+        """Do not use this number or lower ones for new segments: the journal refers to them."""
         self._next = max(self._next, number + 1)
 
     def create(self, slots: int) -> Segment:
-        """Make one more segment, every byte of it allocated.
+        """Create and fully allocate a segment.
 
         Raises:
-            OSError: It could not be made, ENOSPC included; nothing of it is left.
+            OSError: It could not be created (e.g. ENOSPC); nothing of it is left.
         """
         self._directory_identity.check()
         path, fd = self._path(self._next), None
         while fd is None:
             number, path = self._next, self._path(self._next)
             self._next += 1
-            with contextlib.suppress(FileExistsError):  # somebody else's, and no segment
+            with contextlib.suppress(FileExistsError):  # an unrelated file with this name
                 fd = self._ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             header = SegmentHeader(self._manifest.store_uuid, number, self._manifest.slot_bytes)
@@ -114,9 +114,13 @@ class Segments:
             raise
 
     def remove(self, number: int) -> None:
-        """Delete a segment that nobody reads or writes; raises OSError, and then it stays."""
-        self._directory_identity.check()  # else it would be another store's
-        segment = self._open.pop(number)  # first: `check` must not take it for lost
+        """Delete a segment that is not read or written.
+
+        Raises:
+            OSError: It could not be deleted, and stays open.
+        """
+        self._directory_identity.check()  # it could be another store's
+        segment = self._open.pop(number)  # first: `check` must not report it as deleted
         try:
             self._ops.unlink(self._path(number))
         except OSError:
@@ -125,14 +129,17 @@ class Segments:
         self._close(segment)
 
     def close(self) -> None:
-        """Close every file; idempotent."""
+        """Close all files; idempotent."""
         while self._open:
             self._close(self._open.popitem()[1])
 
     def check(self, numbers: set[int]) -> None:
-        """Raise an OSError if one of these was deleted: its open file goes on as if nothing had.
+        """Check that these segment files still exist: writes to a deleted one would succeed.
 
-        One that was removed here is nobody's any more: whoever asks for it was cancelled meanwhile.
+        Ignores segments removed by `remove`: only cancelled jobs can refer to them.
+
+        Raises:
+            OSError: One was deleted or replaced.
         """
         for number in numbers:
             segment = self._open.get(number)
@@ -140,18 +147,17 @@ class Segments:
                 self._directory_identity.check_file(segment.fd, segment_name(number))
 
     def sync(self, numbers: Iterable[int], failures_before: int | None = None) -> None:
-        """Wait until what was written to these segments is on the device.
+        """Sync these segments to the device.
 
-        The kernel reports that bytes could not be written only once, to whoever asks first, and
-        has forgotten them then. So what was written before somebody's wait has failed is lost,
-        whatever a later one says.
+        The kernel reports a lost write only once, to the first caller. Therefore any failed sync
+        invalidates all writes before it, even if a later sync succeeds.
 
         Args:
             numbers: The segments.
-            failures_before: What `sync_failures` was before the bytes in question were written.
+            failures_before: Value of `sync_failures` before the bytes in question were written.
 
         Raises:
-            OSError: It is not, or may not be.
+            OSError: Syncing failed, or an overlapping sync did.
         """
         mine = object()
         try:
@@ -167,20 +173,20 @@ class Segments:
                 self._waits.remove(mine)
                 self._syncing.notify_all()
         with self._syncing:
-            others = self._waits.copy()  # one of these may have been told of what is ours
+            others = self._waits.copy()  # one of these may have received the error for our bytes
             self._syncing.wait_for(lambda: not self._waits & others)
         if failures_before is not None and failures_before != self.sync_failures:
-            raise OSError(errno.EIO, "what was written beside it could not be synced")
+            raise OSError(errno.EIO, "a concurrent sync failed")
 
     # -- payload --------------------------------------------------------------------------------
 
     @property
     def direct_flag(self) -> int:
-        """The flag by which the page cache is bypassed; 0 where it is not. Thread: any."""
+        """The open flag O_DIRECT, or 0 if it is not used. Thread: any."""
         return self._direct.flag
 
     def refuse(self, flag: int, codes: Collection[int]) -> bool:
-        """Tell whether errors mean that the flag does not work here; then it is given up.
+        """Return whether errors mean that O_DIRECT is unsupported; then it is no longer used.
 
         Thread: any.
         """
@@ -188,7 +194,7 @@ class Segments:
         return errno.EINVAL in codes and self._direct.refused(flag, error)
 
     def extents(self, runs: Iterable[Run], *, is_direct: bool) -> list[Extent]:
-        """Return where runs are, in open files. Thread: any."""
+        """Return the file extents of runs. Thread: any."""
         manifest, found = self._manifest, []
         for place, _, length in runs:
             segment = self._open[segment_of(place)]

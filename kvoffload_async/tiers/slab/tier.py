@@ -1,4 +1,4 @@
-"""The `slab` tier itself: a bounded store of preallocated segments, owned by one process."""
+"""The `slab` tier: a bounded store of preallocated segments, owned by one process."""
 
 from __future__ import annotations
 
@@ -44,22 +44,21 @@ from kvoffload_async.tiers.slab.transfers import (
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 
 _SMALL_JOBS_BYTES = 64 << 20
-"""What the small jobs that run at once in one direction move together, at most."""
+"""Limit on the bytes of concurrent small jobs per direction."""
 
 _OPENING_S = 1e-5
-"""What a block in the store may cost at the opening; about ten times what it does."""
+"""Opening time per block in the store, in seconds; about ten times the measured cost."""
 
 _SHRINKS = 8
-"""How many segments one job gives up at most, to a disk that is full."""
+"""Maximum number of segments that one job releases when the disk is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabSettings:
-    """How a `slab` tier works; see the facade's `SlabTierManager` for the options' meaning.
+    """Settings of a `slab` tier; see the facade's `SlabTierManager` for the options.
 
     Attributes:
-        stripes: Segments that are filled side by side, as the kernel lets one thread at a time
-            write into a file.
+        stripes: Segments filled in parallel, because the kernel serialises writes to one file.
     """
 
     root_dir: str
@@ -79,16 +78,16 @@ class SlabSettings:
     modes: Modes = field(default_factory=Modes)
 
     def budget(self, block_bytes: int) -> Budget:
-        """Return how many blocks fit.
+        """Return the numbers of slots and segments that fit into the capacity.
 
         Raises:
-            ConfigError: None, or more than can be counted.
+            ConfigError: No block fits, or more than the index can count.
         """
         num_blocks = self.capacity_bytes // block_bytes
-        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
+        if num_blocks > MAX_NUMBERS:  # checked first: so many segments could not be computed either
             raise ConfigError(
-                f"capacity_bytes: {self.capacity_bytes} has room for {num_blocks} "
-                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
+                f"capacity_bytes: {self.capacity_bytes} allows {num_blocks} blocks of "
+                f"{block_bytes} bytes; reduce it to at most {MAX_NUMBERS} blocks"
             )
         budget = Budget.of(self.capacity_bytes, block_bytes, self.segment_bytes, self.stripes)
         if self.segment_bytes < budget.slot_bytes:
@@ -98,17 +97,17 @@ class SlabSettings:
             )
         if not budget.most_slots:
             raise ConfigError(
-                f"capacity_bytes: {self.capacity_bytes} has no room for one block of "
+                f"capacity_bytes: {self.capacity_bytes} cannot hold one block of "
                 f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
             )
         return budget
 
 
 class SlabTier(AsyncTier):
-    """Keeps blocks in the slots of preallocated files.
+    """Stores blocks in the slots of preallocated files.
 
-    What is where is known to the loop alone. A job's blocks are moved, and their checksums
-    computed, by `BlockIo`; I/O threads look after the files and write the journal.
+    Only the loop accesses the index. `BlockIo` copies a job's blocks and computes their checksums;
+    I/O threads manage the files and write the journal.
     """
 
     def __init__(
@@ -117,12 +116,12 @@ class SlabTier(AsyncTier):
         create_policy: Callable[[int], CachePolicy],
         ops: FileOps | None = None,
     ) -> None:
-        """Describe the tier; nothing is touched before `open`.
+        """Configure the tier; nothing is accessed before `open`.
 
         Args:
             settings: See `SlabSettings`.
-            create_policy: Makes the eviction policy, given the most blocks that can fit.
-            ops: The system calls; tests put a fault layer here.
+            create_policy: Creates the eviction policy, given the maximum number of blocks.
+            ops: System calls; tests inject faults here.
         """
         self.capabilities = TierCapabilities(
             exclusive=True,
@@ -139,15 +138,15 @@ class SlabTier(AsyncTier):
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
 
     def opening_s(self, block_bytes: int) -> float:
-        """Return the most that reading a full journal takes, many times over."""
+        """Return an upper bound of the time to read a full journal, in seconds."""
         return _OPENING_S * (self._settings.capacity_bytes // block_bytes)
 
     async def open(self, env: TierEnvironment) -> None:
-        """Take the store's lock, read its journal, and announce what is in it.
+        """Lock the store, read its journal, and announce its blocks.
 
         Raises:
-            ConfigError: The directory cannot be used, the store in it is another process's or of
-                another layout, or the capacity has no room for a block.
+            ConfigError: The directory is unusable, the store in it is open elsewhere or of another
+                layout, or the capacity cannot hold one block.
         """
         settings = self._settings
         self._env = env
@@ -184,15 +183,15 @@ class SlabTier(AsyncTier):
         env.blocks_appeared(store.found_keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that are there."""
+        """Return the keys that are stored."""
         places = self._opened().catalog.find(keys)
         return frozenset(key for key, place in zip(keys, places, strict=True) if place is not None)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        """Write the blocks that are not there yet."""
+        """Write the blocks that are not stored yet."""
         store = self._opened()
         while busy := self._written_by_others(job.keys):
-            await asyncio.wait(busy)  # ends with the jobs that write them, each of which ends
+            await asyncio.wait(busy)  # ends, because each job that writes them ends
         found = store.catalog.find(job.keys)
         present = [place for place in found if place is not None]
         absent = [index for index, place in enumerate(found) if place is None]
@@ -205,7 +204,7 @@ class SlabTier(AsyncTier):
                 store.catalog.used(job.keys)
             return await self._store_absent(store, job, absent)
         except BaseException:
-            # The job fails as a whole, but what is in the journal is in the store.
+            # The job fails as a whole, but journalled blocks are in the store.
             places = store.catalog.find(missing)
             stored = [key for key, place in zip(missing, places, strict=True) if place is not None]
             self._environment().blocks_appeared(stored)
@@ -217,7 +216,7 @@ class SlabTier(AsyncTier):
             store.catalog.unpin(present)
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        """Read blocks straight into the job's slots, and verify them there."""
+        """Read blocks directly into the job's slots, and verify them there."""
         store = self._opened()
         found = store.catalog.look_up(job.keys)
         failures: dict[int, TierError] = {
@@ -238,18 +237,18 @@ class SlabTier(AsyncTier):
             else:
                 store.catalog.used(job.keys, found)
         finally:
-            for index in batch.corrupt:  # also if it was cancelled: their records are gone
+            for index in batch.corrupt:  # also if cancelled: their records are gone
                 store.catalog.drop(blocks.keys[index], blocks.places[index])
             store.catalog.unpin(blocks.places)
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note a use of blocks, head to tail."""
+        """Record a use of blocks, ordered head to tail."""
         if self._store is not None:
             self._store.catalog.used(keys)
 
     async def close(self) -> None:
-        """Write what is not yet written, close every file, give up the lock; idempotent."""
+        """Flush the journal, close all files, release the lock; idempotent."""
         env, self._env = self._env, None
         store, self._store = self._store, None
         if store is not None and env is not None:
@@ -257,17 +256,17 @@ class SlabTier(AsyncTier):
             await env.io.run(Direction.METADATA, partial(self._close_store, store))
 
     def gauges(self) -> Mapping[str, float]:
-        """Return how many blocks are there, how many slots are free, and bytes."""
+        """Return the numbers of blocks, free slots and bytes."""
         return {} if self._store is None else self._store.gauges()
 
     def describe(self) -> str:
-        """Return where the blocks are."""
+        """Return the store's location."""
         return f"slabs below {self._settings.root_dir}"
 
     # -- storing --------------------------------------------------------------------------------
 
     def _written_by_others(self, keys: Sequence[OffloadKey]) -> Collection[asyncio.Future[None]]:
-        """Return what to wait for: the same key is not written twice at once."""
+        """Return futures of other jobs that write these keys, to avoid writing a key twice."""
         if self._writing.keys().isdisjoint(keys):
             return ()
         return {self._writing[key] for key in keys if key in self._writing}
@@ -275,11 +274,11 @@ class SlabTier(AsyncTier):
     async def _store_absent(
         self, store: OpenStore, job: JobMetadata, indices: Sequence[int]
     ) -> BlockFailures:
-        """Write blocks; when the disk is full, again after the store has shrunk."""
+        """Write blocks; when the disk is full, shrink the store and retry."""
         rows = job.block_ids.tolist()
         failures: dict[int, TierError] = {
             index: TierUnavailableError(
-                f"a key of {len(job.keys[index])} bytes; a record holds {MAX_KEY_BYTES}"
+                f"the key has {len(job.keys[index])} bytes; at most {MAX_KEY_BYTES} are supported"
             )
             for index in indices
             if len(job.keys[index]) > MAX_KEY_BYTES
@@ -293,7 +292,7 @@ class SlabTier(AsyncTier):
             left = [index for index in left if is_disk_full(failures.get(index))]
             if not left:
                 break
-            # Those that were written count as stored, so they must not go now.
+            # Blocks written so far count as stored, so they must not be evicted now.
             held = [place for place in store.catalog.find(job.keys) if place is not None]
             store.catalog.pin(held)
             try:
@@ -314,13 +313,13 @@ class SlabTier(AsyncTier):
         rows: Sequence[int],
         indices: Sequence[int],
     ) -> dict[int, TierError]:
-        """Write as many absent blocks as have room, head first."""
+        """Write as many absent blocks as there are free places, head first."""
         if not indices:
             return {}
         if len(indices) < len(keys):
             keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
         places = await self._allocator.claim(keys)
-        unplaced = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
+        unplaced = TierFullError(f"no free slot in {self._settings.root_dir}, nothing to evict")
         failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], unplaced)
         if not places:
             return failures
@@ -346,7 +345,7 @@ class SlabTier(AsyncTier):
         keys: Sequence[OffloadKey],
         places: list[SlotAddress],
     ) -> None:
-        """Note which blocks of a batch are there now."""
+        """Add the written blocks of a batch to the catalog."""
         bad = batch.failures
         store.catalog.release([places[index] for index in bad])
         if bad:
@@ -354,10 +353,10 @@ class SlabTier(AsyncTier):
             keys, places = [keys[i] for i in good], [places[i] for i in good]
         store.catalog.admit(keys, places)
 
-    # -- the rest -------------------------------------------------------------------------------
+    # -- opening and closing ----------------------------------------------------------------------
 
     def _open_store(self, layout: StoreLayout, settings: StoreSettings) -> OpenStore:
-        """Open the root, which is made if it is not there, and the store in it.
+        """Create the root directory if needed, and open the store in it.
 
         Thread: an I/O thread.
         """
@@ -371,7 +370,7 @@ class SlabTier(AsyncTier):
             raise
 
     def _close_store(self, store: OpenStore) -> None:
-        """Close the store, and then the root. Thread: an I/O thread."""
+        """Close the store and the root directory. Thread: an I/O thread."""
         try:
             store.close()
         finally:

@@ -1,11 +1,10 @@
-"""The transfers of a job: which calls move, verify and journal its blocks, shared with which jobs.
+"""Block transfers of jobs: copying, verification and journalling, coalesced across jobs.
 
-Payload goes through `BlockIo`, which wakes the loop when a batch has ended. What else may block is
-made by an I/O thread, one call for all jobs that wait for it: the check of the files of what is
-loaded, beside the loading; the removals of the blocks whose slots are written to, before the
-writing; the records of what was written, after it.
+`BlockIo` copies payload, and wakes the loop when a batch has ended. Other blocking work runs on an
+I/O thread, one call for all waiting jobs: the check of the segment files during a load; the removal
+records of overwritten slots before a write; the records of written blocks after it.
 
-Thread: the loop's.
+Not thread-safe; call only from the event loop's thread, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from kvoffload_async.types import JobMetadata, OffloadKey
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
-    """What a batch works with.
+    """Shared parts of a store that transfers use.
 
     Attributes:
-        directory_identity: Of the store's folder.
+        directory_identity: Identity of the store's folder.
         digester: Computes checksums.
         slot_bytes: Bytes of a slot.
         verify: Whether checksums are computed and compared.
-        fdatasync: Whether blocks must be on the device before they are journalled.
-        piece_bytes: About what one Python thread moves at a time, where there is enough to do.
+        fdatasync: Whether blocks are synced before they are journalled.
+        piece_bytes: Approximate bytes that one Python thread copies at a time.
     """
 
     directory_identity: DirectoryIdentity
@@ -59,7 +58,7 @@ class DataPath:
 
     @property
     def extent_slots(self) -> int:
-        """Slots of an extent: how many neighbours are worth having."""
+        """Number of slots of an extent, the unit of adjacent allocation."""
         return max(1, self.piece_bytes // self.slot_bytes)
 
 
@@ -67,9 +66,9 @@ class Blocks(NamedTuple):
     """Blocks of one job; the three sequences are parallel.
 
     Attributes:
-        keys: Theirs.
-        places: Where they are in the store, or shall be; those of each extent ascend.
-        rows: Where they are in the primary, or shall be.
+        keys: Keys of the blocks.
+        places: Places in the store; those of each extent ascend.
+        rows: Rows in the primary.
     """
 
     keys: Sequence[OffloadKey]
@@ -80,7 +79,7 @@ class Blocks(NamedTuple):
 def in_order_of_places(
     job: JobMetadata, found: Sequence[SlotAddress | None]
 ) -> tuple[Blocks, Sequence[int]]:
-    """Return the blocks of a job that are there, their places ascending, and their indices."""
+    """Return a job's found blocks in ascending order of places, and their job indices."""
     rows: list[int] = job.block_ids.tolist()
     places = [place for place in found if place is not None]
     if len(places) == len(found) and sorted(places) == places:
@@ -92,19 +91,19 @@ def in_order_of_places(
 
 
 class Batch:
-    """Blocks on their way. Thread: loop, but for `StoreBatch.finish`.
+    """Blocks being copied. Thread: loop, except for `StoreBatch.finish`.
 
     Attributes:
-        blocks: They.
-        indices: Theirs.
-        runs: Which of them lie beside each other.
-        failures: Index in the batch -> why that block failed.
-        error: Why the batch failed as a whole, if it did.
-        wants_digests: Whether checksums are to be computed.
+        blocks: The blocks.
+        indices: Their indices.
+        runs: Runs of adjacent places.
+        failures: Index in the batch -> the block's error.
+        error: Set if the whole batch failed.
+        wants_digests: Whether to compute checksums.
     """
 
     def __init__(self, data_path: DataPath, blocks: Blocks, piece: int) -> None:
-        """Take blocks on; `piece` is how many have ascending places."""
+        """Create a batch; places ascend within each group of `piece` blocks."""
         self._data_path = data_path
         self.blocks = blocks
         count = len(blocks.keys)
@@ -121,15 +120,15 @@ class Batch:
 
     @property
     def segments(self) -> set[int]:
-        """The segments with its places."""
+        """The segments that contain its places."""
         return {segment_of(run.place) for run in self.runs}
 
     def take(self, moved: Moved) -> None:
-        """Note what became of all blocks."""
+        """Take over the digests of all blocks."""
         self._digests = moved.digests
 
     def take_some(self, runs: Sequence[Run], moved: Moved) -> None:
-        """Note what became of some blocks, which were moved once more."""
+        """Take over the digests of some blocks that were copied again."""
         if moved.digests:
             digests, taken = bytearray(self._digests), 0
             for run in runs:
@@ -139,12 +138,12 @@ class Batch:
             self._digests = digests
 
     def fail_with(self, errors: dict[int, int]) -> None:
-        """Fail blocks, given the numbers of the errors."""
+        """Fail blocks, given by index and errno."""
         for index, code in errors.items():
             self.failures[index] = mapped(OSError(code, os.strerror(code)))
 
     def fail(self, error: BaseException) -> None:
-        """Fail: every block, for want of the system, or the batch as a whole, for a defect."""
+        """Fail every block for an `OSError`, or the whole batch for another error."""
         if isinstance(error, OSError):
             self.failures = dict.fromkeys(self.indices, mapped(error))
         elif self.error is None:
@@ -156,12 +155,11 @@ class Batch:
 
 
 class StoreBatch(Batch):
-    """Blocks to write into claimed places; there as soon as they are journalled, all at once.
+    """Blocks to write into claimed places; journalled together after writing.
 
     Attributes:
-        is_journalled: Whether those that did not fail are.
-        sync_failures: How often waiting for the device had failed before the first byte was
-            written.
+        is_journalled: Whether the blocks that did not fail are journalled.
+        sync_failures: Number of failed syncs before the first write.
     """
 
     def __init__(self, data_path: DataPath, blocks: Blocks) -> None:
@@ -170,7 +168,7 @@ class StoreBatch(Batch):
         self.sync_failures = data_path.segments.sync_failures
 
     def records(self) -> list[PackedRun]:
-        """Return the records of what was written, a run at a time."""
+        """Return the packed records of the written blocks, by run."""
         runs = self.runs
         if self.failures:
             runs = [
@@ -197,7 +195,7 @@ class StoreBatch(Batch):
     def finish(
         cls, data_path: DataPath, batches: Sequence[Self], is_awaited: Callable[[], bool]
     ) -> None:
-        """Journal what was written, all of it in one append; see `Journal.commit`.
+        """Journal the written blocks of all batches in one append; see `Journal.commit`.
 
         Thread: an I/O thread.
         """
@@ -217,10 +215,10 @@ class StoreBatch(Batch):
 
 
 class LoadBatch(Batch):
-    """Blocks to read from pinned places, which ascend; each is verified before it counts.
+    """Blocks to read from pinned, ascending places, and to verify.
 
     Attributes:
-        corrupt: Index in the batch of each block whose bytes are wrong; their records are gone.
+        corrupt: Batch indices of corrupt blocks; their records are removed.
     """
 
     def __init__(self, data_path: DataPath, blocks: Blocks) -> None:
@@ -243,7 +241,7 @@ class LoadBatch(Batch):
                 self._drop(index, "ends early")
 
     def check(self) -> None:
-        """Note that the blocks were used; drop those whose bytes are not those that were stored."""
+        """Record the uses of the blocks, and verify checksums; drop corrupt blocks."""
         table = self._data_path.table
         for run in self.runs:
             table.use(run.place, run.length)
@@ -266,7 +264,7 @@ class LoadBatch(Batch):
 
 
 def _as_defect(error: BaseException) -> TierUnavailableError:
-    failure = TierUnavailableError(f"moving blocks raised {error!r}")
+    failure = TierUnavailableError(f"copying blocks raised {error!r}")
     failure.__cause__ = error
     return failure
 
@@ -274,24 +272,20 @@ def _as_defect(error: BaseException) -> TierUnavailableError:
 logger = logging.getLogger(__name__)
 
 _CHECK_S: Final = 0.1
-"""For how long loads rely on a look after a segment's file, which stores never do.
-
-A load that comes too soon to notice that the file is gone has the right bytes all the same: it
-reads from the file that is open, and compares. A look takes a thread that needs the interpreter's
-lock several times, which a scheduler that computes gives up only every 5 ms.
-"""
+"""How long, in seconds, a load relies on an earlier check of a segment file. Stores always
+check."""
 
 
 class Transfers:
-    """Moves batches between the primary and the segments of one store."""
+    """Copies batches between the primary and the segments of one store."""
 
     def __init__(self, data_path: DataPath, block_io: BlockIo, io: IoRunner) -> None:
-        """Begin with none; `block_io` is owned from now on."""
+        """Start without batches, and take ownership of `block_io`."""
         self._data_path = data_path
         self._block_io = block_io
         self._loop = asyncio.get_running_loop()
         self._checked_s: dict[int, float] = {}
-        """Segment -> when the last look began that found its file; empty after one that did not."""
+        """Segment -> start of its last successful file check; cleared after a failed one."""
         probe, store = partial(io.run, Direction.METADATA), partial(io.run, Direction.STORE)
         self._checks = Coalescer("slab:check", self._check, probe)
         self._flushes = Coalescer("slab:flush", self._flush, store)
@@ -300,12 +294,12 @@ class Transfers:
         self._compactions = Coalescer("slab:compact_step", self._compact_step, store)
 
     async def load(self, batch: LoadBatch) -> None:
-        """Load a batch; returns when no byte of it moves any more, also if cancelled.
+        """Load a batch; returns when no byte of it moves any more, even if cancelled.
 
         Raises:
-            TierError: The batch has failed as a whole.
+            TierError: The whole batch failed.
         """
-        # Beside the loading: the bytes are compared, whatever became of the names of the files.
+        # In parallel with the load: checksums verify the bytes whatever the file names say.
         now_s = self._loop.time()
         unchecked = self._unchecked(batch.segments, now_s)
         checking = self._checks.begin(unchecked) if unchecked else None
@@ -322,19 +316,19 @@ class Transfers:
             self._checked_s.update(dict.fromkeys(unchecked, now_s))
             batch.check()
         if batch.corrupt and (error := await self._notes.add(None)) is not None:
-            logger.warning("a bad block's removal is not journalled yet: %s", str(error))
+            logger.warning("the removal of a corrupt block is not journalled yet: %s", str(error))
         if batch.error is not None:
             raise batch.error
 
     async def store(self, batch: StoreBatch) -> None:
-        """Store a batch; returns when no byte of it moves any more, also if cancelled.
+        """Store a batch; returns when no byte of it moves any more, even if cancelled.
 
         Raises:
-            TierError: The batch has failed as a whole; it may be journalled all the same.
+            TierError: The whole batch failed; it may still be journalled.
         """
         error: BaseException | None = None
         if self._data_path.journal.has_removals:
-            error = await self._flushes.add(None)  # before the slots are written to
+            error = await self._flushes.add(None)  # before the slots are overwritten
         if error is None:
             await self._move(Direction.STORE, batch)
             if len(batch.failures) < len(batch.indices):
@@ -347,20 +341,20 @@ class Transfers:
             raise batch.error
 
     async def close(self) -> None:
-        """Wait until no thread is at work; no job may run any more."""
+        """Wait until no thread is working; no job may be running."""
         for call in (self._checks, self._flushes, self._notes, self._commits, self._compactions):
             await call.close()
         await self._block_io.close()
 
     def _unchecked(self, segments: set[int], now_s: float) -> set[int]:
-        """Return the segments whose files nobody has looked after of late."""
+        """Return the segments whose files were not checked recently."""
         since_s, checked_s = now_s - _CHECK_S, self._checked_s
         return {number for number in segments if checked_s.get(number, -math.inf) <= since_s}
 
     # -- payload --------------------------------------------------------------------------------
 
     async def _move(self, direction: Direction, batch: Batch) -> None:
-        """Move all blocks; those of a run that fails, one by one once more."""
+        """Copy all blocks; after an error in a run, retry its blocks one by one."""
         moved = await self._move_runs(direction, batch, batch.runs)
         batch.take(moved)
         if not moved.errors:
@@ -379,10 +373,10 @@ class Transfers:
         batch.fail_with(errors)
 
     async def _move_runs(self, direction: Direction, batch: Batch, runs: Sequence[Run]) -> Moved:
-        """Move runs of a batch; past the page cache, unless that is refused.
+        """Copy runs of a batch, with O_DIRECT unless that is refused.
 
         Returns:
-            What became of them, by their order.
+            The result, with indices into the runs' blocks.
         """
         segments = self._data_path.segments
         keys, _, rows = batch.blocks
@@ -399,41 +393,41 @@ class Transfers:
             moved = await move(extents, wanted)
         return moved
 
-    # -- calls that are shared ------------------------------------------------------------------
+    # -- coalesced calls ---------------------------------------------------------------------------
 
     def _check(self, segments: Sequence[set[int]], _is_awaited: Callable[[], bool]) -> None:
-        """Look whether folder and files are there still. Thread: an I/O thread."""
+        """Check that folder and segment files still exist. Thread: an I/O thread."""
         self._data_path.directory_identity.check()
         self._data_path.segments.check(set[int]().union(*segments))
 
     def _flush(self, _waiting: Sequence[None], is_awaited: Callable[[], bool]) -> None:
-        """Journal the removals noted so far. Thread: an I/O thread."""
+        """Journal the buffered removals. Thread: an I/O thread."""
         self._data_path.journal.flush(is_awaited)
 
     def _note(self, _waiting: Sequence[None], _is_awaited: Callable[[], bool]) -> None:
-        """Journal that blocks are bad, if there is room: a load does not wait for it.
+        """Journal removals of corrupt blocks, if there is space: loads do not wait for it.
 
         Thread: an I/O thread.
         """
         self._data_path.journal.flush(lambda: False)
 
     def _commit(self, batches: Sequence[StoreBatch], is_awaited: Callable[[], bool]) -> None:
-        """Journal what was written. Thread: an I/O thread."""
+        """Journal written blocks. Thread: an I/O thread."""
         StoreBatch.finish(self._data_path, batches, is_awaited)
 
     def _compact_step(self, _waiting: Sequence[None], _is_awaited: Callable[[], bool]) -> None:
-        """Go on with the next journal, which nobody waits for. Thread: an I/O thread."""
+        """Advance the journal's compaction in the background. Thread: an I/O thread."""
         self._data_path.journal.compact_step()
 
 
 def create_transfers(
     env: TierEnvironment, ops: FileOps, data_path: DataPath, threads: int
 ) -> Transfers:
-    """Return what moves a store's blocks; `threads` of them move bytes.
+    """Create the transfers of a store; `threads` threads copy bytes.
 
     Raises:
-        ConfigError: Native code is required and cannot be used.
-        OSError: There are no more threads.
+        ConfigError: Native code is required but unavailable.
+        OSError: Threads cannot be started.
     """
     block_io = create_block_io(
         env,

@@ -1,7 +1,7 @@
 """The `valkey` tier: blocks in Valkey or Redis, standalone or a cluster, shared by many hosts.
 
-The key of a block is `kvo:`, the namespace's 32 hexadecimal digits, `:` and the block's key as it
-is; the value is an envelope (`tiers/remote`). Without the last two, the same key has a random
-label, 16 characters: where it is another one than before, and the blocks that were seen last are
-gone, the server has lost its contents.
+A block's key is `kvo:`, the namespace's 32 hexadecimal digits, `:` and the raw block key; its value
+is an envelope (`tiers/remote`). The prefix without the last colon has a random label of 16
+characters as value: if the label has changed, and recently seen blocks are gone, the server has
+lost its contents.
 """

@@ -1,4 +1,4 @@
-"""Where a Valkey server is, and how to log in: parsed from a URL, shown without secrets."""
+"""Address and credentials of a Valkey server, parsed from a URL, displayed without secrets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORM: Final = "valkey://[user[:password]@]host[:port][/database], or valkeys://
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One server, or the first one of a cluster that is asked for the others.
+    """One server, or the first node of a cluster to contact.
 
     Attributes:
         has_tls: Whether the connection is encrypted.
@@ -40,15 +40,15 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, key: str = "url") -> Address:
-        """Return the address that a URL names.
+        """Parse a URL.
 
         Raises:
-            ConfigError: It is no such URL; the message has no secret in it.
+            ConfigError: The URL is invalid; the message contains no secrets.
         """
         try:
             parts = urlsplit(url)
             port = parts.port or DEFAULT_PORT
-        except ValueError:  # whose text may have a part of a password in it
+        except ValueError:  # its text may contain part of a password
             raise ConfigError(f"{key}: it is not valid; it must be {_FORM}") from None
         if parts.scheme not in _SCHEMES:
             schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
@@ -69,7 +69,7 @@ class Address:
 def _database(parts: SplitResult, key: str) -> int:
     text = parts.path.strip("/")
     if text and not (text.isascii() and text.isdigit()):
-        # The rest of a password with a slash in it that should have been quoted is not shown.
+        # Do not show the rest of an unquoted password that contains a slash.
         shown = "after the first /" if "@" in text else repr(text)
         raise ConfigError(f"{key}: database {shown} is not a number; it must be {_FORM}")
     return int(text or 0)

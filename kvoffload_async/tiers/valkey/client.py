@@ -1,4 +1,4 @@
-"""Calls to Valkey or Redis: strings of one server, or of the nodes of a cluster."""
+"""Commands to Valkey or Redis: strings on one server, or on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONDEMNED_S: Final = 60.0
 
 _REMOVE_IF: Final = (
     "local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[2]) "
-    "if type(value) == 'table' then value = '' end "  # it is no string
+    "if type(value) == 'table' then value = '' end "  # not a string
     "if redis.sha1hex(value) == ARGV[1] then return redis.call('DEL', KEYS[1]) end "
     "return 0"
 )
@@ -56,25 +56,25 @@ class ValkeyClient(RemoteClient):
         ttl_s: float | None,
         emptied: Callable[[], None],
     ) -> None:
-        """Connect to nothing yet.
+        """Create the client without connecting.
 
         Args:
-            connection: Where to.
+            connection: Connection settings.
             namespace: 32 hexadecimal digits.
-            ttl_s: Seconds that a block lives unused; None: as long as the server keeps it.
+            ttl_s: Lifetime of an unused block in seconds; None: as long as the server keeps it.
             emptied: Called when the server has lost its contents.
         """
         self._nodes = Nodes(connection)
         self._label_name = f"kvo:{namespace}".encode()
         self._prefix = self._label_name + b":"
-        self._label: bytes | None = None  # not known; b"": there is none
+        self._label: bytes | None = None  # None: unknown; b"": there is none
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
         self._emptied = emptied
         self._witnesses: deque[OffloadKey] = deque(maxlen=_MOST_WITNESSES)
-        """Blocks that were there lately, on the server that has the label."""
+        """Blocks seen recently on the server with the label."""
         self._condemned: dict[OffloadKey, float] = {}
-        """Bad blocks that could not be removed, each until a loop time: the next store overwrites
-        them, and until then they count as absent."""
+        """Corrupt blocks that could not be removed -> loop time of expiry. They count as absent,
+        and the next store overwrites them."""
 
     async def connect(self) -> None:
         await self.check()
@@ -86,7 +86,7 @@ class ValkeyClient(RemoteClient):
             await self._check_label(None)
 
     async def check_server(self, server: Server) -> None:
-        """Ask a node of a cluster; one that has no keys any more need not answer."""
+        """Check a node of a cluster; a node without slots need not respond."""
         await self.check()
         node = cast("Node | None", server)
         if node is None or not self._nodes.owns_slots(node):
@@ -118,11 +118,11 @@ class ValkeyClient(RemoteClient):
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
     ) -> Sequence[Value | TierError | None]:
-        """Read values as far as they may be blocks: one can have 512 MiB."""
+        """Read at most `most_bytes` of each value: a string can have 512 MiB."""
         commands = [("GETRANGE", self._prefix + key, 0, most_bytes) for key in keys]
         node = self._node_of_all(keys)
         found = [_bytes_of(r) for r in await self._nodes.run(node, commands, most_bytes + 1)]
-        # Nothing is read where nothing is, nor of a value without bytes, or that is no string.
+        # The reply is empty for absent keys, empty strings and other types.
         empty = [key for key, data in zip(keys, found, strict=True) if not data]
         present = await self.exist(empty) if empty else frozenset()
         self._saw([key for key, data in zip(keys, found, strict=True) if data])
@@ -136,10 +136,10 @@ class ValkeyClient(RemoteClient):
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
-        """Store values; only what was found bad and could not be removed is overwritten.
+        """Store values; overwrite only corrupt ones that could not be removed.
 
-        That is safe without a condition: a good block that another host has written there
-        meanwhile is replaced by another good one.
+        Overwriting needs no condition: a valid block written meanwhile by another host is replaced
+        by an equally valid one.
         """
         lifetime = () if self._ttl_ms is None else ("PX", self._ttl_ms)
         commands: list[Command] = []
@@ -156,7 +156,7 @@ class ValkeyClient(RemoteClient):
         return outcomes
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
-        """Remove a value that begins, or is, as it was read; its version says how far that went."""
+        """Remove a value if unchanged, comparing as many bytes as were read (its version)."""
         name = self._prefix + key
         command = ("EVAL", _REMOVE_IF, 1, name, sha1, value.version or _WHOLE)
         if len(self._condemned) >= _MOST_CONDEMNED:
@@ -164,7 +164,7 @@ class ValkeyClient(RemoteClient):
         self._condemned[key] = asyncio.get_running_loop().time() + _CONDEMNED_S
         (reply,) = await self._nodes.run(self._nodes.node_of(name), [command])
         if isinstance(reply, Exception):
-            raise RefusedError(str(reply))  # no repetition helps: a right is missing
+            raise RefusedError(str(reply))  # a permission is missing: retries do not help
         self._condemned.pop(key, None)
         return bool(reply)
 
@@ -186,7 +186,7 @@ class ValkeyClient(RemoteClient):
                 errors.append(error)
 
         await run_together((run(*one) for one in by_node.items()), "remote:renewal")
-        if errors:  # of a node that is down; those of the others are renewed
+        if errors:  # of a node that is down; keys of other nodes are renewed
             raise errors[0]
 
     def mapped(self, error: Exception) -> TierError:
@@ -208,11 +208,11 @@ class ValkeyClient(RemoteClient):
         return max(1, min(_PORTION_BLOCKS, _PORTION_BYTES // value_bytes))
 
     def _node_of_all(self, keys: Sequence[OffloadKey]) -> Node | None:
-        """Return the node that has keys of one server; one that moves is redirected."""
+        """Return the node of keys on one server; moved keys are redirected."""
         return self._nodes.node_of(self._prefix + keys[0])
 
     def _saw(self, keys: Sequence[OffloadKey]) -> None:
-        """Note blocks of one server that are there."""
+        """Record existing blocks of one server, if it has the label."""
         if keys and self._nodes.node_of(self._label_name) == self._node_of_all(keys):
             self._witnesses.extend(islice(keys, _MOST_WITNESSES))
 
@@ -220,15 +220,15 @@ class ValkeyClient(RemoteClient):
         return ("GETRANGE", self._label_name, 0, _LABEL_BYTES)
 
     async def _check_label(self, node: Node | None) -> None:
-        """Note the server's label, a new one where it has none.
+        """Read the server's label, and create one if needed.
 
-        Where it is another one than before, its contents are gone: unless blocks are there that
-        were, since then only the label was evicted, or overwritten.
+        A changed label means that the contents are lost, unless recently seen blocks still exist:
+        then only the label was evicted or overwritten.
         """
         make: Command = ("SET", self._label_name, secrets.token_hex(_LABEL_BYTES // 2))
         _, reply = await self._nodes.run(node, [(*make, "NX"), self._read_label()])
         label = _label_of(reply)
-        if not label:  # no memory is left, or somebody has put something else there
+        if not label:  # no memory is left, or another client wrote a different value
             _, reply = await self._nodes.run(node, [make, self._read_label()])
             label = _label_of(reply)
         still_there: Sequence[Any] = ()
@@ -248,7 +248,7 @@ def _raise_first(replies: Sequence[Any]) -> None:
 
 
 def _bytes_of(reply: bytes | Exception) -> bytes:
-    """Return what was read, nothing of what is no string; raises any other error."""
+    """Return a string reply; empty for other types. Raises other errors."""
     if not isinstance(reply, Exception):
         return reply
     if "WRONGTYPE" in str(reply):
@@ -257,6 +257,6 @@ def _bytes_of(reply: bytes | Exception) -> bytes:
 
 
 def _label_of(reply: bytes | Exception) -> bytes:
-    """Return a label that was read; nothing where that is none."""
+    """Return a label reply; empty if it is not a valid label."""
     label = _bytes_of(reply)
     return label if len(label) == _LABEL_BYTES else b""

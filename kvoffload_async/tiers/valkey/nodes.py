@@ -1,6 +1,6 @@
-"""The server, or the nodes of a cluster: who has which key, and pipelines to each of them.
+"""The server, or a cluster's nodes: slot owners, and pipelines to each node.
 
-Each reply is checked against a bound on its size before the library's parser sees it.
+The size of each reply is checked before the library parses it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.valkey.address import Address
 
 _SHORT_BYTES: Final = 4096
-"""Bytes of any line, and of a reply where no more is expected: an error, a status, a number."""
+"""Maximum bytes of a line, and of a reply without payload: an error, a status, a number."""
 _ELEMENT_BYTES: Final = 16
-"""What an element of an array counts for, beside its own bytes."""
+"""Overhead counted for each array element, in addition to its bytes."""
 _MOST_DEPTH: Final = 8
 _LINES: Final = re.compile(rb"(?:[+:-][^\r\n]{0,256}\r\n)+")
-"""Short replies one after the other, as to a probe."""
+"""Consecutive short replies, as to a probe."""
 _LINE_TYPES: Final = b"+-:"
 _END: Final = b"\r\n"
 
@@ -39,7 +39,7 @@ _most_bytes: ContextVar[int] = ContextVar("most_bytes", default=0)
 
 @contextmanager
 def replies_up_to(most_bytes: int) -> Iterator[None]:
-    """Allow each reply that this task reads so many bytes, beside those that any reply may have."""
+    """Allow each reply read by this task `most_bytes` beyond the limit of short replies."""
     token = _most_bytes.set(most_bytes)
     try:
         yield
@@ -48,28 +48,28 @@ def replies_up_to(most_bytes: int) -> Iterator[None]:
 
 
 class ReplyError(Exception):
-    """A server replied with more than the call can have asked for, or not in RESP2."""
+    """A reply is larger than the call can cause, or is not RESP2."""
 
 
 class ReplyBounds:
-    """Follows the replies of one connection by their headers; keeps none of their bytes.
+    """Tracks the replies of one connection by their headers, without storing payload.
 
-    A parser allocates what a header announces, `*2147483647` or `$536870912`, or keeps what comes
-    for as long as no line ends. So what a header announces is compared with the bound first.
+    A parser allocates the size announced by a header, such as `*2147483647` or `$536870912`, or
+    buffers a line until it ends. So announced sizes are checked first.
     """
 
     def __init__(self) -> None:
         """Expect the first reply."""
-        self._line = b""  # the beginning of a header whose end has not come yet
-        self._payload_bytes = 0  # still to come of a bulk string, with its line end
-        self._arrays: list[int] = []  # elements still to come of each array that is not complete
+        self._line = b""  # partial header
+        self._payload_bytes = 0  # remaining bytes of a bulk string, including its line end
+        self._arrays: list[int] = []  # remaining elements of each incomplete array
         self._reply_bytes = 0
 
     def feed(self, data: bytes) -> None:
         """Check the next bytes of the connection.
 
         Raises:
-            ReplyError: They are not to be parsed; the connection has to be closed.
+            ReplyError: They must not be parsed; close the connection.
         """
         bound = _SHORT_BYTES + _most_bytes.get()
         position = 0
@@ -83,7 +83,7 @@ class ReplyBounds:
                 position = lines.end()
                 continue
             end = data.find(_END, position)
-            # The line end may be divided, too: its first byte is in what was kept then.
+            # The line end may be split, with its first byte already in `_line`.
             if self._line.endswith(b"\r") and data[position : position + 1] == b"\n":
                 line, end = self._line[:-1], position - 1
             elif end >= 0:
@@ -109,7 +109,7 @@ class ReplyBounds:
                 elements = count
                 self._reply_bytes += _ELEMENT_BYTES * count
         elif not kind or kind not in _LINE_TYPES:
-            raise ReplyError(f"{kind!r} is no type of a reply")
+            raise ReplyError(f"{kind!r} is not a valid reply type")
         if self._reply_bytes > bound:
             raise ReplyError(f"a reply has more than {bound} bytes")
         if elements:
@@ -137,32 +137,32 @@ Node = tuple[str, int]
 Command = tuple[bytes | str | int | memoryview, ...]
 
 _READ_BYTES: Final = 256 << 10
-"""What asyncio takes from a socket at most: with less, each piece costs the loop several turns."""
+"""Read size on the socket, asyncio's maximum; smaller reads need more loop iterations."""
 _SPARE_CONNECTIONS: Final = 8
-"""For probes, renewals and checks, which need not wait for payload."""
+"""For probes, renewals and checks, so that they do not wait for payload."""
 _SLOTS_REPLY_BYTES: Final = 8 << 20
-"""Of a cluster in which no two neighbouring slots have the same node."""
+"""Worst-case reply size, with a different owner for each slot."""
 _MOST_NODES: Final = 1024
 _MOST_ASKED: Final = 3
-"""Nodes that are asked who has which slot before that is given up."""
+"""Maximum number of nodes asked for the slot owners before giving up."""
 
 
 class BoundedParser(_AsyncHiredisParser):
-    """The library's parser, which sees no bytes of a reply that exceeds its bound."""
+    """The library's parser, which receives no bytes of a reply that exceeds its bound."""
 
     __slots__ = ("_bounds",)
 
     def on_connect(self, connection: Connection) -> None:
-        """Begin with the first reply of a connection."""
+        """Start with the first reply of a connection."""
         super().on_connect(connection)  # type: ignore[no-untyped-call] # of the library
         self._bounds = ReplyBounds()
 
     async def read_from_socket(self) -> bool:
-        """Read some bytes, and pass them on if they are within bounds.
+        """Read bytes, and pass them to the parser if they are within bounds.
 
         Raises:
-            ReplyError: They are not; the library closes the connection.
-            ConnectionError: The server has closed it.
+            ReplyError: They exceed a bound; the library closes the connection.
+            ConnectionError: The server closed the connection.
         """
         stream, reader = cast("asyncio.StreamReader", self._stream), cast("Any", self._reader)
         data = await stream.read(self._read_size)
@@ -175,16 +175,16 @@ class BoundedParser(_AsyncHiredisParser):
 
 @dataclass(frozen=True, slots=True)
 class ValkeyConnection:
-    """How to connect.
+    """Connection settings.
 
     Attributes:
-        address: Where to.
-        is_cluster: Whether that is a node of a cluster.
-        connections: Calls with payload at once, in each direction, to each server.
-        connect_timeout_s: Seconds for a connection.
-        ca_file: Certificates to verify the server's with; None: the system's.
-        cert_file: This client's own certificate.
-        key_file: That certificate's key.
+        address: Address of the server.
+        is_cluster: Whether it is a node of a cluster.
+        connections: Maximum concurrent payload calls per direction and server.
+        connect_timeout_s: Timeout of connecting, in seconds.
+        ca_file: CA certificates to verify the server with; None: the system's.
+        cert_file: The client certificate.
+        key_file: The private key of that certificate.
     """
 
     address: Address
@@ -197,11 +197,11 @@ class ValkeyConnection:
 
     @property
     def most_connections(self) -> int:
-        """Connections to a server at once, of both directions and of what has no payload."""
+        """Maximum connections per server, for both directions and calls without payload."""
         return 2 * self.connections + _SPARE_CONNECTIONS
 
     def open(self, node: Node) -> Redis:
-        """Return the library's client of one server; it connects when it is used."""
+        """Create the library's client of one server; it connects on first use."""
         address = self.address
         options: dict[str, Any] = {
             "host": node[0],
@@ -209,7 +209,7 @@ class ValkeyConnection:
             "db": address.database,
             "username": address.username,
             "password": address.password,
-            # Every call has a deadline of its own, and repeats are counted where they are made.
+            # Deadlines, retries and their counters are in `Calls`.
             "socket_timeout": None,
             "socket_connect_timeout": self.connect_timeout_s,
             "retry": Retry(NoBackoff(), 0),
@@ -230,17 +230,17 @@ class ValkeyConnection:
 
 @dataclass(slots=True)
 class _Client:
-    library: Any  # whose types do not tell what a raw command answers
+    library: Any  # untyped: raw commands have no reply types
     gate: asyncio.Semaphore
-    """The library raises where there is no connection left; here who comes then waits."""
+    """The library raises if no connection is free; this semaphore makes callers wait."""
 
 
 @dataclass(slots=True)
 class Nodes:
-    """Runs commands on the servers that have their keys.
+    """Runs commands on the servers that own their keys.
 
-    The library's own client of a cluster fails a whole pipeline where one node does not answer,
-    and learns of another node only from those that do; so each node has a plain client here.
+    The library's cluster client fails a whole pipeline if one node does not answer, and discovers
+    nodes only from those that do; therefore this class uses a plain client per node.
 
     Thread: loop.
     """
@@ -248,23 +248,23 @@ class Nodes:
     connection: ValkeyConnection
     _clients: dict[Node, _Client] = field(default_factory=dict)
     _owners: list[Node | None] = field(default_factory=list)
-    """The node of each slot, where there is a cluster that has told."""
+    """The owner of each slot, if a cluster's slots are known."""
     _guide: Node | None = None
-    """Who told which node has which slot."""
+    """The node that last reported the slot owners."""
 
     def node_of(self, name: bytes) -> Node | None:
-        """Return which node of the cluster has a key; None: nobody, or there is one server."""
+        """Return the owner of a key; None: unknown, or there is one server."""
         return self._owners[key_slot(name)] if self._owners else None
 
     def owns_slots(self, node: Node) -> bool:
-        """Tell whether a node of the cluster has any keys."""
+        """Return whether a node owns any slots."""
         return node in self._owners
 
     async def refresh(self) -> None:
-        """Ask the cluster which node has which slot: a node that answers soon is enough.
+        """Update the slot owners from the first node that answers in time.
 
         Raises:
-            Exception: The library's; none of those asked answered.
+            Exception: The library's error; no node asked has answered.
         """
         first = self._guide or self._first
         others = [node for node in self._clients if node != first]
@@ -287,19 +287,19 @@ class Nodes:
     async def run(
         self, node: Node | None, commands: Sequence[Command], most_bytes: int = 0
     ) -> list[Any]:
-        """Run commands over keys of one node; return for each its reply, or its error.
+        """Run commands on one node; return for each its reply or error.
 
         Args:
-            node: Which; None: the only server.
-            commands: Each over one key.
-            most_bytes: Of each reply, at most, where it is more than a short one.
+            node: The node; None: the only server.
+            commands: Commands with one key each.
+            most_bytes: Maximum size of each reply, beyond that of a short one.
 
         Raises:
-            Exception: The library's; the node did not answer.
+            Exception: The library's error; the node did not answer.
         """
         if node is None:
             if self.connection.is_cluster:
-                raise TierUnavailableError("no node of the cluster has these keys")
+                raise TierUnavailableError("no node of the cluster owns these keys")
             node = self._first
         replies = await self._run(node, commands, most_bytes)
         if self._owners:
@@ -307,7 +307,7 @@ class Nodes:
         return replies
 
     async def close(self) -> None:
-        """Close every connection; may be repeated."""
+        """Close all connections; may be repeated."""
         await self._close(set(self._clients))
 
     @property
@@ -331,7 +331,7 @@ class Nodes:
     async def _redirect(
         self, commands: Sequence[Command], replies: list[Any], most_bytes: int
     ) -> None:
-        """Run the commands whose keys have moved, or are moving, where these are now."""
+        """Repeat commands on the nodes to which their keys have moved or are moving."""
         moved: dict[Node, list[int]] = {}
         for i, reply in enumerate(replies):
             if isinstance(reply, exceptions.AskError):
@@ -354,14 +354,14 @@ class Nodes:
 
 
 def _owners_of(slots: list[Any], asked: Node) -> list[Node | None]:
-    """Return the node of each slot, from a reply to `CLUSTER SLOTS`."""
+    """Return the owner of each slot, from a reply to `CLUSTER SLOTS`."""
     owners: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     try:
         for first, last, (host, port, *_), *_ in slots:
             if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS or owners[first] or owners[last]:
-                raise ReplyError(f"slots {first} to {last} are none, or have two nodes")
+                raise ReplyError(f"slots {first} to {last} are invalid, or have two owners")
             node = (host.decode() if host else asked[0], int(port))
             owners[first : last + 1] = [node] * (last + 1 - first)
     except (TypeError, ValueError, AttributeError):
-        raise ReplyError("the cluster did not say which node has which slot") from None
+        raise ReplyError("the reply to CLUSTER SLOTS is malformed") from None
     return owners

@@ -1,4 +1,4 @@
-"""The `valkey` tier itself."""
+"""The `valkey` tier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload_async.tiers.valkey.address import Address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeySettings:
-    """How a `valkey` tier works; see the facade's `ValkeyTierManager`."""
+    """Settings of a `valkey` tier; see the facade's `ValkeyTierManager`."""
 
     address: Address
     is_cluster: bool = False
@@ -24,10 +24,10 @@ class ValkeySettings:
 
 
 class ValkeyTier(RemoteTier):
-    """Keeps each block as a string of a Valkey or Redis server, or of a cluster of them."""
+    """Stores each block as a string in a Valkey or Redis server or cluster."""
 
     def __init__(self, settings: ValkeySettings) -> None:
-        """Describe the tier; nothing is connected before `open`."""
+        """Configure the tier; nothing is connected before `open`."""
         self._valkey = settings
         super().__init__(
             settings.remote, self._client_of, settings.address.shown, probes_prefixes=False
@@ -36,7 +36,7 @@ class ValkeyTier(RemoteTier):
     def _client_of(
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
     ) -> RemoteClient:
-        # Not before it is needed: the library is an extra.
+        # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.valkey.client import ValkeyClient  # noqa: PLC0415
         from kvoffload_async.tiers.valkey.nodes import ValkeyConnection  # noqa: PLC0415
 

@@ -68,7 +68,7 @@ def test_a_bad_block_heals_where_nothing_may_be_deleted(
     assert recovers(one, K[:4])
     assert one.tier.gauges()["removed"] == (4 if content else 0)
     assert one.tier.gauges()["unremoved"] == 0
-    assert caplog.text.count("nothing may be deleted") == (1 if content else 0)
+    assert caplog.text.count("deletion is not permitted") == (1 if content else 0)
 
 
 def test_a_bad_block_whose_deletion_fails_is_absent_all_the_same(hosts, connection, monkeypatch):
@@ -187,4 +187,4 @@ def test_ages_are_renewed_where_nothing_may_be_deleted(connection, no_deletes, c
         one.run(one.tier._client.renew(K[:3]))
         one.run(one.tier._client.renew(K[:3]))
         assert recovers(one, K[:3])
-    assert caplog.text.count("nothing may be deleted") == 1
+    assert caplog.text.count("deletion is not permitted") == 1

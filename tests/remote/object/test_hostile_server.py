@@ -72,7 +72,7 @@ def test_a_redirect_to_another_host_is_refused_and_that_host_hears_nothing(conne
         assert other.requests == []
     error = ObjectClient(store, "0" * 32, {}).mapped(raised.value)
     assert isinstance(error, RefusedError)
-    assert "redirects to another host" in str(error)
+    assert "redirected to another host" in str(error)
     check(str(error))
 
 
@@ -276,7 +276,7 @@ def test_the_command_reads_no_object_further_than_it_was_listed(monkeypatch):
         for option, value in s3_at(server).options.items():
             monkeypatch.setenv(f"AWS_{option.upper()}", value)
         done = CliRunner().invoke(app, ["store", "verify", "s3://bucket/fleet"])
-    assert "longer than it was listed" in done.output + done.stderr
+    assert "longer than listed" in done.output + done.stderr
     assert 0 < server.poured_bytes < MOST_SENT_BYTES
 
 
@@ -294,6 +294,6 @@ def test_a_server_that_redirects_is_an_error_of_the_configuration():
         ScriptedServer(
             lambda request: request.reply(302, Location="http://localhost:9/")
         ) as server,
-        pytest.raises(ConfigError, match="redirects to another host"),
+        pytest.raises(ConfigError, match="redirected to another host"),
     ):
         TierHarness(tier_on(s3_at(server)))

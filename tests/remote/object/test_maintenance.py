@@ -139,7 +139,7 @@ def test_an_object_that_is_larger_than_any_block_is_not_read(store):
     os.truncate(store.path(name_of(store.namespace, K[0])), (1 << 30) + 1)  # takes no space
     status, found, said = store.run("verify")
     assert (status, found["verification"]["verified"]) == (1, 9)
-    assert "1073741825 bytes are more than is read" in said
+    assert "1073741825 bytes exceed the read limit" in said
 
 
 def test_gc_removes_what_is_too_old(store):
@@ -211,7 +211,7 @@ def test_bounds_are_for_object_stores_alone(tmp_path, option):
 def test_what_is_not_listed_in_order_is_not_resumed(store, tmp_path, command):
     status, _, said = store.run(command, "--after", "x")
     assert status == 2
-    assert "leave --after out" in said
+    assert "omit --after" in said
     (tmp_path / "m_0123456789ab_r0").mkdir()
     done = CliRunner().invoke(app, ["store", command, str(tmp_path), "--after", "x"])
     assert done.exit_code == 2

@@ -7,7 +7,7 @@ def test_gc_removes_what_killed_writers_left_and_unknown_files_only_when_asked_a
     (slab.folder / "journal.tmp").write_bytes(bytes(5000))
     unknown = slab.folder / "notes.txt"
     unknown.write_bytes(bytes(5000))
-    assert slab.complaints("inspect") == ["1 files that a killed writer has left"]
+    assert slab.complaints("inspect") == ["1 files left by a killed writer"]
     assert slab.complaints("gc", "--dry-run") == ["left by a killed writer: journal.tmp"]
     assert (slab.folder / "journal.tmp").exists()
     changed = slab.run("gc", "--unknown-files")

@@ -23,7 +23,7 @@ def test_what_is_no_file_hangs_nothing_and_nothing_behind_it_is_touched(slab, ou
         assert result.exit_code in {0, 1, 2}, result.output
         assert "Traceback" not in result.output
         if verb == "inspect" and name == MANIFEST:
-            assert "the manifest is no file" in result.stderr
+            assert "the manifest is not a regular file" in result.stderr
     assert outside.is_untouched()
 
 

@@ -44,7 +44,7 @@ def test_without_the_key_nothing_is_called_corrupt_and_nothing_dropped(keyed, ke
         arguments += ["--integrity-key-file", keys[which]]
     before = keyed.files()
     (complaint,) = keyed.complaints(verb, *arguments)
-    assert ("give --integrity-key-file" if which is None else "another one") in complaint
+    assert ("give --integrity-key-file" if which is None else "another integrity key") in complaint
     assert keyed.files() == before
     if verb == "verify":
         found = keyed.run(verb, *arguments, exit_code=1)["verification"]
@@ -60,7 +60,7 @@ def test_gc_needs_no_key_where_it_compares_nothing(keyed):
 def test_a_store_without_a_key_does_not_verify_with_one(slab, keys):
     for verb, arguments in (("verify", []), ("gc", ["--corrupt"]), ("repair", [])):
         (complaint,) = slab.complaints(verb, *arguments, "--integrity-key-file", keys[0])
-        assert "without an integrity key, and one is given" in complaint
+        assert "without an integrity key, but one is given" in complaint
 
 
 def test_gc_and_repair_drop_what_does_not_verify_with_the_key(keyed, keys):
@@ -79,7 +79,7 @@ def test_a_lost_manifest_is_rebuilt_with_the_keys_id(keyed, keys):
     (complaint,) = keyed.complaints("repair", *arguments)
     assert "give --integrity-key-file" in complaint
     (complaint,) = keyed.complaints("repair", *arguments, "--integrity-key-file", keys[1])
-    assert "no block verifies with the integrity key: it may be another one" in complaint
+    assert "no block verifies with the integrity key: it may be the wrong key" in complaint
     assert not keyed.manifest.exists()
     keyed.run("repair", *arguments, "--integrity-key-file", keys[0])
     key_id = json.loads(backup.read_bytes())["integrity_key_id"]

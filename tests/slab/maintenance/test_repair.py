@@ -126,9 +126,7 @@ def test_a_torn_tail_is_no_problem_and_is_cut_by_repair(slab):
 
 def test_without_a_journal_nothing_can_be_kept_and_repair_says_so(slab):
     slab.journal.unlink()
-    assert slab.complaints("inspect") == [
-        "the journal is missing: nothing says which blocks these are"
-    ]
+    assert slab.complaints("inspect") == ["the journal is missing: the blocks cannot be identified"]
     changed = slab.run("repair")
     assert changed["blocks"] == 0
     assert changed["journal_rebuilt"]

@@ -1,4 +1,4 @@
-"""Looking after slab stores: see `SlabMaintenance`.
+"""Maintenance of slab stores: see `SlabMaintenance`.
 
-Nothing that an open tier needs.
+Not needed by an open tier.
 """

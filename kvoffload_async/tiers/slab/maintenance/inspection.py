@@ -1,8 +1,7 @@
-"""Inspects a slab store, in figures, and verifies every block against its digest.
+"""Inspects a slab store and verifies its blocks against their digests.
 
-Both are safe while a tier is at work: a block is removed from the journal before its slot is
-written to again. So a block that does not verify is wrong only if the journal, read once more,
-still has it.
+Safe while a tier is open: a block's removal is journalled before its slot is overwritten. So a
+failed verification counts only if the journal, read again, still has the block.
 """
 
 from __future__ import annotations
@@ -45,22 +44,23 @@ from kvoffload_async.types import OffloadKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabInspection:
-    """What one store is like. Bytes on disk are as allocated.
+    """Figures of one store. Disk bytes are as allocated.
 
     Attributes:
-        name: Its folder's name.
-        model: The model's name, and `rank` whose blocks these are, if the manifest says.
-        block_bytes: Length of a block, if the manifest says.
-        in_use_by: The id of the process that has it open; None if nobody has.
-        blocks: Blocks that are there: `with_digest` have one, `suspect` ones were recorded before
-            damage to the journal.
-        segments: Files of blocks, with `slots` in them, `free_slots` of them without a block.
-        disk_bytes: Everything, the folder included.
-        journal_bytes: Length of the journal: `damaged_bytes` in the middle of it cannot be read,
-            and `torn_bytes` at its end, which is what a killed writer leaves.
-        temps: Files that somebody was writing when he was killed; of a store in use, being written.
-        unknown_files: Files and folders that are no part of a store.
-        problems: What is wrong, a line each.
+        name: Name of the folder.
+        model: Name of the model, if the manifest is readable.
+        rank: Rank of the blocks' owner, if the manifest is readable.
+        block_bytes: Bytes of a block, if the manifest is readable.
+        in_use_by: Pid of the process that has the store open; None: not open.
+        blocks: Number of existing blocks; `with_digest` have a checksum, `suspect` ones need
+            verification.
+        segments: Number of segment files; they have `slots` slots, `free_slots` of them free.
+        disk_bytes: Total disk usage, including the folder.
+        journal_bytes: Length of the journal; `damaged_bytes` inside it are unreadable, and
+            `torn_bytes` at its end were left by a killed writer.
+        temps: Temporary files; of an open store, those being written.
+        unknown_files: Files and folders that are not part of a store.
+        problems: Problems found, one line each.
     """
 
     name: str
@@ -84,7 +84,7 @@ class SlabInspection:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures for people."""
+        """Label and value of each figure, for people."""
         block_bytes = "unknown" if self.block_bytes is None else f"{self.block_bytes:,}"
         return [
             ("model", "unknown" if self.model is None else self.model),
@@ -103,7 +103,7 @@ class SlabInspection:
 
 
 async def inspect_slab(io: MaintenanceIo, store: SlabStore) -> tuple[SlabInspection, Contents]:
-    """Look at a store; changes nothing.
+    """Inspect a store; changes nothing.
 
     Raises:
         OSError: A file cannot be read.
@@ -114,7 +114,7 @@ async def inspect_slab(io: MaintenanceIo, store: SlabStore) -> tuple[SlabInspect
 
 
 def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> SlabInspection:
-    """Return a store's figures, given what its files say and who has it open."""
+    """Compute a store's figures from its contents and the pid of its user."""
     manifest, scanned, flags = contents.manifest, contents.scanned, contents.live["flags"]
     is_known = manifest is not None
     slots = sum(contents.slots.values())
@@ -142,47 +142,47 @@ def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> Sla
 
 def _problems(contents: Contents, user: str | None) -> list[str]:
     problems = []
-    if contents.is_newer:  # and of the rest nobody here knows what it should be
+    if contents.is_newer:  # this release cannot interpret the rest
         return [str(contents.manifest_problem)]
     if contents.manifest_problem:
-        problems.append(f"{contents.manifest_problem}; no tier can open this; see repair")
+        problems.append(f"{contents.manifest_problem}; no tier can open the store; run repair")
     if contents.found.segments and not contents.found.has_journal:
-        problems.append("the journal is missing: nothing says which blocks these are")
+        problems.append("the journal is missing: the blocks cannot be identified")
     if contents.scanned.lost_bytes:
         problems.append(f"{contents.scanned.lost_bytes} bytes of the journal are damaged")
     if contents.scanned.num_gaps:
         problems.append(f"frames of the journal are missing in {contents.scanned.num_gaps} places")
     if not contents.is_trusted and contents.found.has_journal:
         problems.append(
-            "the store was not closed before the machine went down, or its journal has lost its end"
+            "the store was not closed before a machine crash, or its journal has lost its end"
         )
     if contents.found.has_bad_journal:
-        problems.append(f"{BAD_JOURNAL}: a journal that could not be read, kept when it was found")
+        problems.append(f"{BAD_JOURNAL}: an unreadable journal that was kept")
     for number, refusal in sorted(contents.found.refused.items()):
         name = segment_name(number)
-        problems.append(f"{name} is refused: {refusal.why}; look whose it is, and remove it")
+        problems.append(f"{name} is unusable: {refusal.why}; find its owner, or remove it")
     if contents.found.temps and user is None:
-        problems.append(f"{len(contents.found.temps)} files that a killed writer has left")
+        problems.append(f"{len(contents.found.temps)} files left by a killed writer")
     return problems
 
 
 BATCH_BYTES: Final = 4 << 20
-"""What a thread reads before it looks whether to go on."""
+"""Bytes that a thread reads between checks whether to stop."""
 
 _LOOKS: Final = 3
-"""How often a block of a store at work is read before it is called wrong."""
+"""Number of verification attempts for a block of an open store."""
 
 Rows = npt.NDArray[np.int64]
 Judgement = tuple[Verdict, str]
-"""A verdict and, of a bad block, the reason."""
+"""A verdict and, for a bad block, the reason."""
 
 DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
-"""What may be only that a block was replaced meanwhile."""
+"""Verdicts that a concurrent replacement of the block can also cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadSlot:
-    """A block that is not as it should be, and why; the key in hex digits."""
+    """A block that failed verification; the key in hex digits."""
 
     key: str
     segment: int
@@ -194,42 +194,42 @@ class BadSlot:
 
     @property
     def what(self) -> str:
-        """Which block."""
+        """Key and place of the block."""
         return f"{self.key} (segment {self.segment}, slot {self.slot})"
 
 
 @dataclass(slots=True, kw_only=True)
 class SlabVerification(Verification[BadSlot]):
-    """What reading the blocks has shown; `changed` were removed or replaced meanwhile."""
+    """Result of a verification; `changed` blocks were removed or replaced meanwhile."""
 
     changed: int = 0
 
 
 class Judged:
-    """What is found about each of the records that were checked, in a few bytes each.
+    """Verification results of all records, in a few bytes each.
 
-    Thread: one at a time.
+    Not thread-safe.
     """
 
     def __init__(self, checker: SlotChecker | None, count: int) -> None:
-        """Begin with nothing judged; without a checker nothing ever is."""
+        """Start without results; without a checker there never are any."""
         self._checker = checker
-        self._verdicts = np.zeros(count, dtype=np.uint8)  # of a `Verdict`, 0: none yet
+        self._verdicts = np.zeros(count, dtype=np.uint8)  # value of a `Verdict`, 0: none yet
         self._reasons = np.zeros(count, dtype=np.int32)
         self._texts: dict[str, int] = {"": 0}
 
     def take_in(self, judgements: Mapping[int, Judgement]) -> None:
-        """Note judgements by row, in the place of earlier ones."""
+        """Store results by row, replacing earlier ones."""
         for row, (verdict, reason) in judgements.items():
             self._verdicts[row] = verdict.value
             self._reasons[row] = self._texts.setdefault(reason, len(self._texts))
 
     def are(self, *verdicts: Verdict) -> npt.NDArray[np.bool_]:
-        """Tell of each row whether its verdict is one of these."""
+        """Return for each row whether its verdict is one of these."""
         return np.isin(self._verdicts, [verdict.value for verdict in verdicts])
 
     def bad(self, *verdicts: Verdict) -> Iterator[tuple[Verdict, BadSlot]]:
-        """Yield the blocks of these verdicts, in the order of the records."""
+        """Yield the blocks with these verdicts, in record order."""
         texts = list(self._texts)
         if self._checker is not None:
             for row in np.flatnonzero(self.are(*verdicts)).tolist():
@@ -243,17 +243,17 @@ class Judged:
 
     @property
     def is_unreadable(self) -> npt.NDArray[np.bool_]:
-        """Of which blocks nobody knows."""
+        """Which blocks could not be read."""
         return self.are(Verdict.UNREADABLE)
 
     @property
     def problems(self) -> Iterator[Problem]:
-        """Yield what is wrong, in the order of the records."""
+        """The bad blocks as problems, in record order."""
         for verdict, bad in self.bad(*DOUBTFUL):
             yield problem_of(verdict, bad)
 
     def verification(self, max_listed: int | None) -> SlabVerification:
-        """Return the figures, which list that many blocks of a kind."""
+        """Return the figures, with at most `max_listed` blocks listed per kind."""
         counts = {verdict: int(self.are(verdict).sum()) for verdict in Verdict}
         read = (Verdict.VERIFIED, Verdict.WITHOUT_DIGEST, Verdict.CORRUPT)
         return SlabVerification(
@@ -274,9 +274,9 @@ class Judged:
 async def verify_slab(
     io: MaintenanceIo, store: SlabStore, contents: Contents, key: IntegrityKey | None
 ) -> Judged:
-    """Read and judge every block; incomplete once stopped.
+    """Read and verify every block; incomplete if stopped.
 
-    Where `key_problem` finds one, nothing is read: nobody can tell then.
+    Reads nothing if `key_problem` reports a problem, because checksums cannot be compared.
 
     Raises:
         OSError: The journal cannot be read again.
@@ -305,7 +305,7 @@ async def verify_slab(
 
 
 class SlotChecker:
-    """Judges single blocks. Thread: any."""
+    """Verifies single blocks. Thread: any."""
 
     def __init__(
         self,
@@ -325,12 +325,12 @@ class SlotChecker:
         self._digests = live["digest"]
 
     def named(self, row: int, reason: str) -> BadSlot:
-        """Return a block by the names that people can use."""
+        """Return a block's key and place with a reason."""
         place = self._places[row]
         return BadSlot(self._keys[row].hex(), segment_of(place), slot_of(place), reason)
 
     def batches(self, rows: Rows) -> Iterator[list[int]]:
-        """Yield rows of one segment each, as many as one thread should read at a time."""
+        """Yield batches of rows, each of one segment and of limited size."""
         size = max(1, BATCH_BYTES // self._manifest.block_bytes)
         batch: list[int] = []
         for row in rows.tolist():
@@ -343,7 +343,7 @@ class SlotChecker:
             yield batch
 
     def check(self, batch: Sequence[int]) -> dict[int, Judgement]:
-        """Judge blocks of one segment, each on its own."""
+        """Verify blocks of one segment, each on its own."""
         path = f"{self._folder}/{segment_name(segment_of(self._places[batch[0]]))}"
         try:
             fd = self._ops.open(path, os.O_RDONLY)
@@ -372,7 +372,7 @@ class SlotChecker:
         flags, is_keyed = self._flags[row], self._digester.is_keyed
         if not flags & HAS_DIGEST:
             if flags & NEEDS_VERIFY:
-                return Verdict.CORRUPT, "recorded before damage, and without a checksum"
+                return Verdict.CORRUPT, "needs verification, but has no checksum"
             if not is_keyed:
                 return Verdict.WITHOUT_DIGEST, ""
         if bool(flags & KEYED) is not is_keyed:
@@ -390,7 +390,7 @@ async def _check(io: MaintenanceIo, checker: SlotChecker, judged: Judged, rows: 
 
 
 def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
-    """Tell of each record whether it is among those of a store, in which each has its place."""
+    """Return for each record whether `live` has the same block at the same place."""
     if not len(live):
         return np.zeros(len(records), dtype=np.bool_)
     by_place = np.argsort(live["place"], kind="stable")
@@ -401,7 +401,7 @@ def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
 
 
 def _identities(records: Records) -> npt.NDArray[np.uint8]:
-    """Return the bytes of records that make them that of one block in one place."""
+    """Return the bytes of records that identify block and place."""
     same = records.copy()
     same["flags"] = 0
     same["use"] = 0

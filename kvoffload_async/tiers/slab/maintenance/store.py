@@ -1,7 +1,7 @@
-"""The maintenance of slab stores, and the changes to a store that `gc` and `repair` make.
+"""Maintenance of slab stores; `gc` and `repair` change a store.
 
-What is kept is written beside the old file and renamed over it, so that a repair that is killed
-leaves what it found. Changes are made on an I/O thread, one at a time; calls block.
+Files are rewritten via a temporary file and rename, so that a killed repair leaves the store as
+found. Changes are made on an I/O thread, one at a time; calls block.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ from kvoffload_async.tiers.slab.recovery import Session
 
 @dataclass(slots=True)
 class Changed:
-    """What was removed from one store, written anew, or would be.
+    """Changes made to one store, or planned in a dry run.
 
     Attributes:
-        name: The store's folder's name.
+        name: Name of the store's folder.
         dry_run: Whether nothing was changed.
-        blocks: Blocks that are kept.
-        temps: Files that a killed writer had left.
-        unknown_files: Files that are no part of a store.
+        blocks: Number of blocks kept.
+        temps: Removed leftovers of a killed writer.
+        unknown_files: Removed files that are not part of a store.
         dropped: Blocks that do not verify, or cannot be read.
-        manifest_rebuilt: Whether the manifest was written anew.
-        journal_rebuilt: Whether the journal was.
-        freed_bytes: Disk bytes of the files; the places of dropped blocks stay, free.
-        failures: What could not be done, and why.
+        manifest_rebuilt: Whether the manifest was rewritten.
+        journal_rebuilt: Whether the journal was rewritten.
+        freed_bytes: Disk bytes of removed files; slots of dropped blocks stay allocated.
+        failures: Changes that failed, and why.
     """
 
     name: str
@@ -93,23 +93,23 @@ class Changed:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The figures for people."""
+        """Label and value of each figure, for people."""
         return [
             ("blocks kept", f"{self.blocks:,}"),
             ("blocks dropped", f"{len(self.dropped):,}"),
             ("files of killed writers", f"{len(self.temps):,}"),
             ("unknown files", f"{len(self.unknown_files):,}"),
             ("bytes of files", f"{self.freed_bytes:,}"),
-            ("manifest written anew", "yes" if self.manifest_rebuilt else "no"),
-            ("journal written anew", "yes" if self.journal_rebuilt else "no"),
+            ("manifest rewritten", "yes" if self.manifest_rebuilt else "no"),
+            ("journal rewritten", "yes" if self.journal_rebuilt else "no"),
         ]
 
 
 class Changes:
-    """Changes one store, or finds what would be changed.
+    """Changes one store, or collects the changes of a dry run.
 
     Attributes:
-        changed: What came of it so far.
+        changed: Changes so far.
     """
 
     def __init__(self, ops: FileOps, store: SlabStore, *, dry_run: bool = False) -> None:
@@ -119,22 +119,22 @@ class Changes:
         self._findings: list[Finding] = []
 
     def take_findings(self) -> list[Finding]:
-        """Return what was found and done since the last call."""
+        """Return the findings since the last call."""
         findings, self._findings = self._findings, []
         return findings
 
     def fail(self, text: str, what: str = "") -> None:
-        """Note what could not be done."""
+        """Record a failure."""
         self.changed.failures.append(text)
         self._findings.append(Problem(text, what))
 
     def rebuild(self, contents: Contents, judged: Judged, *, is_recovered: bool) -> None:
-        """Write what was found to be lost or damaged anew, and look whether all is right then.
+        """Rewrite lost or damaged files, and check the result.
 
         Args:
-            contents: What is there; its manifest is known.
-            judged: Which blocks verify.
-            is_recovered: Whether the store has no readable manifest itself.
+            contents: The store's contents; the manifest must be known.
+            judged: Results of the verification.
+            is_recovered: Whether the manifest was recovered, and is not in the store.
         """
         manifest, scanned, changed = contents.manifest, contents.scanned, self.changed
         if manifest is None:
@@ -142,7 +142,7 @@ class Changes:
         self._drop(judged, Verdict.CORRUPT)
         self._drop(judged, Verdict.UNREADABLE)
         kept = contents.live[judged.is_good]
-        kept["flags"] &= np.uint16(0xFFFF ^ NEEDS_VERIFY)  # they have verified
+        kept["flags"] &= np.uint16(0xFFFF ^ NEEDS_VERIFY)  # they passed verification
         is_damaged = (
             changed.dropped
             or scanned.is_damaged
@@ -166,10 +166,10 @@ class Changes:
         for problem in inspection_of(self._store, now, None).problems:
             self.fail(problem)
         if len(now.live) != len(kept):
-            self.fail(f"{len(now.live)} blocks are there instead of {len(kept)}")
+            self.fail(f"{len(now.live)} blocks exist instead of {len(kept)}")
 
     def drop_corrupt(self, contents: Contents, judged: Judged) -> None:
-        """Drop the blocks that do not verify; those that cannot be read stay.
+        """Drop the blocks that fail verification; keep unreadable ones.
 
         Raises:
             OSError: The journal cannot be written.
@@ -187,7 +187,7 @@ class Changes:
         self._findings += (problem_of(verdict, bad) for verdict, bad in judged.bad(Verdict.CORRUPT))
 
     def remove_files(self, contents: Contents, options: GcOptions) -> None:
-        """Remove what killed writers have left and, where that is wanted, unknown files."""
+        """Remove leftovers of killed writers and, if selected, unknown files."""
         for name in contents.found.temps:
             self._remove(name, self.changed.temps, "left by a killed writer")
         if self.changed.dry_run:
@@ -199,7 +199,7 @@ class Changes:
             status = self._ops.stat(f"{self._store.folder}/{name}")
             is_old = time.time() - status.st_mtime >= options.older_than_s
             if is_old and not stat_module.S_ISDIR(status.st_mode):
-                self._remove(name, self.changed.unknown_files, "no part of a store")
+                self._remove(name, self.changed.unknown_files, "not part of a store")
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -224,19 +224,19 @@ class Changes:
         self._findings.append(Removal(name, reason, size_bytes))
 
     def _write_journal(self, contents: Contents, kept: Records) -> None:
-        """Write a journal that says where these blocks are, and nothing else."""
+        """Rewrite the journal with only these blocks."""
         if contents.manifest is None:
             return
         seed = contents.manifest.journal_seed
         sequence = contents.scanned.sequence
         self._replace(JOURNAL, checkpoint(sequence + 1, kept, seed))
-        # What is suspect is marked so in the journal now, and the rest was read in this boot.
+        # The journal now has all verification marks; other blocks were read in this boot.
         frames = -(-len(kept) // CHECKPOINT_FRAME_RECORDS)
         self._replace(SESSION, Session(boot_id(), sequence + frames).encode(seed))
         self.changed.journal_rebuilt = True
 
     def _replace(self, name: str, parts: Iterable[bytes]) -> None:
-        """Write a file beside the old one, and rename it over that once it is on the device."""
+        """Rewrite a file atomically: write and sync a temporary file, then rename it."""
         ops, path = self._ops, f"{self._store.folder}/{name}"
         fd = ops.create_anew(path + TEMP_SUFFIX)
         try:
@@ -254,14 +254,14 @@ _PROBLEMS_AT_ONCE: Final = 1000
 
 
 class SlabMaintenance(StoreMaintenance):
-    """Looks after a slab store; only `gc` and `repair` need it for themselves."""
+    """Maintains a slab store; only `gc` and `repair` need exclusive access."""
 
     tier_type: ClassVar[str] = "slab"
     report_key: ClassVar[str] = "slab_stores"
     appearance: ClassVar[str] = f"a folder with {MANIFEST}, a journal or segments"
 
     def __init__(self, store: SlabStore, ops: FileOps) -> None:
-        """Look after a store; `ops` has entered the directory in which it was found."""
+        """Maintain a store; `ops` must have entered the directory in which it was found."""
         self.folder = store.folder
         self._store = store
         self._ops = ops
@@ -283,9 +283,9 @@ class SlabMaintenance(StoreMaintenance):
         yield Summary("Slab stores", found.rows, asdict(found))
 
     async def verify(self, control: MaintenanceControl) -> Findings:
-        """Read every block and compare it with its digest; changes nothing.
+        """Read every block and check its digest; changes nothing.
 
-        A block that a tier has replaced meanwhile is not corrupt, so all are named at the end.
+        Bad blocks are reported at the end, because those replaced by a tier meanwhile do not count.
         """
         io = MaintenanceIo(self._ops, control)
         found, contents = await inspect_slab(io, self._store)
@@ -317,9 +317,9 @@ class SlabMaintenance(StoreMaintenance):
         yield Summary(title, changes.changed.rows, asdict(changes.changed))
 
     def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Keep all that verifies, and drop the rest; changes nothing where nothing is wrong.
+        """Keep all blocks that verify, and drop the rest; an intact store is not changed.
 
-        Manifest and journal are written anew where they are damaged.
+        Manifest and journal are rewritten if damaged.
         """
         given = None if options.manifest is None else decode_given(options.manifest)
         return self._repair(given, control)
@@ -338,7 +338,7 @@ class SlabMaintenance(StoreMaintenance):
 
     @asynccontextmanager
     async def _locked(self, io: MaintenanceIo) -> AsyncIterator[None]:
-        """Keep tiers away from the store."""
+        """Lock the store against tiers."""
         lock = locked(self._ops, self._store)
         try:
             await io.run(lock.__enter__)
@@ -352,7 +352,7 @@ class SlabMaintenance(StoreMaintenance):
         if options.dry_run and user:
             contents.found.temps.clear()  # they are being written
         if contents.manifest_problem:
-            changes.fail(f"{contents.manifest_problem}; see repair")
+            changes.fail(f"{contents.manifest_problem}; run repair")
         changes.changed.blocks = len(contents.live)
         if options.corrupt and (problem := key_problem(contents, self._key)):
             changes.fail(problem)
@@ -370,7 +370,7 @@ class SlabMaintenance(StoreMaintenance):
             manifest = await io.run(recover_manifest, self._ops, self._store, given, self._key)
             if manifest is None:
                 changes.fail(
-                    f"{contents.manifest_problem}, and nothing says what its blocks are; give "
+                    f"{contents.manifest_problem}, and it cannot be reconstructed; give "
                     f"--manifest with the {MANIFEST} of a store of the same model and block size"
                 )
                 return
@@ -380,7 +380,7 @@ class SlabMaintenance(StoreMaintenance):
             return
         judged = await verify_slab(io, self._store, contents, self._key)
         if is_recovered and self._key is not None and not judged.is_good.any():
-            changes.fail("no block verifies with the integrity key: it may be another one")
+            changes.fail("no block verifies with the integrity key: it may be the wrong key")
             return
         if not io.control.should_stop():
             await io.run(lambda: changes.rebuild(contents, judged, is_recovered=is_recovered))

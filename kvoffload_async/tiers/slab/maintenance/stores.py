@@ -1,11 +1,10 @@
-"""The slab stores in a directory: who has one open, what its files say, what a lost manifest said.
+"""Finding and reading slab stores, and recovering lost manifests.
 
-Reading is safe while a tier is at work: the journal is read before the segments are counted, so
-that what it names and is not there has gone meanwhile.
+Reading is safe while a tier is open: the journal is read before the segments are listed, so that
+missing segments were removed in between.
 
-The layout of the blocks is the seed of every checksum in the journal. Where the manifest is damaged
-or gone, whatever still names a layout is tried, and right is under what name the journal verifies.
-Thread: any; calls block.
+The layout seeds every checksum in the journal. If the manifest is damaged or missing, every layout
+found elsewhere is tried, until one verifies the journal. Thread: any; calls block.
 """
 
 from __future__ import annotations
@@ -79,21 +78,21 @@ _KEY_MISSING = "its checksums are made with an integrity key; give --integrity-k
 
 @dataclass(frozen=True, slots=True)
 class SlabStore:
-    """A folder with the files of a slab store, whatever is wrong with them."""
+    """A folder with the files of a slab store, intact or not."""
 
     folder: str
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the folder."""
         return os.path.basename(self.folder)  # noqa: PTH119 - paths are text here, as in the tier
 
 
 def find_slab_stores(ops: FileOps, directory: str) -> list[SlabStore]:
-    """Return the store that a directory, given by its absolute path, is, or those in it, by name.
+    """Return the stores at or directly inside a directory (absolute path), sorted by name.
 
     Raises:
-        InputError: It cannot be read.
+        InputError: The directory cannot be read.
     """
     try:
         ops.enter(directory, make=False)
@@ -121,13 +120,13 @@ def _is_segment(name: str) -> bool:
 
 
 def user_of(ops: FileOps, store: SlabStore) -> str | None:
-    """Return the id of the process that has a store open, "unknown" if it does not say; or None."""
+    """Return the pid of the process that has a store open, "unknown" if not recorded, or None."""
     try:
         fd = ops.open(f"{store.folder}/{LOCK}", os.O_RDONLY)
     except (FileNotFoundError, NotRegularFileError):
         return None
     try:
-        if not ops.is_locked(fd):  # given up by closing, microseconds later
+        if not ops.is_locked(fd):  # released by closing, microseconds later
             return None
         buffer = bytearray(_HOLDER_BYTES)
         count = ops.pread_into(fd, memoryview(buffer), 0)
@@ -138,10 +137,10 @@ def user_of(ops: FileOps, store: SlabStore) -> str | None:
 
 @contextmanager
 def locked(ops: FileOps, store: SlabStore) -> Iterator[None]:
-    """Keep tiers away from a store.
+    """Lock a store, so that no tier can open it.
 
     Raises:
-        InputError: One has it open, or it cannot be written to.
+        InputError: A tier has it open, or it cannot be written to.
     """
     try:
         fd = ops.open(f"{store.folder}/{LOCK}", os.O_RDWR | os.O_CREAT)
@@ -151,9 +150,8 @@ def locked(ops: FileOps, store: SlabStore) -> Iterator[None]:
         if not ops.lock(fd, wait=False):
             user = user_of(ops, store) or "unknown"
             raise InputError(
-                f"{store.folder}: already opened by process {user}; close "
-                "it there first, since gc and repair need a store for themselves (inspect and "
-                "verify do not)"
+                f"{store.folder}: already opened by process {user}; close it there first: "
+                "gc and repair need exclusive access (inspect and verify do not)"
             )
         ops.truncate(fd, 0)
         ops.pwrite(fd, memoryview(f"{os.getpid()}\n".encode()), 0)
@@ -164,18 +162,18 @@ def locked(ops: FileOps, store: SlabStore) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a store's files say.
+    """Contents of a store's files.
 
     Attributes:
-        manifest: What the store is; None if it does not say.
-        manifest_problem: Why not.
-        is_newer: Whether that is because the store is of a newer release.
+        manifest: The manifest; None if unreadable.
+        manifest_problem: Why the manifest is unreadable.
+        is_newer: Whether the store was written by a newer release.
         found: The files.
-        scanned: The journal, as far as it can be believed.
-        journal_bytes: Its length.
-        is_trusted: Whether the journal is as new as what is in the slots, as far as anybody knows.
-        live: The records of the blocks that are there, the oldest first; those that were recorded
-            before damage, or in a journal that is not trusted, are marked as suspect.
+        scanned: The valid part of the journal.
+        journal_bytes: Length of the journal.
+        is_trusted: Whether the journal is believed to match the slots' contents.
+        live: Records of existing blocks, oldest first; those recorded before damage, or in an
+            untrusted journal, are marked for verification.
     """
 
     manifest: Manifest | None
@@ -189,7 +187,7 @@ class Contents:
 
     @property
     def slots(self) -> dict[int, int]:
-        """How many slots each segment has."""
+        """Segment -> number of slots."""
         if self.manifest is None:
             return {}
         slots_in = self.manifest.slots_in
@@ -197,7 +195,7 @@ class Contents:
 
 
 def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = None) -> Contents:
-    """Read a store, not in order to write; `manifest` is believed instead of its own one.
+    """Read a store without changing it; `manifest` overrides the stored one.
 
     Raises:
         OSError: A file cannot be read.
@@ -212,7 +210,7 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
         except UnreadableManifestError as error:
             problem = f"the manifest is unreadable: {error}"
         except NotRegularFileError:
-            problem = "the manifest is no file"
+            problem = "the manifest is not a regular file"
     journal = read_journal_bytes(ops, store)
     scanned = scan(journal if manifest else bytearray(), manifest.journal_seed if manifest else 0)
     found = list_folder(ops, store.folder)
@@ -231,7 +229,7 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
 
 
 def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
-    """Return why no checksum of a store can be compared with this key, or None if they can be."""
+    """Return why checksums cannot be verified with this key, or None if they can be."""
     if contents.manifest is None:
         return None
     key_id = contents.manifest.key_id
@@ -239,14 +237,14 @@ def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
     if key is None:
         return _KEY_MISSING if has_keyed else None
     if key_id is None:
-        return "its checksums are made without an integrity key, and one is given"
+        return "its checksums are made without an integrity key, but one is given"
     if key_id != key.id.hex():
-        return f"its integrity key is another one, with the id {key_id}"
+        return f"it has another integrity key, with the id {key_id}"
     return None
 
 
 def read_journal_bytes(ops: FileOps, store: SlabStore) -> memoryview:
-    """Return the journal as it is; nothing if there is none."""
+    """Return the journal's content; empty if there is none."""
     try:
         return read_file(ops, f"{store.folder}/{JOURNAL}")
     except (FileNotFoundError, NotRegularFileError):
@@ -254,7 +252,7 @@ def read_journal_bytes(ops: FileOps, store: SlabStore) -> memoryview:
 
 
 def _last_of_each_key(live: Records, rows: RecordRows) -> Records:
-    """Leave out records of a key that comes again later, which only damage can bring about."""
+    """Drop records of keys that are recorded again later; duplicates exist only after damage."""
     in_order = np.argsort(rows)
     last = dict(zip(keys_of(live[in_order]), in_order.tolist(), strict=True))
     return live[np.array(sorted(last.values()), dtype=np.int64)]
@@ -269,10 +267,10 @@ _RANK: Final = re.compile(
 
 
 def decode_given(content: bytes) -> Manifest:
-    """Return the manifest that the caller gives.
+    """Decode a manifest given by the caller.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a valid manifest.
     """
     try:
         return Manifest.decode(content)
@@ -281,9 +279,9 @@ def decode_given(content: bytes) -> Manifest:
 
 
 def newer_format(ops: FileOps, store: SlabStore) -> str | None:
-    """Return why this release must not change a store: it is of a newer one; None if it may.
+    """Return why this release must not change a store of a newer release; None if it may.
 
-    A damaged manifest is believed as well, as far as it says so.
+    Also trusts the version number of a damaged manifest.
 
     Raises:
         OSError: The manifest cannot be read.
@@ -300,8 +298,8 @@ def newer_format(ops: FileOps, store: SlabStore) -> str | None:
         version = max(map(int, _VERSION_IN_MANIFEST.findall(content)), default=0)
         if version > VERSION:
             return (
-                f"the manifest is unreadable: {error}; it says that it needs a release that knows "
-                f"format {version}"
+                f"the manifest is unreadable: {error}; it needs a release that "
+                f"knows format {version}"
             )
     return None
 
@@ -309,13 +307,13 @@ def newer_format(ops: FileOps, store: SlabStore) -> str | None:
 def recover_manifest(
     ops: FileOps, store: SlabStore, given: Manifest | None, key: IntegrityKey | None
 ) -> Manifest | None:
-    """Return what a store without a readable manifest is, or None if nothing says it.
+    """Reconstruct the manifest of a store; None if no candidate verifies the journal.
 
     Args:
-        ops: The system calls.
+        ops: System calls.
         store: The store.
         given: The manifest of a store of the same layout, of any rank.
-        key: What its checksums were made with, if the journal says that they were with a key.
+        key: The integrity key, if the checksums are keyed.
     """
     journal = read_journal_bytes(ops, store)
     store_uuid = _uuid_in_segments(ops, store)
@@ -332,7 +330,7 @@ def recover_manifest(
 
 
 def _uuid_in_segments(ops: FileOps, store: SlabStore) -> str | None:
-    """Return the store's UUID as most of its segments have it; None if none has one."""
+    """Return the UUID in most segment headers; None if there are none."""
     uuids: Counter[str] = Counter()
     for number in list_folder(ops, store.folder).segments:
         path = f"{store.folder}/{segment_name(number)}"
@@ -361,7 +359,7 @@ def _candidates(ops: FileOps, store: SlabStore, given: Manifest | None) -> Itera
 
 
 def _beside(ops: FileOps, store: SlabStore) -> list[tuple[str, os.stat_result]]:
-    """Return what lies beside a store, where that may be read."""
+    """List the entries beside a store; empty if they cannot be read."""
     try:
         return ops.entries(store.folder.rpartition("/")[0] or "/")
     except OSError:
@@ -369,7 +367,7 @@ def _beside(ops: FileOps, store: SlabStore) -> list[tuple[str, os.stat_result]]:
 
 
 def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
-    """Yield what a damaged manifest may have said."""
+    """Yield candidate manifests from the fragments of a damaged one."""
     try:
         content = bytes(read_file(ops, path, MAX_MANIFEST_BYTES))
     except OSError:
