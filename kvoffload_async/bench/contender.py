@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from inspect import Parameter
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 from kvoffload_async.config import OffloadConfig, nearest, parse_size_bytes, reject_unknown
@@ -85,12 +85,7 @@ class Place:
             undo.pop_all()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         self._stack.close()
 
     @property
