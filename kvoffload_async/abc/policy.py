@@ -63,7 +63,7 @@ class CachePolicy(ABC):
             and then nothing has changed.
         """
 
-    def released(self, slots: Sequence[int]) -> None:  # noqa: B027 - see the second sentence
+    def released(self, slots: Sequence[int]) -> None:  # noqa: B027 - optional, see below
         """Mark slots as evictable again. They keep their rank, whether or not they were skipped.
 
         Optional for a policy that checks every slot in each `make_room`; but that is slow with

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from kvoffload_async.types import OffloadKey, ReqContext
@@ -95,12 +94,7 @@ class Waiter:
         self._waiters.everybody[self] = None
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         waiters = self._waiters
         for table in (waiters.everybody, waiters.for_room, waiters.for_progress):
             table.pop(self, None)

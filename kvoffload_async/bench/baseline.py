@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 import numpy as np
@@ -31,7 +30,7 @@ import numpy.typing as npt
 
 from kvoffload_async.bench.contender import EXTENT_BYTES, Place, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan, Sample, of_pass
-from kvoffload_async.block_io import Run
+from kvoffload_async.block_io.contract import Run
 from kvoffload_async.block_io.native_io import open_engine
 from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
@@ -72,12 +71,7 @@ class Payload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         nothing: Any = np.empty(0, dtype=np.uint8)
         self.flat = self.truth = nothing  # release the references to the memory
         self.bytes.release()

@@ -17,7 +17,7 @@ from kvoffload_async.bench.contender import Contender, OwnTier, load_peer
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import measure, rehearse, turns
-from kvoffload_async.block_io import implementation
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
 

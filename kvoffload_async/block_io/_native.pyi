@@ -1,7 +1,7 @@
-"""The native engine's own functions; `engine.Engine` calls them, and says what they mean.
+"""The native engine's functions; `engine.Engine` calls and documents them.
 
-They refuse whatever could make a thread touch memory wrongly, and what leads out of a root. Thread:
-one at a time.
+They reject arguments that could cause invalid memory accesses, or paths outside a root. Not
+thread-safe.
 """
 
 from typing import Any, TypeAlias, final
@@ -14,9 +14,9 @@ _Memory: TypeAlias = tuple[Buffer | None, int, int]
 _Files: TypeAlias = tuple[
     int, bytes, bytes, str, bytes, tuple[bytes | None, ...], bytes, bytes, int, bool, bool
 ]
-"""The root's descriptor and path; names, joined by NUL; the attribute's name, and what precedes the
-digest in it; known values of it; temporary names, joined; a byte for each that is recycled;
-permissions; whether to flush; whether sizes on disk are wanted."""
+"""The root's descriptor and path; names, joined by NUL; the attribute's name, and the prefix of its
+value; its known values; temporary names, joined by NUL; a byte for each recycled one; permissions;
+whether to sync; whether to return disk usage."""
 
 @final
 class Engine:
@@ -45,10 +45,10 @@ class Engine:
         """Start the threads.
 
         See `engine.Engine`. `hashes` is `struct hashes` of block_io.h; `call` the address of a
-        `file_caller` in place of the system's calls, or 0; `callable_` has to live as long.
+        `file_caller` that replaces the system calls, or 0; `callable_` keeps it alive.
 
         Raises:
-            OSError: No memory, thread or descriptor.
+            OSError: Memory, threads or descriptors are exhausted.
         """
 
     def submit(
@@ -64,22 +64,22 @@ class Engine:
         other: _Files | Buffer | None,
         /,
     ) -> int:
-        """Submit a batch of a kind, as `enum batch_kind` has them; return its ticket.
+        """Submit a batch of a kind in `enum batch_kind`; return its ticket.
 
         Args:
-            kind: Says which of the arguments are looked at.
-            is_store: Whose threads prefer it, and whether `memory` is only read.
-            count: Of blocks, names or copies.
-            memory: Is held until the batch is taken.
-            rows: Of the blocks.
-            keys: Of the blocks; None: no digests are wanted.
+            kind: Determines the arguments used.
+            is_store: Selects the preferring threads; whether `memory` is only read.
+            count: Number of blocks, names or copies.
+            memory: Memory to hold until the outcome is taken.
+            rows: Rows of the blocks.
+            keys: Keys of the blocks; None: no digests.
             prefix: See `engine.Engine.extents`.
-            places: Runs; or copies, packed.
-            other: Files; or the buffer that is copied from.
+            places: Runs, or packed copies.
+            other: Files, or the source buffer of copies.
         """
 
     def take(self) -> list[tuple[int, Any]]:
-        """Return (ticket, outcome) of what has ended, in no order, and clear `fd`."""
+        """Return (ticket, outcome) of ended batches, unordered, and clear `fd`."""
 
     def withdraw(self, ticket: int, /) -> None: ...
     def replace_hung(self, hung_after_ns: int, /) -> int: ...

@@ -79,7 +79,7 @@ def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
     command = [*compiler(), *FLAGS, *flags, _LIMITED_API, f"-I{include}"]
     command += ["-fPIC", "-shared", "-fvisibility=hidden", *map(str, sources()), "-o", str(part)]
     try:
-        done = subprocess.run(  # noqa: S603 - the compiler that whoever builds has chosen
+        done = subprocess.run(  # noqa: S603 - the compiler is chosen by the user
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         if done.returncode:

@@ -117,7 +117,7 @@ def _get_status(ops: FileOps, call: _Call) -> None:
     struct.pack_into("2q", call.buffers[0], 0, is_regular, status.st_blocks * 512)
 
 
-_KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # as `enum call_kind`
+_KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # order of `enum call_kind`
     lambda ops, call: ops.open(call.path, call.flags),
     lambda ops, call: ops.close(call.fd),
     lambda ops, call: ops.preadv(call.fd, call.buffers, call.offset),
@@ -167,9 +167,9 @@ PART_BYTES: Final = 1 << 20
 NOT_BEGUN: Final = 3
 """Status of a file whose operation was withdrawn."""
 
-_EXTENTS, _LOAD_FILES, _STORE_FILES, _HAS_FILES, _COPIES = range(5)  # as `enum batch_kind`
+_EXTENTS, _LOAD_FILES, _STORE_FILES, _HAS_FILES, _COPIES = range(5)  # order of `enum batch_kind`
 
-_COUNTERS: Final = (  # as `enum counter`
+_COUNTERS: Final = (  # order of `enum counter`
     *("system_calls", "pieces", "bytes", "hashed_bytes", "batches", "parts", "wake_ups"),
     *("threads", "spares"),
 )

@@ -191,7 +191,7 @@ class NativeBlockIo(BlockIo):
             raise TierClosedError("the block I/O is closed")
         return self._engine
 
-    async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - each call's own
+    async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - differs by call
         """Return a batch's outcome; if cancelled, withdraw operations not begun, and wait on."""
         future: LastingFuture[Any] = LastingFuture(partial(engine.withdraw, ticket))
         self._pending[ticket] = future, take

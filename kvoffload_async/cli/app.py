@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvoffload_async.block_io import implementation
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.cli.bench import bench
 from kvoffload_async.cli.catalogue import common_options, geometry_table, option_table, tier_entries
 from kvoffload_async.cli.ending import (

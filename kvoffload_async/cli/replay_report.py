@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console
@@ -435,12 +434,7 @@ class TimelineOutput:
             check_writable("--trace-out", self._name)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         if self._file is not None:
             with as_unwritable("--trace-out", str(self._name)):
                 self._file.close()

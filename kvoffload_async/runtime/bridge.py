@@ -11,7 +11,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
@@ -239,12 +238,7 @@ class RuntimeHost:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from kvoffload_async.errors import ClosedError, StateError
@@ -205,12 +204,7 @@ class LoopThread(ThreadsafeRunner):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -196,7 +196,7 @@ class RankedLists(NumberLists):
             number = after[number]
         if not num_missing or number == ring:
             return picked, None if already else number
-        met = [*picked[already:], number]  # the last one is the first that must stay
+        met = [*picked[already:], number]  # ends with the first that must stay
         number = after[number]
         while num_missing and number != ring:
             met.append(number)

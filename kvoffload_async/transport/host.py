@@ -26,7 +26,7 @@ from kvoffload_async.abc.transport import (
     TransferOutcome,
     Transport,
 )
-from kvoffload_async.block_io import create_copies
+from kvoffload_async.block_io.choice import create_copies
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.transport.settling import SettlingTransfer

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 from bench.witnesses import SMALL
 
-from kvoffload_async.block_io import implementation
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.facade.disk import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 

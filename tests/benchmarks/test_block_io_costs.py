@@ -20,8 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_async.block_io import implementation
-from kvoffload_async.block_io.choice import VARIABLE
+from kvoffload_async.block_io.choice import VARIABLE, implementation
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.testing.harness import TierHarness, key_of

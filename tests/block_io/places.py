@@ -7,8 +7,8 @@ import os
 import numpy as np
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.block_io import Run
 from kvoffload_async.block_io.choice import _obstacle
+from kvoffload_async.block_io.contract import Run
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.tiers.files.digests import BlockDigester

@@ -10,7 +10,8 @@ import uvloop
 from block_io.places import DIGESTER, is_built
 from faulty_files import FaultyFileOps
 
-from kvoffload_async.block_io import choice, create_block_io, hashes, implementation
+from kvoffload_async.block_io import choice, hashes
+from kvoffload_async.block_io.choice import create_block_io, implementation
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.testing.virtual_time import VirtualLoop
 from kvoffload_async.tiers.files.digests import IntegrityKey, KeyedDigester

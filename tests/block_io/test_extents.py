@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.block_io import ENDED_EARLY
+from kvoffload_async.block_io.contract import ENDED_EARLY
 
 MIB = 1 << 20
 KEYS = [key_of(number) for number in range(64)]

@@ -8,7 +8,7 @@ from block_io.places import DIGESTER, ROW, WAIT_S, is_built, key_of, run, until
 from faulty_files import FaultyFileOps
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.block_io import (
+from kvoffload_async.block_io.contract import (
     FILE_NOT_BEGUN,
     FILE_PRESENT,
     FILE_WRITTEN,

@@ -8,7 +8,7 @@ from block_io.places import place
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.block_io import Run
+from kvoffload_async.block_io.contract import Run
 from kvoffload_async.block_io.python_io import _Batch
 from kvoffload_async.errors import BusyError, TierUnavailableError
 

@@ -4,7 +4,7 @@ import pytest
 from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, PROBED, RETRY, World, filled, k
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager, ReqContext
-from kvoffload_async.block_io import implementation
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUnavailableError
 
 

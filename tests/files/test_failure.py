@@ -41,10 +41,10 @@ def test_only_want_of_room_is_a_full_tier_and_no_frame_is_kept(code, kind):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (NotRegularFileError("/store/lock"), "remove the file, or give another directory"),
+        (NotRegularFileError("/store/lock"), "remove it, or give another directory"),
         (
             NotADirectoryError(errno.ENOTDIR, "no folder"),
-            "remove the file, or give another directory",
+            "remove it, or give another directory",
         ),
         (
             PermissionError(errno.EACCES, "denied"),

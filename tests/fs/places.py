@@ -6,7 +6,7 @@ from pathlib import Path
 
 from faulty_files import FileCall
 
-from kvoffload_async.block_io import implementation
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import DEADLINE_S, ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes

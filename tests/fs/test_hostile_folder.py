@@ -100,7 +100,7 @@ def test_a_folder_or_file_in_the_place_of_a_vital_one_is_a_clear_error(place, ou
         path.write_bytes(b"")
     else:
         path.mkdir()
-    with pytest.raises(ConfigError, match=r"root_dir: .* cannot be used .*remove that") as caught:
+    with pytest.raises(ConfigError, match=r"root_dir: .* cannot be used .*remove it") as caught:
         place.open(capacity_bytes=64 * BLOCK).close()
     assert str(path) in str(caught.value)
 

@@ -112,7 +112,7 @@ def test_a_directory_that_cannot_be_written_is_refused(view, tmp_path, call):
         FileSystemTierManager(None, view, model="test", root_dir=str(tmp_path / "r"), ops=ops)
     assert "root_dir" in str(raised.value)
     assert str(tmp_path / "r") in str(raised.value)
-    assert "may write" in str(raised.value)
+    assert "can write" in str(raised.value)
     assert not ops.open_fds
 
 

@@ -9,7 +9,7 @@ import pytest
 from faulty_files import FaultyFileOps, is_temp
 from fs.places import Place
 
-from kvoffload_async.block_io import implementation
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.fs.footprint import Footprint

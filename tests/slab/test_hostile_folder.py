@@ -42,7 +42,7 @@ def test_what_is_in_the_place_of_a_vital_file_is_a_clear_error(
     path = slab_store.folder / name
     spring(path, trap, outside)
     before = path.lstat()
-    with pytest.raises(ConfigError, match=r"root_dir: .* cannot be used .*remove that") as caught:
+    with pytest.raises(ConfigError, match=r"root_dir: .* cannot be used .*remove it") as caught:
         slab_store.open().close()
     assert str(path) in str(caught.value)
     assert os.path.samestat(path.lstat(), before)
@@ -67,7 +67,7 @@ def test_a_journal_that_is_no_file_says_nothing_and_is_replaced(slab_store, outs
 
 def test_a_folder_in_the_place_of_the_journal_is_a_clear_error(slab_store, outside):
     spring(slab_store.journal, folder, outside)
-    with pytest.raises(ConfigError, match="remove the file, or give another directory"):
+    with pytest.raises(ConfigError, match="remove it, or give another directory"):
         slab_store.open().close()
 
 

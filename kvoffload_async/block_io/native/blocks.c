@@ -1,10 +1,10 @@
-/* What a thread does with a part of a batch, and the system's own calls.
+/* Processing of one part of a batch by a thread, and the system calls.
 
-   Threads: everything here runs in a thread of the engine, which has the part to itself, but for
-   cut_batch and cancel_part, which run in the owner's or under the engine's mutex.
+   Threads: everything here runs on the engine's thread that owns the part, except for cut_batch
+   (owner's thread) and cancel_part (under the engine's mutex).
 
-   Ownership: what is opened here is closed here, before the part ends. A digest is computed piece
-   by piece while a piece is in the processor's cache: before it is written, after it was read. */
+   Ownership: descriptors opened here are closed before the part ends. A digest is computed piece by
+   piece while the piece is in the CPU cache: before a write, after a read. */
 
 #include "block_io.h"
 
@@ -22,10 +22,10 @@
 enum {
     MAX_PIECE_ROWS = 64,
     NAMES_PER_PART = 16,
-    RESOLVE_NOTHING_ELSE = 0x02 | 0x04 | 0x08, /* no magic links, no links, beneath */
+    RESOLVE_NOTHING_ELSE = 0x02 | 0x04 | 0x08, /* RESOLVE_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH */
     OPENAT2 = 437,                             /* on every architecture but Alpha */
     NOREPLACE = 1,
-    MAX_INTERRUPTIONS = 64, /* of one call: its threads block signals, so that there should be none */
+    MAX_INTERRUPTIONS = 64, /* of one call; none expected, since the threads block signals */
 };
 
 static const unsigned char zeros[MAX_PAD_BYTES];
@@ -37,7 +37,7 @@ static size_t least(size_t one, size_t other)
 
 /* -- moving rows -------------------------------------------------------------------------------- */
 
-/* Makes a call, again if a signal interrupted it; while it lasts, it can be seen to hang. */
+/* Makes a call, retries it after EINTR, and records its start for the detection of hangs. */
 static int64_t make_call(struct worker *worker, struct file_call call)
 {
     int64_t result;
@@ -52,8 +52,8 @@ static int64_t make_call(struct worker *worker, struct file_call call)
     return result == -EINTR && call.kind == CALL_CLOSE ? 0 : result; /* closed nevertheless */
 }
 
-/* Moves buffers, in as many calls as it takes to move `needed` bytes. Returns the bytes, which are
-   fewer only if a file that is read ends, or -errno. The buffers are changed. */
+/* Transfers `needed` bytes in as many calls as needed. Returns the bytes, fewer only at the end
+   of a file that is read, or -errno. Modifies the buffer array. */
 static int64_t move_buffers(struct worker *worker, struct file_call call, struct iovec *buffers,
                             size_t needed)
 {
@@ -93,7 +93,7 @@ static unsigned char *digest_of(const struct batch *batch, size_t index)
     return batch->digests + index * DIGEST_BYTES;
 }
 
-/* Hashes bytes of some rows, from `at`, which is where the last time ended if it is not 0. */
+/* Hashes bytes of some rows from `at`; a nonzero `at` continues the previous call. */
 static void hash_rows(struct worker *worker, const struct batch *batch, size_t first, size_t num,
                       size_t at, size_t bytes)
 {
@@ -113,16 +113,16 @@ static void hash_rows(struct worker *worker, const struct batch *batch, size_t f
     count_up(worker->engine, HASHED_BYTES, num * bytes);
 }
 
-struct span { /* rows of a batch that lie behind each other in a file */
+struct span { /* consecutive rows of a batch in a file */
     int fd;
     int64_t offset;
     size_t first;
     size_t num;
-    size_t pad_bytes;   /* behind each row; of what is read, the last is not needed */
-    size_t moved_bytes; /* counted in slots from the offset */
+    size_t pad_bytes;   /* padding of each row; optional for the last row of a read */
+    size_t moved_bytes; /* including padding, from the offset */
 };
 
-/* Moves rows: small ones several at a time, and large ones in pieces. Returns 0 or a status. */
+/* Copies rows: several small ones per call, large ones in pieces. Returns 0 or a status. */
 static int move_rows(struct worker *worker, const struct batch *batch, struct span *span)
 {
     struct iovec buffers[2 * MAX_PIECE_ROWS];
@@ -150,7 +150,7 @@ static int move_rows(struct worker *worker, const struct batch *batch, struct sp
             call.offset = span->offset + (int64_t)start;
             int64_t moved = move_buffers(worker, call, buffers, needed);
             if (moved < 0)
-                return moved > -STATUS_ENDED_EARLY ? (int)-moved : EIO; /* which fits a byte */
+                return moved > -STATUS_ENDED_EARLY ? (int)-moved : EIO; /* fits a byte */
             if (!batch->is_store)
                 hash_rows(worker, batch, first, num, at, bytes);
             span->moved_bytes = start + (size_t)moved;
@@ -182,7 +182,7 @@ static void move_extents(struct worker *worker, const struct part *part)
 
 /* -- files -------------------------------------------------------------------------------------- */
 
-/* Makes a call that moves no rows, on a file or on a name beneath the root. */
+/* Makes a call without rows, on a file or on a name below the root. */
 static int64_t call_file(struct worker *worker, const struct batch *batch, enum call_kind kind,
                          int fd, const char *name, void *value, size_t bytes)
 {
@@ -223,7 +223,7 @@ static bool is_there(struct worker *worker, const struct batch *batch, const cha
     return get_status(worker, batch, name, &status) && status.is_regular;
 }
 
-/* Reads a block into its row; tells whether it is whole, and the file no longer than that. */
+/* Reads a block into its row; returns whether the file has exactly its length. */
 static bool read_file(struct worker *worker, const struct batch *batch, size_t index, int fd)
 {
     struct span span = {.fd = fd, .first = index, .num = 1, .pad_bytes = 1};
@@ -244,7 +244,7 @@ static bool load_opened(struct worker *worker, const struct batch *batch, size_t
     if (batch->expected[index] != NULL && read_file(worker, batch, index, fd) &&
         is_digest(batch, index, batch->expected[index]))
         return true;
-    /* Before the bytes: of a file that is overwritten meanwhile, they must not match. */
+    /* Read before the bytes, so that a concurrently overwritten file does not verify. */
     char value[MAX_VALUE_BYTES];
     int64_t bytes = call_file(worker, batch, CALL_GET_ATTRIBUTE, fd, batch->attribute, value,
                               sizeof value);
@@ -291,7 +291,7 @@ static bool store_by_way_of(struct worker *worker, const struct batch *batch, si
     bool is_filled = fill_file(worker, batch, index, (int)fd);
     if (!close_file(worker, batch, (int)fd) || !is_filled)
         return false;
-    struct file_status status = {0}; /* once it is closed: what was allocated ahead is gone then */
+    struct file_status status = {0}; /* after closing, which frees preallocated space */
     if (batch->wants_disk_bytes && !get_status(worker, batch, temp, &status))
         return false;
     batch->disk_bytes[index] = status.disk_bytes;
@@ -349,7 +349,7 @@ void cut_batch(struct batch *batch, size_t part_bytes)
     bool has_files = batch->kind == BATCH_EXTENTS && batch->is_store;
     size_t run = 0, skip = 0, bytes = 0;
     struct part *part = batch->parts;
-    *part = (struct part){.batch = batch, .file = -1}; /* of nothing: ends as any other */
+    *part = (struct part){.batch = batch, .file = -1}; /* an empty part, ends like others */
     for (size_t i = 0; i < batch->count; i++, skip++) {
         if (batch->kind == BATCH_EXTENTS && skip == (size_t)batch->runs[run].length) {
             run++;
@@ -380,7 +380,7 @@ static int close_failed(int fd)
     return -1;
 }
 
-/* One folder after the other. */
+/* Opens a path component by component. */
 static int open_by_components(int root_fd, const char *name, int flags)
 {
     char component[MAX_NAME_BYTES];
@@ -403,7 +403,7 @@ static int open_beneath(int root_fd, const char *name, int flags)
 {
     uint64_t how[] = {(unsigned int)flags, 0, RESOLVE_NOTHING_ELSE}; /* as `struct open_how` */
     int fd = (int)syscall(OPENAT2, root_fd, name, how, sizeof how);
-    if (fd == -1 && (errno == ENOSYS || errno == EPERM)) /* an old kernel, or a filter of calls */
+    if (fd == -1 && (errno == ENOSYS || errno == EPERM)) /* an old kernel, or seccomp */
         return open_by_components(root_fd, name, flags);
     return fd;
 }
@@ -415,7 +415,7 @@ void close_folder(struct folder *folder)
     folder->fd = -1;
 }
 
-/* Returns the folder of a name, which stays open until another is needed, and the name in it. */
+/* Returns the folder of a name, cached until another is needed, and the name in it. */
 static int open_folder(const struct file_call *call, const char **leaf)
 {
     char name[MAX_NAME_BYTES];
@@ -437,8 +437,8 @@ static int open_folder(const struct file_call *call, const char **leaf)
     return folder->fd;
 }
 
-/* Gives a new file its permissions, whatever the umask is. Where they follow from the folder they
-   are meant for the folder's group: a file of another gets that, or else nothing for its own. */
+/* Sets a new file's permissions regardless of the umask. Permissions derived from the folder are
+   for the folder's group: a file of another group is changed to it, or loses group permissions. */
 static int give_mode(int fd, int mode, const struct stat *folder, bool is_given)
 {
     struct stat made;
@@ -449,7 +449,7 @@ static int give_mode(int fd, int mode, const struct stat *folder, bool is_given)
         mode &= ~S_IRWXG;
     if (fchmod(fd, (mode_t)mode) == 0)
         return 0;
-    return errno == EPERM || errno == EOPNOTSUPP || errno == ENOSYS ? 0 : -1; /* as vfat */
+    return errno == EPERM || errno == EOPNOTSUPP || errno == ENOSYS ? 0 : -1; /* as on vfat */
 }
 
 static int create_file(const struct file_call *call, int flags)
@@ -479,7 +479,7 @@ static int open_existing(const struct file_call *call, int flags)
     return close_failed(fd);
 }
 
-/* Looks at a name, gives it up, or gives it to its target, which is in the same folder. */
+/* Stats, unlinks or renames a name; the target is in the same folder. */
 static int call_on_name(const struct file_call *call)
 {
     const char *leaf, *slash;

@@ -1,14 +1,13 @@
-/* The Python binding: checks what could lead a thread astray, and keeps what a batch points to.
+/* The Python binding: validates arguments for memory safety, and keeps a batch's objects alive.
 
-   engine.py is its only user, and checks what concerns nobody's memory.
+   engine.py is its only user, and validates everything else.
 
-   Threads: the methods run with the interpreter's lock. The engine's threads never take it, but for
-   a table of calls that is a function of Python (file_calls.py), which is for tests.
+   Threads: the methods run with the GIL. The engine's threads never take it, except for calls
+   implemented in Python (engine.py), for tests.
 
-   Ownership: a `Submission` is a batch with the space and the objects that it points into: buffers,
-   and the arguments, of which nothing can change. It lives from its call until `take`. What a thread
-   that hangs may still touch when an engine is deallocated is kept for ever. A child of fork has no
-   threads: it frees nothing. */
+   Ownership: a `Submission` is a batch with the memory and objects that it points to: buffers and
+   immutable arguments. It lives from the call until `take`. Memory that a hanging thread may still
+   access when its engine is deallocated is leaked. A forked child has no threads, frees nothing. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,20 +21,20 @@
 #include <unistd.h>
 
 enum {
-    MAX_SEED_BYTES = 4096, /* of a prefix and a key */
+    MAX_SEED_BYTES = 4096, /* of prefix and key */
     ALIGNMENT = 16,
 };
 
 typedef struct {
     PyObject_HEAD
     struct engine *engine;
-    PyObject *callable; /* whose code `engine->call` may be */
+    PyObject *callable; /* keeps `engine->call` alive, if it is Python's */
     pid_t pid;
     int fd;
 } Engine;
 
 typedef struct {
-    struct batch batch; /* first: a batch that was taken is its submission */
+    struct batch batch; /* first, so that a batch can be cast to its submission */
     PyObject *arguments;
     Py_buffer buffers[2];
     char *free_space;
@@ -69,7 +68,7 @@ static void *take_space(Submission *submission, size_t bytes)
     return space;
 }
 
-/* Returns one with space for all that there is of each block; NULL with an exception. */
+/* Allocates a submission with its per-block arrays; NULL with an exception. */
 static Submission *new_submission(PyObject *arguments, int kind, bool is_store, Py_ssize_t count)
 {
     enum { COLUMNS = 10 };
@@ -78,7 +77,7 @@ static Submission *new_submission(PyObject *arguments, int kind, bool is_store, 
     if (count < 0 || count > INT32_MAX || kind < 0 || kind > BATCH_COPIES)
         return (Submission *)PyErr_Format(PyExc_ValueError, "no batch: kind %d, %zd blocks", kind,
                                           count);
-    size_t num = (size_t)count + 1; /* a batch of nothing has a part, too */
+    size_t num = (size_t)count + 1; /* an empty batch has a part, too */
     size_t head_bytes = (sizeof(Submission) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     Submission *self = calloc(1, head_bytes + num * block_bytes + COLUMNS * ALIGNMENT);
     if (self == NULL)
@@ -118,7 +117,7 @@ static bool take_memory(Submission *submission, PyObject *buffer, Py_ssize_t row
     return true;
 }
 
-/* Tells whether an argument has an item for each block. */
+/* Returns whether an argument has an item per block. */
 static bool has_items(Py_ssize_t num, size_t expected, const char *name)
 {
     if (num == (Py_ssize_t)expected)
@@ -209,7 +208,7 @@ static bool take_runs(Submission *submission, PyObject *runs)
                          item, left);
             return false;
         }
-        batch->runs[i] = run; /* no more than rows: none is empty */
+        batch->runs[i] = run; /* at most as many as rows, since none is empty */
         left -= (size_t)run.length;
     }
     if (left == 0)
@@ -256,14 +255,14 @@ static bool is_name(const char *name)
     }
 }
 
-/* Takes names that are joined by NUL: one for each block, and each beneath the root. */
+/* Parses names joined by NUL: one per block, each below the root. */
 static bool take_names(PyObject *joined, const char **names, size_t num, const char *argument)
 {
     char *name;
     Py_ssize_t bytes;
     if (PyBytes_AsStringAndSize(joined, &name, &bytes) != 0)
         return false;
-    const char *end = name + bytes + (num > 0); /* there is a NUL behind the last, too */
+    const char *end = name + bytes + (num > 0); /* the last name ends with NUL, too */
     for (size_t i = 0; i < num && name != end; i++) {
         if (!is_name(name)) {
             PyErr_Format(PyExc_ValueError, "%s: '%s' does not lead to a file beneath the root",
@@ -292,7 +291,7 @@ static bool take_expected(struct batch *batch, PyObject *expected)
         if (PyBytes_AsStringAndSize(item, &value, &bytes) != 0)
             return false;
         if ((size_t)bytes == batch->value_prefix_bytes + DIGEST_BYTES)
-            batch->expected[i] = value; /* another cannot be right: the file is asked */
+            batch->expected[i] = value; /* other lengths cannot match: read the attribute */
     }
     return true;
 }
@@ -326,7 +325,7 @@ static bool take_files(Submission *submission, PyObject *files)
             has_items(num_recycled, batch->count, "recycled"));
 }
 
-/* Takes what a batch of its kind needs; the other arguments are not looked at. */
+/* Parses the arguments of a batch of its kind; ignores the others. */
 static PyObject *engine_submit_batch(Engine *self, PyObject *args)
 {
     PyObject *buffer, *rows, *keys, *places, *other;
@@ -405,7 +404,7 @@ static PyObject *outcome_of(const struct batch *batch)
     }
 }
 
-/* Returns outcomes, and frees what has ended. */
+/* Returns outcomes, and frees the ended batches. */
 static PyObject *take_ended(Engine *self)
 {
     PyObject *ended = PyList_New(0);
@@ -415,7 +414,7 @@ static PyObject *take_ended(Engine *self)
         if (ended != NULL)
             outcome = Py_BuildValue("(KN)", (unsigned long long)batch->ticket, outcome_of(batch));
         if (outcome == NULL || PyList_Append(ended, outcome) != 0)
-            Py_CLEAR(ended); /* short of memory, the outcomes are lost, and nothing else */
+            Py_CLEAR(ended); /* out of memory: only the outcomes are lost */
         Py_XDECREF(outcome);
         free_submission((Submission *)batch);
     }
@@ -578,7 +577,7 @@ static struct PyModuleDef module_def = {
     .m_slots = module_slots,
 };
 
-PyMODINIT_FUNC PyInit__native(void); /* which Python.h does not declare */
+PyMODINIT_FUNC PyInit__native(void); /* not declared by Python.h */
 
 PyMODINIT_FUNC PyInit__native(void)
 {

@@ -1,14 +1,14 @@
-/* The threads of an engine, the queues, and the end of a batch.
+/* Threads and queues of an engine, and completion of batches.
 
-   Threads: one mutex guards all that is not atomic; it is held for list operations alone, never
-   during a system call on a file, a copy or a hash. The owner calls engine_*; each thread runs
-   `work`. They block every signal and know no Python, so that neither a handler nor the
-   interpreter's lock ever holds one up.
+   Threads: one mutex guards everything that is not atomic; it is held only for list operations,
+   never during file system calls, copies or hashing. The owner calls engine_*; each thread runs
+   `work`. Threads block all signals and do not use Python, so that neither a signal handler nor
+   the GIL delays them.
 
-   Ownership: parts belong to their batch. A batch is in nobody's list while its parts wait or move;
-   when the last has ended it goes to `ended`, until the owner takes it. A worker is freed by the
-   owner, who joins its thread first; one that hangs at `close` is kept, with its engine and its
-   batch, until it has ended and `close` is called again, or for ever. */
+   Ownership: parts belong to their batch. A batch is in no list while its parts are queued or
+   running; after the last has ended it is in `ended` until the owner takes it. The owner frees a
+   worker after joining its thread; a worker hanging at `close` is kept, with its engine and batch,
+   until it has ended and `close` is called again, or forever. */
 
 #include "block_io.h"
 
@@ -22,9 +22,9 @@
 #include <unistd.h>
 
 enum {
-    STACK_BYTES = 1 << 20, /* address space; what is not touched costs nothing */
-    LOOK_AHEAD = 16,       /* parts passed over to find one whose file nobody writes to */
-    MAX_WRITERS = 2,       /* into one file */
+    STACK_BYTES = 1 << 20, /* address space; untouched pages are not allocated */
+    LOOK_AHEAD = 16,       /* parts searched for one whose file has no writer */
+    MAX_WRITERS = 2,       /* per file */
 };
 
 static const int64_t second_ns = 1000000000;
@@ -44,7 +44,7 @@ void count_up(struct engine *engine, enum counter counter, uint64_t more)
 static void tell_owner(struct engine *engine)
 {
     uint64_t one = 1;
-    /* It can fail only when nobody has read for 2^64 writes. */
+    /* Fails only after 2^64 writes without a read. */
     ssize_t ignored = write(engine->event_fd, &one, sizeof one);
     (void)ignored;
 }
@@ -70,7 +70,7 @@ static int num_writers(const struct engine *engine, int64_t file)
     return num;
 }
 
-/* Appends the parts of a batch. A look after names moves nothing, and waits for nobody who does. */
+/* Queues the parts of a batch; lookups of names precede parts with payload. */
 static void append_parts(struct queue *queue, struct batch *batch)
 {
     struct part **link = batch->kind == BATCH_HAS_FILES ? &queue->first : queue->last;
@@ -84,8 +84,8 @@ static void append_parts(struct queue *queue, struct batch *batch)
         queue->last = link;
 }
 
-/* Takes the part, among the first, whose file the fewest write to. The kernel lets one write at a
-   time into a file: a second thread has its piece hashed by then, a third would only wait. */
+/* Takes, among the first parts, the one whose file has the fewest writers. The kernel serialises
+   writes to a file: a second thread can hash its piece meanwhile, a third would only wait. */
 static struct part *take_part(struct engine *engine, int preferred)
 {
     for (int turn = 0; turn < NUM_DIRECTIONS; turn++) {
@@ -106,7 +106,7 @@ static struct part *take_part(struct engine *engine, int preferred)
     return NULL;
 }
 
-/* Counts a part as done; tells whether the owner must be told, who is once for all that ends. */
+/* Counts a part as done; returns whether to notify the owner, once per list of ended batches. */
 static bool end_part(struct engine *engine, struct batch *batch)
 {
     if (--batch->num_unfinished != 0)
@@ -117,7 +117,7 @@ static bool end_part(struct engine *engine, struct batch *batch)
     return is_first;
 }
 
-/* Takes back what waits, of one batch or (0) of all. */
+/* Withdraws queued parts, of one batch or (0) of all. */
 static void cancel_waiting(struct engine *engine, uint64_t ticket)
 {
     for (int direction = 0; direction < NUM_DIRECTIONS; direction++) {
@@ -157,7 +157,7 @@ static void *work(void *argument)
         do_part(self, part);
         pthread_mutex_lock(&engine->mutex);
         self->file = -1;
-        if (end_part(engine, part->batch)) { /* from here on the part may be gone */
+        if (end_part(engine, part->batch)) { /* the part may be freed from here on */
             pthread_mutex_unlock(&engine->mutex);
             tell_owner(engine);
             pthread_mutex_lock(&engine->mutex);
@@ -211,8 +211,8 @@ static int start_thread(struct engine *engine, int direction)
     return 0;
 }
 
-/* Joins threads that have ended, under the mutex, which they have released for good; returns how
-   many have not. */
+/* Joins ended threads, under the mutex, which they no longer take; returns the number of running
+   threads. */
 static int join_ended(struct engine *engine)
 {
     int num_left = 0;
@@ -244,7 +244,7 @@ struct engine *engine_open(const char *name, const struct limits *limits, file_c
     engine->hashes = *hashes;
     engine->call = call;
     snprintf(engine->name, sizeof engine->name, "%s", name);
-    pthread_mutex_init(&engine->mutex, NULL); /* which cannot fail on Linux, nor can the others */
+    pthread_mutex_init(&engine->mutex, NULL); /* cannot fail on Linux, like the next ones */
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&engine->work_waits, &monotonic);
@@ -261,7 +261,7 @@ struct engine *engine_open(const char *name, const struct limits *limits, file_c
     pthread_mutex_unlock(&engine->mutex);
     if (error == 0)
         return engine;
-    engine_close(engine, INT64_MAX); /* threads without work end at once */
+    engine_close(engine, INT64_MAX); /* idle threads end at once */
     engine_free(engine);
     errno = error;
     return NULL;
@@ -285,13 +285,13 @@ int engine_submit(struct engine *engine, struct batch *batch)
     }
     pthread_mutex_unlock(&engine->mutex);
     for (size_t i = 0; i < batch->num_parts && error == 0; i++)
-        pthread_cond_signal(&engine->work_waits); /* costs nothing once nobody waits */
+        pthread_cond_signal(&engine->work_waits); /* cheap without waiters */
     return error;
 }
 
 struct batch *engine_take(struct engine *engine)
 {
-    /* Cleared before the list is taken: what ends in between is told again, for nothing. */
+    /* Cleared before the list is taken: a batch ending in between causes a spurious wake-up. */
     uint64_t count;
     if (read(engine->event_fd, &count, sizeof count) == sizeof count)
         count_up(engine, WAKE_UPS, 1);
@@ -322,7 +322,7 @@ int engine_replace_hung(struct engine *engine, int64_t hung_after_ns)
         num_hung++;
         if (!worker->is_replaced && !engine->is_closing &&
             engine->counters[SPARES] < (uint64_t)engine->limits.spare_threads &&
-            start_thread(engine, worker->direction) == 0) { /* else the next call tries again */
+            start_thread(engine, worker->direction) == 0) { /* otherwise the next call retries */
             worker->is_replaced = true;
             engine->counters[SPARES]++;
         }

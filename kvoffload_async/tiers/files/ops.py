@@ -252,7 +252,7 @@ def unusable(root_dir: str, error: OSError) -> ConfigError:
     """Return the error for an unusable tier directory."""
     remedy = "give a directory that this process can write"
     if isinstance(error, (NotRegularFileError, NotADirectoryError)):
-        remedy = "remove the file, or give another directory"
+        remedy = "remove it, or give another directory"
     failure = ConfigError(f"root_dir: {root_dir!r} cannot be used ({error}); {remedy}")
     failure.__cause__ = error
     return failure

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvoffload_async.block_io import (
+from kvoffload_async.block_io.contract import (
     FILE_NOT_BEGUN,
     FILE_PRESENT,
     FILE_WRITTEN,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction, IoRunner, TierEnvironment
-from kvoffload_async.block_io import Attribute, FileBatch, FileIo, create_file_io
+from kvoffload_async.block_io.choice import create_file_io
+from kvoffload_async.block_io.contract import Attribute, FileBatch, FileIo
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.files.coalescing import Coalescer
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES

@@ -207,7 +207,7 @@ class ObjectConnection:
             ) from None
         return opened
 
-    def _open(self) -> Any:  # noqa: ANN401 - the library says no more in every case
+    def _open(self) -> Any:  # noqa: ANN401 - untyped in the library
         if self.url.startswith("file:"):
             return LocalStore.from_url(self.url, mkdir=self.makes_directory, **self.options)
         timeout = timedelta(seconds=self.call_timeout_s)

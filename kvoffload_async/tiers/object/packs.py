@@ -18,7 +18,7 @@ All integers are little-endian.
 | | | zero padding to a multiple of 64, then the blocks, each padded with zeros likewise |
 
 The object is named after its first block, which is the only way to find it, and so the others.
-
+The object is named after its first block, so the other blocks are only found via the first.
 A reader removes what it cannot decode, so a newer version must use other namespaces.
 
 `Chains` records the order of blocks, and the packs that contain them.

@@ -1,7 +1,7 @@
 """Shared parts of network tiers: envelopes, limits, deadlines, retries, existence cache.
 
 A block is one value of the store, an *envelope*: a header followed by the block's bytes at an
-    aligned offset. All integers are little-endian.
+aligned offset. All integers are little-endian.
 
 | offset | bytes | content |
 |---|---|---|

@@ -111,8 +111,8 @@ Otherwise all blocks need verification. At close, a store syncs the device if it
 if it has no checksums and so cannot verify blocks later.
 
 With `fdatasync`, a failed sync fails the jobs that it was for, and also those that wrote to any
-    segment before the failure: the kernel reports a lost write once, and a later successful sync
-    proves nothing. Blocks stored before are on the device.
+segment before the failure: the kernel reports a lost write once, and a later successful sync proves
+nothing. Blocks stored before are on the device.
 
 A frame that does not verify, or whose sequence number is not higher than the previous one, is
 ignored. Behind the last good frame it is a torn tail, and is cut off. Before a good frame it is
@@ -122,7 +122,7 @@ journal.bad. A marked block is verified regardless of the configuration, and dro
 checksum. With verification on, blocks stored without a checksum are dropped as well.
 
 Blocks in a missing segment, or beyond its end, are dropped. A manifest that is unreadable, or
-    missing beside other files, is an error: blocks cannot be interpreted without it.
+missing beside other files, is an error: blocks cannot be interpreted without it.
 
 Capacity
 ========

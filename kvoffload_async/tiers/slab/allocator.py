@@ -59,7 +59,7 @@ class Allocator:
     async def claim(self, keys: Sequence[OffloadKey]) -> list[SlotAddress]:
         """Return ascending places for absent keys; if too few are free, only for the first keys.
 
-        Announces evicted blocks and journals their removal; the caller's write puts it on disk.
+        Announces evicted blocks, and buffers their removals until the next append to the journal.
         """
         store, catalog = self._store, self._store.catalog
         while catalog.num_free < len(keys) and not self._is_grown and await self._grow(len(keys)):

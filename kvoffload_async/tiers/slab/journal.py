@@ -173,7 +173,7 @@ class RecordTable:
         self.tick = min(self.tick + 1, MAX_USE)
 
     def halve_uses(self) -> None:
-        """Halve all ticks before they overflow; only the lowest bit of the order is lost.
+        """Halve all ticks if they may overflow; only the lowest bit of the order is lost.
 
         Call it before rewriting all records: those on disk keep the old ticks.
         """
@@ -323,7 +323,7 @@ class Compaction:
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
 
     def fits(self, units: int) -> bool:
-        """Return whether an append of so many units fits, beside the records yet to be written."""
+        """Return whether an append of `units` units fits, beside the records yet to be written."""
         left = checkpoint_units(self.num_slots - self.num_seen)
         return self.size_bytes // RECORD_BYTES + left + units <= self._max_units
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from kvoffload_async.block_io import Run as Extent
+from kvoffload_async.block_io.contract import Run as Extent
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, write_all
 from kvoffload_async.tiers.slab.layout import segment_name

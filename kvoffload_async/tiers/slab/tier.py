@@ -361,7 +361,7 @@ class SlabTier(AsyncTier):
         keys: Sequence[OffloadKey],
         places: list[SlotAddress],
     ) -> None:
-        """Add the blocks of a batch that were written to the catalog."""
+        """Add the written blocks of a batch to the catalog."""
         bad = batch.failures
         store.catalog.release([places[index] for index in bad])
         if bad:

@@ -19,7 +19,8 @@ from functools import partial
 from typing import Final, NamedTuple, Self
 
 from kvoffload_async.abc.tier import Direction, IoRunner, TierEnvironment
-from kvoffload_async.block_io import ENDED_EARLY, BlockIo, Moved, create_block_io
+from kvoffload_async.block_io.choice import create_block_io
+from kvoffload_async.block_io.contract import ENDED_EARLY, BlockIo, Moved
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
 from kvoffload_async.tiers.files.coalescing import Coalescer
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES, BlockDigester

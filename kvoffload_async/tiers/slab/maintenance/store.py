@@ -100,8 +100,8 @@ class Changed:
             ("files of killed writers", f"{len(self.temps):,}"),
             ("unknown files", f"{len(self.unknown_files):,}"),
             ("bytes of files", f"{self.freed_bytes:,}"),
-            ("manifest written anew", "yes" if self.manifest_rebuilt else "no"),
-            ("journal written anew", "yes" if self.journal_rebuilt else "no"),
+            ("manifest rewritten", "yes" if self.manifest_rebuilt else "no"),
+            ("journal rewritten", "yes" if self.journal_rebuilt else "no"),
         ]
 
 
