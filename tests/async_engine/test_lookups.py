@@ -195,7 +195,7 @@ async def test_a_hash_that_comes_twice_is_one_block_wherever_it_is_found():
 @on_loop
 async def test_a_request_is_refused_whose_hashes_no_tier_can_keep():
     async with opened() as world:
-        for unfit, reason in ((b"", "is no key"), (b"x" * 93, "is too long")):
+        for unfit, reason in ((b"", "is too short"), (b"x" * 93, "is too long")):
             with pytest.raises(StateError, match=reason):
                 async with world.engine.request("r", [b"fit", unfit]):
                     pass

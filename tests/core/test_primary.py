@@ -36,7 +36,7 @@ class Rig:
 
 def test_a_use_of_what_is_no_key_is_refused_at_the_call_and_the_request_can_end():
     rig = Rig(names="a")
-    with pytest.raises(StateError, match="b'abc' is no key"):
+    with pytest.raises(StateError, match="b'abc' is too short"):
         rig.primary.touch(rig.ctx, [k("a"), b"abc"])
     rig.primary.touch(rig.ctx, [])
     rig.primary.close_request(rig.ctx)

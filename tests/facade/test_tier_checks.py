@@ -134,7 +134,7 @@ def test_the_places_of_tiers_of_ones_own_are_compared_too(tmp_path):
     [
         ("config", ConfigError, "x: 1 is wrong"),
         ("gone", TierUnavailableError, "nobody there"),
-        ("slow", TierTimeoutError, "tier checked (CheckedTier): did not open within 30 s; look"),
+        ("slow", TierTimeoutError, "tier checked (CheckedTier): did not open within 30 s; check"),
         ("own", ConfigError, "host: h"),
         ("any", TierUnavailableError, "ZeroDivisionError: third-party code"),
         ("system", TierUnavailableError, "OSError: "),

@@ -248,7 +248,7 @@ def test_indices_are_checked_before_anything_is_copied(blocks, slots, message):
 
 def test_the_groups_of_a_transfer_are_those_of_the_layout():
     device = Device()
-    with pytest.raises(TransportError, match="1 groups are given, 2"):
+    with pytest.raises(TransportError, match="1 groups are given, expected 2"):
         device.layout.resolve(simple(STORE, (0,), (0,)), 16)
 
 

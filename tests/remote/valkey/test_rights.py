@@ -65,7 +65,7 @@ def test_blocks_that_may_not_be_removed_are_warned_of_once_however_many(server, 
             assert damage(server, key)
         assert len(harness.load(K)) == len(K)
         assert harness.tier.gauges()["unremoved"] == len(K)
-        assert caplog.text.count(" stays") == 1
+        assert caplog.text.count(" was not removed") == 1
         assert harness.store(K) == {}
         assert harness.load(K) == {}
 
