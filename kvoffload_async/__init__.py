@@ -33,7 +33,9 @@ from kvoffload_async.abc.transport import (
     TransferOutcome,
     Transport,
 )
-from kvoffload_async.async_engine import EngineBounds, EngineRequest, OffloadEngine
+from kvoffload_async.async_engine.request import EngineRequest
+from kvoffload_async.async_engine.surface import OffloadEngine
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import (
     BlockMissingError,

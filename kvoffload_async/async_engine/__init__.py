@@ -2,9 +2,3 @@
 
 No second core: what is decided is decided by the planner, through the synchronous surface.
 """
-
-from kvoffload_async.async_engine.request import EngineRequest
-from kvoffload_async.async_engine.surface import OffloadEngine
-from kvoffload_async.async_engine.transfers import EngineBounds
-
-__all__ = ["EngineBounds", "EngineRequest", "OffloadEngine"]

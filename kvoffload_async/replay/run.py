@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvoffload_async.async_engine import EngineBounds, OffloadEngine
+from kvoffload_async.async_engine.surface import OffloadEngine
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager

@@ -17,7 +17,8 @@ from async_engine.worlds import (
     turns,
 )
 
-from kvoffload_async.async_engine import EngineBounds, OffloadEngine
+from kvoffload_async.async_engine.surface import OffloadEngine
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError
 

@@ -20,8 +20,9 @@ from async_engine.worlds import (
     turns,
 )
 
-from kvoffload_async.async_engine import EngineBounds, OffloadEngine
 from kvoffload_async.async_engine.lifecycle import to_thread
+from kvoffload_async.async_engine.surface import OffloadEngine
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import (
     ClosedError,
     ConfigError,

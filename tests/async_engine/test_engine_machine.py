@@ -29,7 +29,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planner_invariants import check_quiescent
 
-from kvoffload_async.async_engine import EngineBounds, OffloadEngine
+from kvoffload_async.async_engine.surface import OffloadEngine
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.errors import (
     BusyError,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from async_engine.worlds import FAR_S, hashes, jump, on_loop, opened, turns
 
-from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import TransportError
 
 

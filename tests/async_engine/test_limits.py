@@ -17,7 +17,7 @@ from async_engine.worlds import (
 )
 
 from kvoffload_async.abc.transport import Transfer
-from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import BusyError, ClosedError, ConfigError, StateError, TransportError
 
 # -- failures -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from async_engine.worlds import (
     turns,
 )
 
-from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import StateError
 from kvoffload_async.testing import Operation
 

@@ -14,7 +14,7 @@ from async_engine.worlds import (
     turns,
 )
 
-from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import BusyError, ClosedError, TransportError
 
 

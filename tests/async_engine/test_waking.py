@@ -20,7 +20,7 @@ from async_engine.worlds import (
     turns,
 )
 
-from kvoffload_async.async_engine import EngineBounds
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import BusyError, StateError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.testing import Operation

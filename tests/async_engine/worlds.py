@@ -17,7 +17,7 @@ from planner_invariants import check_quiescent
 
 from kvoffload_async.abc.tier import Direction, TierCapabilities
 from kvoffload_async.abc.transport import TransferOutcome, Transport
-from kvoffload_async.async_engine import OffloadEngine
+from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.testing import ScriptedTier

@@ -76,9 +76,9 @@ class Counted:
             monkeypatch.setattr(FileOps, name, self._counting(getattr(FileOps, name)))
         submit = IoPool._submit
 
-        def counting(pool, direction, call, helpers):
+        def counting(pool, direction, call, helpers, future):
             self.hand_overs += 1 + helpers
-            return submit(pool, direction, call, helpers)
+            return submit(pool, direction, call, helpers, future)
 
         monkeypatch.setattr(IoPool, "_submit", counting)
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvoffload_async.async_engine import EngineRequest, OffloadEngine
+from kvoffload_async.async_engine.request import EngineRequest
+from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import BusyError, StalledError, TransportError
 from kvoffload_async.replay.device import FramePool, Prompt, require_room

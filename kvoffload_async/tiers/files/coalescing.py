@@ -7,6 +7,7 @@ single job does not wait for others. If a call hangs, another one is started in 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,62 @@ class _Waiter(Generic[T]):
     is_waiting: bool = True
 
 
-class Coalescer(Generic[T]):
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A sequence of calls made by one thread.
+
+    Attributes:
+        taken: Calls taken by the thread and not yet reported to their waiters.
+        timer: Periodic progress check.
+    """
+
+    taken: list[_Boxed[Any]] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+
+class _TurnServer(ABC):
+    """Serves waiting callers with one task, and with another one beside a task whose call hangs."""
+
+    _waiting: Sequence[Any]
+
+    def __init__(self, name: str, run: Runner) -> None:
+        self._name = name
+        self._run = run
+        self._loop = asyncio.get_running_loop()
+        self._current: _Turn | None = None
+        """The newest turn, unless it is considered hanging."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait until no call is running."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @abstractmethod
+    async def _serve(self, turn: _Turn) -> None:
+        """Serve the waiting callers while the turn is current."""
+
+    def _start(self) -> None:
+        """Start serving the waiting callers, unless too many calls hang."""
+        if self._waiting and len(self._tasks) < _MOST_CALLS:
+            turn = self._current = _Turn()
+            task = self._loop.create_task(self._serve(turn), name=self._name)
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _replace(self, turn: _Turn) -> None:
+        """Consider the call of a turn hanging."""
+        if self._current is turn:
+            self._current = None
+            self._start()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._current is None:
+            self._start()
+
+
+class Coalescer(_TurnServer, Generic[T]):
     """Coalesces items into calls. Thread: loop; the calls run on an I/O thread."""
 
     def __init__(self, name: str, call: Call[T], run: Runner) -> None:
@@ -50,14 +106,9 @@ class Coalescer(Generic[T]):
             call: Takes all waiting items; its exception is passed to all of them.
             run: Runs a blocking call on a thread.
         """
-        self._name = name
+        super().__init__(name, run)
         self._call = call
-        self._run = run
-        self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiter[T]] = []
-        self._current: object | None = None
-        """The newest call, unless it is considered hanging."""
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, item: T) -> asyncio.Future[BaseException | None]:
         """Pass an item to the next call; the future's result is the call's exception, or None."""
@@ -86,38 +137,14 @@ class Coalescer(Generic[T]):
         self._waiting.remove(waiter)
         return True
 
-    async def close(self) -> None:
-        """Wait until no call is running."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def _start(self) -> None:
-        """Start serving the waiting items, unless too many calls hang."""
-        if self._waiting and len(self._tasks) < _MOST_CALLS:
-            call = self._current = object()
-            task = self._loop.create_task(self._serve(call), name=self._name)
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._current is None:
-            self._start()
-
-    def _give_up(self, call: object) -> None:
-        """Consider a call hanging."""
-        if self._current is call:
-            self._current = None
-            self._start()
-
-    async def _serve(self, call: object) -> None:
+    async def _serve(self, turn: _Turn) -> None:
         group: Sequence[_Waiter[T]] = ()
         failure: BaseException | None = None
         try:
-            while self._waiting and self._current is call:
+            while self._waiting and self._current is turn:
                 group, self._waiting = self._waiting, []
                 failure = None
-                timer = self._loop.call_later(_PATIENCE_S, self._give_up, call)
+                timer = self._loop.call_later(_PATIENCE_S, self._replace, turn)
                 try:
                     await self._run(partial(self._make, group))
                 except Exception as error:  # noqa: BLE001 - passed to the waiters
@@ -131,7 +158,7 @@ class Coalescer(Generic[T]):
             _end(group, error)
             raise
         finally:
-            if self._current is call:
+            if self._current is turn:
                 self._current = None
             del group, failure  # avoid a cycle of exception and frame, which keeps job memory
 
@@ -181,20 +208,7 @@ class _Boxed(Generic[T]):
         return self._results.pop()
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """A sequence of calls made by one thread.
-
-    Attributes:
-        taken: Calls taken by the thread and not yet reported to their waiters.
-        timer: Periodic progress check.
-    """
-
-    taken: list[_Boxed[Any]] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
-
-
-class SerialExecutor:
+class SerialExecutor(_TurnServer):
     """Runs blocking calls independently of each other, with one thread hand-over for all waiting.
 
     If a call hangs, after `_PATIENCE_S` the calls behind it are moved to another thread, and
@@ -205,14 +219,9 @@ class SerialExecutor:
 
     def __init__(self, name: str, run: Runner) -> None:
         """Create it on the loop that awaits it; see `Coalescer`."""
-        self._name = name
-        self._run = run
-        self._loop = asyncio.get_running_loop()
+        super().__init__(name, run)
         self._waiting: deque[_Boxed[Any]] = deque()
         """Threads and the loop (for cancelled calls) remove entries, each atomically."""
-        self._current: _Turn | None = None
-        """The newest turn, unless it is considered hanging."""
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, call: Callable[[], T], /) -> T:
         """Return a call's result; for cancellation see `Coalescer.add`.
@@ -229,11 +238,6 @@ class SerialExecutor:
         await boxed.future
         return boxed.result()
 
-    async def close(self) -> None:
-        """Wait until no call is running."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
     def _leave(self, boxed: _Boxed[Any]) -> bool:
         """Withdraw a call; False if a thread has taken it."""
         try:
@@ -241,19 +245,6 @@ class SerialExecutor:
         except ValueError:
             return False
         return True
-
-    def _start(self) -> None:
-        """Start serving the waiting calls, unless too many calls hang."""
-        if self._waiting and len(self._tasks) < _MOST_CALLS:
-            turn = self._current = _Turn()
-            task = self._loop.create_task(self._serve(turn), name=self._name)
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._current is None:
-            self._start()
 
     async def _serve(self, turn: _Turn) -> None:
         try:
@@ -287,9 +278,8 @@ class SerialExecutor:
 
     def _look(self, turn: _Turn) -> None:
         """Report completed calls; if there are none, serve waiting calls with another thread."""
-        if not _tell(turn) and turn.taken and self._current is turn:
-            self._current = None
-            self._start()
+        if not _tell(turn) and turn.taken:
+            self._replace(turn)
         turn.timer = self._loop.call_later(_PATIENCE_S, self._look, turn)
 
     def _refuse(self, error: BaseException) -> None:

@@ -15,7 +15,7 @@ from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.object.client import ObjectConnection, name_of
 from kvoffload_async.tiers.object.packs import is_chunk_boundary
-from kvoffload_async.tiers.object.search import most_questions
+from kvoffload_async.tiers.object.tier import most_questions
 
 pytestmark = pytest.mark.slow
 

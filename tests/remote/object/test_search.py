@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object import search
+from kvoffload_async.tiers.object import tier as tier_module
 from kvoffload_async.tiers.object.packs import Chains, is_chunk_boundary
-from kvoffload_async.tiers.object.search import HeadSearch, longest_prefixes, most_questions
+from kvoffload_async.tiers.object.tier import HeadSearch, longest_prefixes, most_questions
 
 CHAIN = [key_of(number) for number in range(256)]
 MOST_BEFORE = 100
@@ -128,7 +128,7 @@ def test_a_reader_of_small_packs_finds_larger_ones_once_he_has_seen_one(mean_blo
 def test_keys_that_lead_everywhere_do_not_keep_a_reader_busy(monkeypatch):
     store = Store(4)
     store.objects[CHAIN[0]] = CHAIN[:30]
-    monkeypatch.setattr(search, "is_chunk_boundary", lambda key, mean_blocks: True)
+    monkeypatch.setattr(tier_module, "is_chunk_boundary", lambda key, mean_blocks: True)
     assert store.heads(CHAIN[:64]) == [30]
 
 
