@@ -142,36 +142,23 @@ def or_none(parse: Parser) -> Parser:
     return lambda value, key: None if value is None else parse(value, key)
 
 
-def parse_seconds(value: object, key: str) -> float:
-    """Return a positive number of seconds; raises ConfigError."""
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not 0 < value < _MAX_SECONDS
-    ):
-        _reject(key, value, "a positive number of seconds")
-    return float(value)
+def number(is_valid: Callable[[float], bool], allowed: str) -> Callable[[object, str], float]:
+    """Return a parser for numbers that a function accepts; `allowed` describes them."""
+
+    def parse(value: object, key: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
+            _reject(key, value, allowed)
+        return float(value)
+
+    return parse
 
 
-def parse_rate(value: object, key: str) -> float:
-    """Return a positive rate per second; raises ConfigError."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_RATE:
-        _reject(key, value, f"a number above 0 and at most {_MAX_RATE:g}, or left out")
-    return float(value)
-
-
-def parse_fraction(value: object, key: str) -> float:
-    """Return a number above 0 and at most 1; raises ConfigError."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
-        _reject(key, value, "a number above 0 and at most 1")
-    return float(value)
-
-
-def parse_part(value: object, key: str) -> float:
-    """Return a number of at least 0 and below 1; raises ConfigError."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        _reject(key, value, "a number of at least 0 and below 1")
-    return float(value)
+parse_seconds = number(lambda value: 0 < value < _MAX_SECONDS, "a positive number of seconds")
+parse_rate = number(
+    lambda value: 0 < value <= _MAX_RATE, f"a number above 0 and at most {_MAX_RATE:g}, or left out"
+)
+parse_fraction = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+parse_part = number(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 
 
 def parse_bool(value: object, key: str) -> bool:
@@ -431,72 +418,74 @@ class OffloadConfig(Options):
     cpu_bytes_to_use: int = option(
         parse_size_bytes, remedy='the memory of the primary tier, such as "4GiB"'
     )
-    """Memory of the primary tier, in bytes, over all workers."""
+    """Size of the primary tier in bytes, for all workers together."""
     block_bytes: int = option(
         parse_size_bytes, remedy='the bytes of one offload unit on one worker, such as "256KiB"'
     )
     """Bytes of one offload unit (`blocks_per_chunk` device blocks) on one worker; `OffloadEngine`
-    finds it from its `kv_caches`."""
+    derives it from its `kv_caches`."""
     block_size: int = option(at_least(1), 16)
-    """Tokens of one device block."""
+    """Tokens per device block."""
     blocks_per_chunk: int = option(at_least(1), 1)
-    """Device blocks of one offload unit."""
+    """Device blocks per offload unit."""
     num_workers: int = option(at_least(1), 1)
-    """Workers that share the primary; a row holds a cell for each."""
+    """Workers that share the primary tier; a row holds one cell per worker."""
     model: str | None = option(or_none(parse_name), None)
-    """Name of the model whose KV blocks these are. `OffloadEngine` and tiers on disk need one."""
+    """Name of the model that the KV blocks belong to. `OffloadEngine` and tiers on disk require
+    it."""
     fingerprint: str | None = option(or_none(parse_label), None)
-    """The content of the model's weights, and everything else that KV bytes depend on and that the
-    name does not say; see docs/kv-identity.md."""
+    """Label of everything beside the model's name that determines KV bytes, such as a hash of the
+    weights and settings; see docs/kv-identity.md."""
     generation: str | None = option(or_none(parse_generation), None)
-    """Which weights the blocks are of, an integer or a label; `invalidate` changes it."""
+    """Version of the weights, an integer or a label; `invalidate` changes it."""
     eviction_policy: str = option(parse_name, "lru")
-    """Name of the primary's cache policy, "lru" or "arc"."""
+    """Name of the primary tier's eviction policy, "lru" or "arc"."""
     store_threshold: int = option(at_least(0), 0)
-    """A block is stored at its n-th offer; above 1 only without tiers."""
+    """Store a block only when it is offered for the n-th time; above 1 only without secondary
+    tiers."""
     max_tracker_size: int = option(at_least(1), 64_000)
-    """Keys whose offers are remembered."""
+    """Keys whose offers are counted for `store_threshold`."""
     accept_prefix: bool = option(parse_bool, default=True)
-    """Store the longest head of a batch that fits, over all KV-cache groups, instead of all or
-    nothing; under vLLM for models of one group."""
+    """If a batch does not fit, store its longest prefix that fits, over all KV-cache groups,
+    instead of nothing; under vLLM only for models with one group."""
     enable_kv_cache_events: bool = option(parse_bool, default=False)
     """Record events for `take_events`."""
     reserved_fraction: float = option(parse_part, 0.25)
-    """Part of the primary that tiers' transfers and what is retained for requests never occupy. The
-    rest is divided equally among the tiers; of its share a tier keeps the same part for each
-    direction."""
+    """Fraction of the primary that tier transfers and blocks retained for waiting requests never
+    occupy. The rest is divided equally among the tiers. Within its share, a tier reserves this
+    fraction for each direction."""
     promotion_fraction: float = option(parse_fraction, 0.5)
-    """Part of the primary that one tier's promotions, and what is retained for waiting requests,
-    may occupy until loaded, as far as its share reaches."""
+    """Fraction of the primary that one tier's promotions, and blocks retained for waiting requests,
+    may occupy until they are loaded; also limited by the tier's share."""
     cascade_fraction: float = option(parse_fraction, 0.5)
-    """Part of the primary that may be in cascade to one tier at once, as far as its share reaches;
-    more blocks wait."""
+    """Fraction of the primary that may be cascading to one tier at once, also limited by the tier's
+    share; further blocks wait."""
     write_back: str | None = option(or_none(one_of(WriteBack)), None)
-    """What a store does that would evict blocks which a tier is still to get, as no others are
-    left: "wait" until the tiers have taken them, within its deadline, or "drop" them. By default
-    `OffloadEngine` waits and a scheduler's manager drops; one that is to wait refuses such a store,
-    and the scheduler offers it again in the next step."""
+    """Applies when a store can only evict blocks that a tier has not stored yet. "wait": the store
+    waits for the tiers, up to its deadline. "drop": the blocks are evicted. By default,
+    `OffloadEngine` waits and a scheduler's manager drops. A manager set to "wait" refuses the
+    store, and the scheduler offers it again in the next step."""
     deferral_timeout_s: float = option(parse_seconds, 30.0)
-    """Seconds that a request may be deferred in all."""
+    """Maximum total seconds for which a request's lookups are deferred."""
     breaker_fault_threshold: int = option(at_least(1), 3)
-    """Faults in a row after which a tier is suspended."""
+    """Consecutive faults after which a tier is suspended."""
     breaker_retry_s: float = option(parse_seconds, 5.0)
-    """Seconds until a tier that was suspended is tried again."""
+    """Seconds after which a suspended tier is tried again."""
     drain_timeout_s: float = option(parse_seconds, 30.0)
     """Seconds that `reset_cache` waits for running jobs."""
     shutdown_timeout_s: float = option(parse_seconds, 30.0)
     """Seconds that `shutdown` waits for running jobs."""
     prefault: bool = option(parse_bool, default=True)
-    """Touch the primary's memory at the start."""
+    """Touch the primary tier's memory at startup."""
     explain_requests: int = option(at_least(0, _MAX_EXPLAINED), 0)
-    """How many of the last requests to keep timelines of, for `explain` and tracing; 0: none."""
+    """Number of recent requests whose timelines are kept for `explain` and tracing; 0: none."""
     check_invariants: bool = option(parse_bool, default=False)
-    """Check every invariant at the end of every step; for debugging."""
+    """Check all invariants at the end of every step; for debugging."""
     status_socket: str | None = option(or_none(parse_socket_path), None)
-    """Path of a Unix socket on which the running engine says how it is, to `kvoffload top`; only
-    this user can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
+    """Path of the Unix socket that serves the engine's status to `kvoffload top`; only this user
+    can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
     secondary_tiers: tuple[Mapping[str, Any], ...] = option(_tier_list, (), is_shown=False)
-    """One object a tier, in the order of lookup; see `SecondaryTierFactory`."""
+    """Tier configurations, in lookup order; see `SecondaryTierFactory`."""
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> OffloadConfig:
@@ -512,7 +501,7 @@ class OffloadConfig(Options):
         config = cls.take(raw)
         if config.store_threshold > 1 and config.secondary_tiers:
             raise ConfigError(
-                f"store_threshold: {config.store_threshold} does not go with secondary_tiers; "
-                "leave it out, or use a primary alone"
+                f"store_threshold: {config.store_threshold} cannot be combined with "
+                "secondary_tiers; omit one of the two"
             )
         return config

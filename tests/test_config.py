@@ -142,7 +142,9 @@ def test_a_config_that_is_no_mapping_is_refused(raw):
 
 def test_a_store_threshold_does_not_go_with_tiers():
     raw = {**MINIMAL, "store_threshold": 2, "secondary_tiers": [{"type": "example"}]}
-    with pytest.raises(ConfigError, match="store_threshold: 2 does not go with secondary_tiers"):
+    with pytest.raises(
+        ConfigError, match="store_threshold: 2 cannot be combined with secondary_tiers"
+    ):
         OffloadConfig.parse(raw)
     assert OffloadConfig.parse({**raw, "store_threshold": 1}).store_threshold == 1
 

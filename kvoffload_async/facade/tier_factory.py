@@ -139,8 +139,7 @@ class SecondaryTierFactory:
 
     * `type`: the registered name, or with `module_path` the class's name in that module;
     * `module_path`: the module of an out-of-tree tier;
-    * `required` (true) and `reopen_pause_s`: see `facade.reopening`;
-    * `backpressure_cls` (`"ema"`) and `backpressure` (its settings): see `Backpressure`;
+    * the options that `EngineTierOptions` declares;
     * everything else goes to the constructor.
     """
 
@@ -280,21 +279,15 @@ class SecondaryTierFactory:
         )
 
 
-SecondaryTierFactory.register_tier(
-    "example", "kvoffload_async.facade.example", "ExampleSecondaryTierManager"
-)
-
-SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.disk", "FileSystemTierManager")
-
-SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.disk", "SlabTierManager")
-
-SecondaryTierFactory.register_tier("valkey", "kvoffload_async.facade.remote", "ValkeyTierManager")
-
-SecondaryTierFactory.register_tier(
-    "mooncake", "kvoffload_async.facade.remote", "MooncakeTierManager"
-)
-
-SecondaryTierFactory.register_tier("object", "kvoffload_async.facade.remote", "ObjectTierManager")
+for _name, _module, _class in (
+    ("example", "example", "ExampleSecondaryTierManager"),
+    ("fs", "disk", "FileSystemTierManager"),
+    ("slab", "disk", "SlabTierManager"),
+    ("valkey", "remote", "ValkeyTierManager"),
+    ("mooncake", "remote", "MooncakeTierManager"),
+    ("object", "remote", "ObjectTierManager"),
+):
+    SecondaryTierFactory.register_tier(_name, f"kvoffload_async.facade.{_module}", _class)
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
