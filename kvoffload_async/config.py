@@ -142,36 +142,23 @@ def or_none(parse: Parser) -> Parser:
     return lambda value, key: None if value is None else parse(value, key)
 
 
-def parse_seconds(value: object, key: str) -> float:
-    """Return a positive number of seconds; raises ConfigError."""
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not 0 < value < _MAX_SECONDS
-    ):
-        _reject(key, value, "a positive number of seconds")
-    return float(value)
+def number(is_valid: Callable[[float], bool], allowed: str) -> Callable[[object, str], float]:
+    """Return a parser for numbers that a function accepts; `allowed` describes them."""
+
+    def parse(value: object, key: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
+            _reject(key, value, allowed)
+        return float(value)
+
+    return parse
 
 
-def parse_rate(value: object, key: str) -> float:
-    """Return a positive rate per second; raises ConfigError."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_RATE:
-        _reject(key, value, f"a number above 0 and at most {_MAX_RATE:g}, or left out")
-    return float(value)
-
-
-def parse_fraction(value: object, key: str) -> float:
-    """Return a number above 0 and at most 1; raises ConfigError."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
-        _reject(key, value, "a number above 0 and at most 1")
-    return float(value)
-
-
-def parse_part(value: object, key: str) -> float:
-    """Return a number of at least 0 and below 1; raises ConfigError."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        _reject(key, value, "a number of at least 0 and below 1")
-    return float(value)
+parse_seconds = number(lambda value: 0 < value < _MAX_SECONDS, "a positive number of seconds")
+parse_rate = number(
+    lambda value: 0 < value <= _MAX_RATE, f"a number above 0 and at most {_MAX_RATE:g}, or left out"
+)
+parse_fraction = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+parse_part = number(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 
 
 def parse_bool(value: object, key: str) -> bool:

@@ -20,7 +20,8 @@ from kvoffload_async.tiers.fs.footprint import Footprint
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
-from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
+from kvoffload_async.tiers.slab.opening import SlabSettings
+from kvoffload_async.tiers.slab.tier import SlabTier
 
 
 class FileSystemTierManager(DeclaredTierManager[FsSettings]):

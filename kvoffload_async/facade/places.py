@@ -1,7 +1,7 @@
-"""Where tiers keep their blocks: what can be told of a place before anything is made there.
+"""Checks of the directories that tiers keep blocks in, before anything is created there.
 
-Nothing here changes anything. Directories are told apart as the system does it, by device and
-inode, so that symbolic links and bind mounts do not hide that two names mean one place.
+Nothing here changes the disk. Directories are compared by device and inode, so that two names of
+one directory are recognised through symbolic links and bind mounts.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from kvoffload_async.errors import ConfigError, TierTimeoutError, TierUnavailabl
 from kvoffload_async.runtime.machine import answered, filesystem_limit
 
 ANSWER_S: Final = 10.0
-"""How long a filesystem may take to say what it is."""
+"""Deadline in seconds for a filesystem to answer."""
 
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 3072
-"""The system takes 4095; the rest is for what lies below the directory."""
+"""The system allows 4095; the rest is for paths below the directory."""
 
 _NO_STORAGE: Final = frozenset(
     {"bpf", "cgroup", "cgroup2", "debugfs", "devpts", "proc", "securityfs", "sysfs", "tracefs"}
 )
-"""Filesystems that show the kernel's own things: whoever may write to them cannot keep files."""
+"""Virtual filesystems of the kernel, which store no files even if they are writable."""
 
 _GONE_AWAY: Final = frozenset({errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE})
-"""What a filesystem says that is not reachable: no fault of the configuration."""
+"""Errors of a filesystem that cannot be reached, which is no fault of the configuration."""
 
 Identity = tuple[int, int, tuple[str, ...]]
-"""Device and inode of a directory that exists, and the names below it that do not exist yet."""
+"""Device and inode of an existing directory, and the names below it that do not exist yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a directory will be made on.
+    """The existing directory in which a tier's directory is, or will be created.
 
     Attributes:
-        path: The nearest directory that exists, without symbolic links: itself, or one above.
-        status: Its status.
-        size_bytes: Size of its filesystem, or None if that has none.
-        above: The identities of the place, and of every directory above it.
+        path: The tier's directory or its nearest existing parent, without symbolic links.
+        status: Status of `path`.
+        size_bytes: Size of its filesystem; None if the filesystem has none.
+        above: Identities of the tier's directory and of all its parents.
     """
 
     path: str
@@ -56,12 +56,12 @@ class Ground:
 
 
 def examine(place: TierPlace) -> Ground:
-    """Find out what a directory will be made on; waits at most `ANSWER_S` for its filesystem.
+    """Return where a tier's directory is or will be created; waits at most `ANSWER_S`.
 
     Raises:
-        ConfigError: It cannot be made, or not written to.
+        ConfigError: The directory cannot be created or is not writable.
         TierUnavailableError: Its filesystem cannot be reached.
-        TierTimeoutError: It does not answer.
+        TierTimeoutError: Its filesystem does not answer.
     """
     what = f"{place.key}: {shown(place.path)}"
     _check_name(place.path, what)
@@ -79,13 +79,13 @@ def examine(place: TierPlace) -> Ground:
 
 
 def check_places(places: Sequence[tuple[str, TierPlace]]) -> None:
-    """Check that each place can be used, and that no two tiers use the same.
+    """Check that each directory can be used, and that no two tiers share one.
 
     Args:
-        places: Each with whose it is, as a message begins; empty for a tier on its own.
+        places: The places, each with the tier's prefix in messages; empty for a single tier.
 
     Raises:
-        ConfigError: A place cannot be used, is too small, or is another tier's, too.
+        ConfigError: A directory cannot be used, is too small, or overlaps with another tier's.
         TierUnavailableError: A filesystem does not answer.
     """
     examined: list[tuple[str, TierPlace, Ground | None]] = []
@@ -156,7 +156,7 @@ def _examine(path: str, what: str) -> Ground:
 
 
 def _kind_of(device: int) -> str:
-    """Return the type of a mounted filesystem, or an empty text if the system does not tell."""
+    """Return the type of a mounted filesystem; empty if it is unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for mount in _mounts():
         fields = mount.split()
@@ -184,7 +184,7 @@ def _collide(
 
 
 def _check_capacities(examined: Sequence[tuple[str, TierPlace, Ground | None]]) -> None:
-    """Check that capacities fit on their filesystem, those of several tiers together."""
+    """Check that the sum of the capacities on each filesystem fits its size."""
     sums: dict[int, int] = {}
     for owner, place, ground in examined:
         if ground is None or ground.size_bytes is None or place.capacity_bytes is None:

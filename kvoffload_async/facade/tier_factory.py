@@ -1,4 +1,4 @@
-"""Creates secondary tiers from their configuration; an error says which of several tiers it is."""
+"""Creation of secondary tiers from their configuration."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from kvoffload_async.runtime.buffer import row_stride_bytes
 
 @contextmanager
 def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
-    """Begin the message of what is raised with the tier's place in the configuration.
+    """Prefix messages of errors with the tier's position in the configuration.
 
     Raises:
-        ConfigError: Its own kind of it, or the tier's module cannot be imported.
-        TierUnavailableError: As it was raised, or the tier has raised what it must not.
-        TierTimeoutError: It did not open in time.
+        ConfigError: The configuration is unusable, or the tier's module cannot be imported.
+        TierUnavailableError: The tier is unavailable, or raised an unexpected error.
+        TierTimeoutError: The tier did not open in time.
     """
     prefix = f"secondary_tiers[{index}]: "
     try:
@@ -75,11 +75,11 @@ def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _like(error: OffloadError, text: str) -> OffloadError:
-    """Return an error of the same class, or of the nearest that takes a text."""
+    """Return an error of the same class, or of the nearest base class that takes one text."""
     for cls in type(error).__mro__:
         try:
             made = cls(text)
-        except TypeError:  # somebody else's class, with arguments of its own
+        except TypeError:  # a class of a third party with other arguments
             continue
         if isinstance(made, OffloadError):
             return made
@@ -139,8 +139,7 @@ class SecondaryTierFactory:
 
     * `type`: the registered name, or with `module_path` the class's name in that module;
     * `module_path`: the module of an out-of-tree tier;
-    * `required` (true) and `reopen_pause_s`: see `facade.reopening`;
-    * `backpressure_cls` (`"ema"`) and `backpressure` (its settings): see `Backpressure`;
+    * the options that `EngineTierOptions` declares;
     * everything else goes to the constructor.
     """
 
@@ -148,7 +147,7 @@ class SecondaryTierFactory:
 
     @classmethod
     def register_tier(cls, name: str, import_path: str, class_name: str) -> None:
-        """Make a tier known under a name; nothing is imported yet.
+        """Register a tier under a name, without importing it.
 
         Raises:
             ConfigError: The name is already registered.
@@ -167,7 +166,7 @@ class SecondaryTierFactory:
 
     @classmethod
     def get_maintenance(cls, name: str) -> type[StoreMaintenance] | None:
-        """Return what looks after the stores of a registered tier, if anything does.
+        """Return the maintenance class of a registered tier's stores, if it has one.
 
         Raises what `get_tier_class` raises.
         """
@@ -176,10 +175,10 @@ class SecondaryTierFactory:
 
     @classmethod
     def validate(cls) -> None:
-        """Import every registered tier, to find a broken entry before it is used.
+        """Import every registered tier, to find broken entries before they are used.
 
         Raises:
-            ConfigError: Some cannot be imported, or are no tiers; names each of them.
+            ConfigError: Some cannot be imported or are no tiers; the message names each of them.
         """
         broken = []
         for name in cls._registry.names():
@@ -194,21 +193,21 @@ class SecondaryTierFactory:
     def check_config(
         cls, tier_config: Mapping[str, Any], config: OffloadConfig | None = None
     ) -> tuple[TierPlace, ...]:
-        """Check a tier's configuration as far as it can be without a place; creates nothing.
+        """Check a tier's configuration without creating anything or using its directory.
 
         Args:
             tier_config: The tier's configuration.
-            config: That of the spec which the tier is for, where there is one: a tier takes
-                `model` and `fingerprint` from it, and its geometry.
+            config: The engine's configuration, if there is one: a tier takes `model`,
+                `fingerprint` and the geometry from it.
 
         Returns:
-            The places that the tier will keep its blocks in; see `check_places`.
+            The directories or servers that the tier will use; see `check_places`.
 
         Raises:
             ConfigError: As `create_secondary_tier`.
             ImportError: As `create_secondary_tier`.
             AttributeError: As `create_secondary_tier`.
-            TierUnavailableError: The tier's place does not answer.
+            TierUnavailableError: The tier's filesystem does not answer.
         """
         loaded, _, options = cls._resolve(dict(tier_config))
         block_bytes = 0
@@ -226,11 +225,11 @@ class SecondaryTierFactory:
         """Check a tier's configuration, create and open it; the caller's mapping is not changed.
 
         Raises:
-            ConfigError: `type` is missing or unknown, an option is missing or unusable, or the
-                tier's place is.
+            ConfigError: `type` is missing or unknown, or an option or the tier's directory is
+                missing or unusable.
             ImportError: The tier's module cannot be imported.
             AttributeError: Its module has no such class.
-            TierUnavailableError: The tier's place cannot be reached.
+            TierUnavailableError: The tier's directory or server cannot be reached.
             TierTimeoutError: It did not open in time.
         """
         loaded, tier_type, options = cls._resolve(dict(tier_config))
@@ -280,21 +279,15 @@ class SecondaryTierFactory:
         )
 
 
-SecondaryTierFactory.register_tier(
-    "example", "kvoffload_async.facade.example", "ExampleSecondaryTierManager"
-)
-
-SecondaryTierFactory.register_tier("fs", "kvoffload_async.facade.disk", "FileSystemTierManager")
-
-SecondaryTierFactory.register_tier("slab", "kvoffload_async.facade.disk", "SlabTierManager")
-
-SecondaryTierFactory.register_tier("valkey", "kvoffload_async.facade.remote", "ValkeyTierManager")
-
-SecondaryTierFactory.register_tier(
-    "mooncake", "kvoffload_async.facade.remote", "MooncakeTierManager"
-)
-
-SecondaryTierFactory.register_tier("object", "kvoffload_async.facade.remote", "ObjectTierManager")
+for _name, _module, _class in (
+    ("example", "example", "ExampleSecondaryTierManager"),
+    ("fs", "disk", "FileSystemTierManager"),
+    ("slab", "disk", "SlabTierManager"),
+    ("valkey", "remote", "ValkeyTierManager"),
+    ("mooncake", "remote", "MooncakeTierManager"),
+    ("object", "remote", "ObjectTierManager"),
+):
+    SecondaryTierFactory.register_tier(_name, f"kvoffload_async.facade.{_module}", _class)
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -323,7 +316,7 @@ def options_of(cls: type) -> dict[str, Any]:
 def _check(
     cls: type[Any], options: Mapping[str, Any], config: OffloadConfig | None, block_bytes: int
 ) -> tuple[TierPlace, ...]:
-    """Check the options of a tier whose names are known; return where it will keep its blocks."""
+    """Check options with known names; return the places in which the tier will keep its blocks."""
     own = options_of(cls)
     for key in sorted(own.keys() - options.keys()):
         if own[key] is REQUIRED:
@@ -343,7 +336,7 @@ def _check(
         ) from error
     for key, value in options.items():
         allowed = _TYPES.get(type(own.get(key)))
-        # By type and not isinstance: true and false are integers to that.
+        # Not isinstance, because bool is a subclass of int.
         if allowed is not None and type(value) not in allowed[0]:
             raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {allowed[1]}")
     return places

@@ -99,14 +99,16 @@ def reject_unknown_options(
 
     Args:
         given: Keys of options.
-        names: Keys that the tier takes from a configuration.
-        declared: Declares further internal options, besides `TierOptions`.
+        names: Keys of all options of the tier.
+        declared: Declares the tier's own options; internal ones are accepted and not shown.
         tier_type: Names the tier in the message.
     """
     fields = TierOptions.declared() | declared.declared()
     internal = {key for key, field in fields.items() if field.metadata["is_internal"]}
     public = [key for key in given if key not in internal]
-    reject_unknown(public, names, f"secondary tier {tier_type!r}", UnknownOptionError)
+    reject_unknown(
+        public, set(names) - internal, f"secondary tier {tier_type!r}", UnknownOptionError
+    )
 
 
 def signature_of(cls: type, *declared: type[Options]) -> inspect.Signature:

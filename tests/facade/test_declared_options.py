@@ -6,7 +6,12 @@ from dataclasses import dataclass
 import pytest
 from faulty_files import FaultyFileOps
 
-from kvoffload_async import ConfigError, SecondaryTierFactory, SecondaryTierManager
+from kvoffload_async import (
+    ConfigError,
+    FileSystemTierManager,
+    SecondaryTierFactory,
+    SecondaryTierManager,
+)
 from kvoffload_async.cli.catalogue import common_options, tier_entries
 from kvoffload_async.config import REQUIRED, OffloadConfig, Options, at_least, option, parse_name
 from kvoffload_async.facade.secondary import DeclaredTierManager
@@ -127,11 +132,16 @@ def test_the_settings_have_it(view):
 
 
 def test_an_internal_option_is_for_python_only_and_shown_nowhere(view, tmp_path):
-    with pytest.raises(UnknownOptionError) as raised:
-        SecondaryTierFactory.check_config({"type": "fs", "root_dir": "/x", "opts": 1})
-    allowed = str(raised.value).partition("allowed: ")[2].split(", ")
-    assert "root_dir" in allowed
-    assert not {"ops", "runtime", "backpressure_detector"} & set(allowed)
+    refusing = (
+        lambda: SecondaryTierFactory.check_config({"type": "fs", "root_dir": "/x", "opts": 1}),
+        lambda: FileSystemTierManager(None, view, root_dir="/x", opts=1),
+    )
+    for refuse in refusing:
+        with pytest.raises(UnknownOptionError) as raised:
+            refuse()
+        allowed = str(raised.value).partition("allowed: ")[2].split(", ")
+        assert "root_dir" in allowed
+        assert not {"ops", "runtime", "backpressure_detector"} & set(allowed)
     fs = {"type": "fs", "root_dir": str(tmp_path), "model": "m"}
     ops = FaultyFileOps()
     manager = SecondaryTierFactory.create_secondary_tier({**fs, "ops": ops}, view, None)

@@ -11,12 +11,12 @@ from urllib.parse import quote, quote_plus
 from kvoffload_async.config import (
     HIDDEN,
     at_least,
+    number,
     option,
     or_none,
     parse_file,
     parse_seconds,
     parse_size_bytes,
-    shown,
     without_user_info,
 )
 from kvoffload_async.errors import ConfigError
@@ -88,18 +88,9 @@ def read_secret(value: object, key: str) -> str:
     return secret
 
 
-def parse_ttl_s(value: object, key: str) -> float:
-    """Return a number of seconds that may be 0; raises ConfigError."""
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not 0 <= value <= _MAX_CACHED_S
-    ):
-        raise ConfigError(
-            f"{key}: {shown(value)} is not valid; it must be a number of seconds from 0 to "
-            f"{_MAX_CACHED_S:g}"
-        )
-    return float(value)
+parse_ttl_s = number(
+    lambda value: 0 <= value <= _MAX_CACHED_S, f"a number of seconds from 0 to {_MAX_CACHED_S:g}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

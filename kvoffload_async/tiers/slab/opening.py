@@ -13,11 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.config import (
+    MAX_THREADS,
+    at_least,
+    one_of,
+    option,
+    or_none,
+    parse_bool,
+    parse_size_bytes,
+)
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
+from kvoffload_async.tables.arrays import MAX_NUMBERS
+from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.identity import DirectoryIdentity, boot_id
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, write_all
+from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable
 from kvoffload_async.tiers.slab.layout import (
@@ -58,17 +69,62 @@ class OnMismatch(enum.StrEnum):
     REPLACE = "replace"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSettings:
-    """Settings of a store; see the facade's `SlabTierManager` for the options."""
+@dataclass(frozen=True, kw_only=True)
+class SlabSettings(DiskSettings):
+    """The options of a `slab` tier, and the identity of its blocks.
 
-    budget: Budget
-    verify: bool
-    integrity_key: IntegrityKey | None
-    on_mismatch: OnMismatch
-    direct_io: bool
-    fdatasync: bool
-    piece_bytes: int
+    Attributes:
+        io_threads: I/O threads of the tier.
+        stripes: Segments that are filled in parallel, as the kernel lets one thread at a time
+            write into a file.
+    """
+
+    capacity_bytes: int = option(parse_size_bytes, remedy='a size such as "100GiB"')
+    """Maximum allocated disk space in bytes, including the store's metadata."""
+    on_mismatch: OnMismatch = option(one_of(OnMismatch), OnMismatch.FAIL)
+    """Action if the folder contains blocks of another layout, content or integrity key: "fail";
+    "new_namespace" to create a separate store, with a capacity of its own, next to them; or
+    "replace" to discard them."""
+    segment_bytes: int = option(parse_size_bytes, "1GiB")
+    """Maximum size of a file; up to the capacity, one file per I/O thread is allocated at once."""
+    verify: bool = option(parse_bool, default=True)
+    """Compute a checksum of every block and serve only blocks whose checksum matches."""
+    fdatasync: bool = option(parse_bool, default=False)
+    """Report blocks as stored only after they are on the device."""
+    wanted_threads: int | None = option(or_none(at_least(2, MAX_THREADS)), None, key="io_threads")
+    """Threads that transfer blocks; all but one prefer loads. Replaces `n_read_threads` and
+    `n_write_threads`, which this tier does not accept. By default one per CPU that this process
+    may use, 2 to 4; blocks in the page cache are transferred fastest with so many."""
+    piece_bytes: int = option(parse_size_bytes, "4MiB")
+    """Approximate bytes per system call, reduced to no less than a quarter when one job has all
+    threads; with `io_threads` it sets how much of one job the device works on at a time."""
+    io_threads: int = 3
+    stripes: int = 1
+
+    def budget(self, block_bytes: int) -> Budget:
+        """Return how many blocks fit.
+
+        Raises:
+            ConfigError: None, or more than can be counted.
+        """
+        num_blocks = self.capacity_bytes // block_bytes
+        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
+            raise ConfigError(
+                f"capacity_bytes: {self.capacity_bytes} has room for {num_blocks} "
+                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
+            )
+        budget = Budget.of(self.capacity_bytes, block_bytes, self.segment_bytes, self.stripes)
+        if self.segment_bytes < budget.slot_bytes:
+            raise ConfigError(
+                f"segment_bytes: {self.segment_bytes} is less than a slot of "
+                f"{budget.slot_bytes} bytes; give at least that"
+            )
+        if not budget.most_slots:
+            raise ConfigError(
+                f"capacity_bytes: {self.capacity_bytes} has no room for one block of "
+                f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
+            )
+        return budget
 
 
 class OpenStore:
@@ -87,7 +143,8 @@ class OpenStore:
         self,
         ops: FileOps,
         layout: StoreLayout,
-        settings: StoreSettings,
+        settings: SlabSettings,
+        budget: Budget,
         create_policy: Callable[[int], CachePolicy],
     ) -> None:
         """Open or create the store; after a failure nothing is left open.
@@ -128,7 +185,7 @@ class OpenStore:
                 fdatasync=settings.fdatasync,
             ),
             digester=create_digester(self.manifest.layout, settings.integrity_key),
-            slot_bytes=settings.budget.slot_bytes,
+            slot_bytes=budget.slot_bytes,
             verify=settings.verify,
             fdatasync=settings.fdatasync,
             piece_bytes=settings.piece_bytes,
@@ -136,7 +193,7 @@ class OpenStore:
         try:
             recovery = Recovery(ops, self.folder, found, self.manifest)
             recovered = recovery.run(
-                settings.budget,
+                budget,
                 verify=settings.verify,
                 is_keyed=self.data_path.digester.is_keyed,
             )
@@ -269,8 +326,8 @@ class OpenStore:
     def _filled(
         self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
     ) -> Catalog | None:
-        """Return the catalog of the blocks that may be served; None if a key is duplicated."""
-        policy = create_policy(self._settings.budget.capacity_bytes // self.manifest.slot_bytes)
+        """Return the catalog of the blocks that may be served; None if a key comes twice."""
+        policy = create_policy(self._settings.capacity_bytes // self.manifest.slot_bytes)
         catalog = Catalog(policy, self.data_path.extent_slots)
         for number, slots in self.data_path.table.slots().items():
             catalog.add_segment(number, slots)

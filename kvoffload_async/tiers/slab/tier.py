@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvoffload_async.abc.events import BlockFailures
@@ -16,30 +15,18 @@ from kvoffload_async.abc.tier import (
     TierCapabilities,
     TierEnvironment,
 )
-from kvoffload_async.config import (
-    MAX_THREADS,
-    at_least,
-    one_of,
-    option,
-    or_none,
-    parse_bool,
-    parse_size_bytes,
-)
 from kvoffload_async.errors import (
     BlockMissingError,
-    ConfigError,
     TierClosedError,
     TierError,
     TierFullError,
     TierUnavailableError,
 )
-from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, unusable
-from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
 from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
-from kvoffload_async.tiers.slab.opening import OnMismatch, OpenStore, StoreSettings
+from kvoffload_async.tiers.slab.opening import OpenStore, SlabSettings
 from kvoffload_async.tiers.slab.places import SlotAddress
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
 from kvoffload_async.tiers.slab.transfers import (
@@ -59,64 +46,6 @@ _OPENING_S = 1e-5
 
 _SHRINKS = 8
 """Maximum number of segments that one job releases when the disk is full."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlabSettings(DiskSettings):
-    """The options of a `slab` tier, and the identity of its blocks.
-
-    Attributes:
-        io_threads: I/O threads of the tier.
-        stripes: Segments that are filled in parallel, as the kernel lets one thread at a time
-            write into a file.
-    """
-
-    capacity_bytes: int = option(parse_size_bytes, remedy='a size such as "100GiB"')
-    """Maximum allocated disk space in bytes, including the store's metadata."""
-    on_mismatch: OnMismatch = option(one_of(OnMismatch), OnMismatch.FAIL)
-    """Action if the folder contains blocks of another layout, content or integrity key: "fail";
-    "new_namespace" to create a separate store, with a capacity of its own, next to them; or
-    "replace" to discard them."""
-    segment_bytes: int = option(parse_size_bytes, "1GiB")
-    """Maximum size of a file; up to the capacity, one file per I/O thread is allocated at once."""
-    verify: bool = option(parse_bool, default=True)
-    """Compute a checksum of every block and serve only blocks whose checksum matches."""
-    fdatasync: bool = option(parse_bool, default=False)
-    """Report blocks as stored only after they are on the device."""
-    wanted_threads: int | None = option(or_none(at_least(2, MAX_THREADS)), None, key="io_threads")
-    """Threads that transfer blocks; all but one prefer loads. Replaces `n_read_threads` and
-    `n_write_threads`, which this tier does not accept. By default one per CPU that this process
-    may use, 2 to 4; blocks in the page cache are transferred fastest with so many."""
-    piece_bytes: int = option(parse_size_bytes, "4MiB")
-    """Approximate bytes per system call, reduced to no less than a quarter when one job has all
-    threads; with `io_threads` it sets how much of one job the device works on at a time."""
-    io_threads: int = 3
-    stripes: int = 1
-
-    def budget(self, block_bytes: int) -> Budget:
-        """Return the numbers of slots and segments that fit into the capacity.
-
-        Raises:
-            ConfigError: No block fits, or more than the index can count.
-        """
-        num_blocks = self.capacity_bytes // block_bytes
-        if num_blocks > MAX_NUMBERS:  # checked first: so many segments could not be computed either
-            raise ConfigError(
-                f"capacity_bytes: {self.capacity_bytes} allows {num_blocks} blocks of "
-                f"{block_bytes} bytes; reduce it to at most {MAX_NUMBERS} blocks"
-            )
-        budget = Budget.of(self.capacity_bytes, block_bytes, self.segment_bytes, self.stripes)
-        if self.segment_bytes < budget.slot_bytes:
-            raise ConfigError(
-                f"segment_bytes: {self.segment_bytes} is less than a slot of "
-                f"{budget.slot_bytes} bytes; give at least that"
-            )
-        if not budget.most_slots:
-            raise ConfigError(
-                f"capacity_bytes: {self.capacity_bytes} cannot hold one block of "
-                f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
-            )
-        return budget
 
 
 class SlabTier(AsyncTier):
@@ -172,16 +101,7 @@ class SlabTier(AsyncTier):
         key_id = None if (key := settings.integrity_key) is None else key.id.hex()
         identity = settings.run_config, settings.rank, block_bytes, key_id
         layout = StoreLayout(settings.root_dir, *identity)
-        store_settings = StoreSettings(
-            budget=budget,
-            verify=settings.verify,
-            integrity_key=key,
-            on_mismatch=settings.on_mismatch,
-            direct_io=settings.direct_io,
-            fdatasync=settings.fdatasync,
-            piece_bytes=settings.piece_bytes,
-        )
-        construct = partial(self._open_store, layout, store_settings)
+        construct = partial(self._open_store, layout, budget)
         try:
             store = await env.io.run(Direction.METADATA, construct)
         except OSError as error:
@@ -371,16 +291,16 @@ class SlabTier(AsyncTier):
 
     # -- opening and closing ----------------------------------------------------------------------
 
-    def _open_store(self, layout: StoreLayout, settings: StoreSettings) -> OpenStore:
-        """Create the root directory if needed, and open the store in it.
+    def _open_store(self, layout: StoreLayout, budget: Budget) -> OpenStore:
+        """Open the root, which is made if it is not there, and the store in it.
 
         Thread: an I/O thread.
         """
-        root_dir = self._settings.root_dir
-        self._ops.enter(root_dir, self._settings.modes)
+        settings, root_dir = self._settings, self._settings.root_dir
+        self._ops.enter(root_dir, settings.modes)
         try:
             warn_of_others(root_dir, self._ops.stat(root_dir))
-            return OpenStore(self._ops, layout, settings, self._create_policy)
+            return OpenStore(self._ops, layout, settings, budget, self._create_policy)
         except BaseException:
             self._ops.leave(root_dir)
             raise
