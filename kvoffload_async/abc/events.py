@@ -21,8 +21,9 @@ class JobSettled:
     """The bytes of a job have stopped moving; its memory is the owner's again."""
 
     job_id: JobId
-    failures: BlockFailures = field(default_factory=dict)
-    job_error: TierError | None = None
+    failures: Mapping[int, Exception] = field(default_factory=dict)
+    """Index in the job -> why that block failed; for an external manager of any class."""
+    job_error: Exception | None = None
     """Why the job failed as a whole; then no block succeeded."""
     seconds: float = 0.0
     """From the actor's acceptance to the end."""
@@ -37,7 +38,7 @@ class JobOverdue:
     """A job's deadline passed while its copy was running; the copy still owns its memory."""
 
     job_id: JobId
-    error: TierError
+    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)

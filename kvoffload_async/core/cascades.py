@@ -43,8 +43,7 @@ from kvoffload_async.types import (
 class EngineContext:
     """A request that never ends before the planner does, and that nobody else may begin.
 
-    A tier hears of its begin before the first thing that is done in it, and of its end after the
-    last one, and of neither if nothing is.
+    A tier is told of its end if anything was submitted within it.
     """
 
     def __init__(self) -> None:
@@ -52,10 +51,9 @@ class EngineContext:
         self._told: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
-        """Return the context, which the tier knows from now on."""
+        """Return the context; the tier is told of its end from now on."""
         if tier not in self._told:
             self._told.append(tier)
-            tier.begin_request(self.ctx)
         return self.ctx
 
     def close(self) -> None:

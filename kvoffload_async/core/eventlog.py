@@ -86,6 +86,11 @@ class EventLog:
             self.dropped += 1
             self._sequence += 1
 
+    @property
+    def has_entries(self) -> bool:
+        """Whether `take` would return anything, apart from events that have become void."""
+        return bool(self._entries)
+
     def announce_anew(self) -> None:
         """Announce announced blocks once more when they are stored again: consumers forgot them."""
         self._epoch += 1

@@ -78,8 +78,6 @@ def read_tier(
     taken: Figures,
     own: TierState,
     *,
-    name: str,
-    row_bytes: int,
     waiting_jobs: int = 0,
     gauges: Mapping[str, float] | None = None,
 ) -> TierStatistics:
@@ -87,20 +85,19 @@ def read_tier(
 
     Args:
         taken: From `take_tier`.
-        own: What its manager does; read now, as no sum of the statistics is about it.
-        name: What it is called.
-        row_bytes: Bytes of a row.
+        own: The tier's state; read now, as no sum of the statistics is about these figures.
         waiting_jobs: Jobs that were handed over, and that the tier has not begun.
         gauges: What the tier says of itself.
     """
     counted, said = _TIER.named(taken), gauges or {}
+    row_bytes = own.jobs.slot_bytes
     loads, stores = counted.pop("loads"), counted.pop("stores")
     openings = {"load": counted.pop("load_openings"), "store": counted.pop("store_openings")}
     counted["queued_jobs"] += waiting_jobs
     return TierStatistics(
         **counted,
         **_OBSERVED.named(_OBSERVED.take(own.observed)),
-        name=name,
+        name=own.event_log.ownership or own.name,
         failed_bytes=counted["failed_blocks"] * row_bytes,
         dropped_bytes=counted["dropped_blocks"] * row_bytes,
         loads_in_flight=counted["submitted_loads"] - counted["finished_loads"],

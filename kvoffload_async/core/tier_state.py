@@ -87,7 +87,6 @@ class TierState:
     Attributes:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
-        knowledge: The same, or that of the manager behind this state; None: that is not ours.
         cost_gated: The same, if it asks only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots of promotions, from their reservation until their block has landed or
@@ -126,7 +125,6 @@ class TierState:
         """
         self.name = name
         self.index = index
-        self.knowledge: KeyIndex | None = index
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
         self.jobs = Ledger(slot_bytes)
         self.health = TierHealth(breaker or BreakerSettings())
@@ -257,12 +255,9 @@ class TierState:
         self.submit(job)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
-        """Pass a use of blocks on to the tier."""
-        if keys and not self._closed:
+        """Pass a use of blocks on to the tier, if it is open."""
+        if keys and self.is_available:
             self.effects.append(TouchBlocks(tuple(keys), ctx))
-
-    def begin_request(self, ctx: ReqContext) -> None:
-        """Learn of the engine's own request."""
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
@@ -344,7 +339,20 @@ class TierState:
         """Detach what appeared in and disappeared from the tier since the last call."""
         return self.event_log.take(lambda _key: False)
 
-    # -- the end --------------------------------------------------------------------------------
+    # -- begin and end --------------------------------------------------------------------------
+
+    def take_over(self, opened: TierState) -> None:
+        """Continue as the state of a tier that is open now, with what `opened` knows of it.
+
+        Args:
+            opened: The state that the tier was opened with; it has no jobs.
+        """
+        opened.index.decided = self.index.decided
+        self.index, self.cost_gated = opened.index, opened.cost_gated
+        self.event_log, self.observed = opened.event_log, opened.observed
+        self.medium, self.locality = opened.medium, opened.locality
+        self.backpressure = opened.backpressure
+        self.is_available = True
 
     def close(self) -> None:
         """Stop the intake; jobs that were not handed over fail now, the others go on."""

@@ -9,7 +9,6 @@ import math
 import platform
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -26,7 +25,8 @@ from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, State
 from kvoffload_async.facade.explaining import Explaining, create_planner
 from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
+from kvoffload_async.facade.reopening import UnopenedTier
+from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_group import TierGroup
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
@@ -168,13 +168,12 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     Attributes:
         planner: The decisions behind this surface. For invariants and inspection.
-        secondary_tiers: In the order of lookup.
     """
 
     def __init__(
         self,
         primary: CPUPrimaryTierOffloadingManager,
-        secondary_tiers: Sequence[SecondaryTierManager],
+        secondary_tiers: Sequence[SecondaryTierManager | UnopenedTier],
         *,
         bridge: Bridge | None = None,
         reserved_fraction: float = 0.25,
@@ -195,8 +194,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         Args:
             primary: The front; nobody else may call it.
             secondary_tiers: In the order of lookup.
-            bridge: The bridge that the tiers share; then this manager hands jobs over once a
-                step. None: each tier hands its own over.
+            bridge: The bridge that the tiers share, where they share one: for `wait_for_progress`,
+                and to store pending blocks at the shutdown.
             reserved_fraction: Part of the primary that nothing of this occupies; see `Shares`.
             promotion_fraction: Part of it for promotions, and what waiting requests retain.
             cascade_fraction: Part of it that may be in cascade to one tier.
@@ -213,7 +212,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.generation = Generation(generation)
         self._is_tagged = bool(self.generation.tag)
         self._primary = primary
-        self.secondary_tiers = tuple(secondary_tiers)
         self._bridge = bridge
         self._clock = clock
         self._drain_timeout_s = drain_timeout_s
@@ -221,12 +219,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._check_invariants = check_invariants
         primary.core.drops_pending = parse_write_back(write_back, "write_back") == "drop"
         slots = primary.core.num_slots
-        self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
-        seen: Counter[str] = Counter()
-        names = [owner_name(tier.tier_type, seen) for tier in self.secondary_tiers]
-        for tier, name in zip(self.secondary_tiers, names, strict=True):
-            tier.flushes_on_poll = bridge is None
-            tier.ownership = name
+        self._tiers = TierGroup(
+            secondary_tiers, breaker or BreakerSettings(), primary.row_bytes, clock
+        )
         self.recorder = RequestRecorder(explain_requests) if explain_requests else None
         limits = PlannerLimits(
             promotion_slots=max(1, int(slots * promotion_fraction)),
@@ -236,7 +231,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         )
         states = self._tiers.states
         self.planner = create_planner(
-            primary.core, states, limits, self.recorder, clock=clock, names=names
+            primary.core, states, limits, self.recorder, clock=clock, names=self._tiers.names
         )
         self._losses = LossWarnings(self.planner, clock())
         self._steps = OwnerSteps(clock, self.planner)
@@ -245,12 +240,17 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         guard_forks(self, _closed=True)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self.secondary_tiers:
+        if not getattr(self, "_closed", True) and self._tiers.states:
             warn_unclosed(self, "shutdown()")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else planner_text(self.planner)
         return f"<{type(self).__name__}: {state}>"
+
+    @property
+    def secondary_tiers(self) -> Sequence[SecondaryTierManager]:
+        """The managers of the tiers that are open, in the order of lookup."""
+        return tuple(self._tiers.managers.values())
 
     def get_primary_kv_view(self) -> memoryview:
         """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
@@ -266,11 +266,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
         if req_context in self.planner.requests:
             raise StateError(f"request {req_context.req_id!r} is known already")
-        wanting = [
-            index
-            for index, guard in enumerate(self._tiers.guards)
-            if guard.wants_whole_requests(req_context)
-        ]
+        wanting = self._tiers.begin_request(req_context)
         self.planner.on_new_request(req_context, wanting)
         policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
@@ -278,7 +274,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request. The tiers learn of it once nothing more can be submitted for it."""
         self.planner.on_request_finished(req_context)
-        self._tiers.hand_over(self.planner)
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -319,9 +314,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self.begin_step()
-        output = self.planner.prepare_store(self.generation.current(keys), req_context)
-        self._tiers.hand_over(self.planner)
-        return output
+        return self.planner.prepare_store(self.generation.current(keys), req_context)
 
     def complete_store(
         self,
@@ -333,7 +326,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         if self._closed:
             return  # a copy that ended after the shutdown: nothing can follow from it
         self.planner.complete_store(keys, req_context, success=success, generation=generation)
-        self._tiers.hand_over(self.planner)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -351,7 +343,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._polled_this_step = True
         began_s = self._clock()
         self.planner.begin_step(began_s)
-        self._tiers.poll(self.planner)
+        self._tiers.collect(self.planner)
         self._steps.spent(began_s)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
@@ -363,11 +355,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         began_s = self._clock()
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
-        self._tiers.hand_over(self.planner)
-        for guard in self._tiers.guards:
-            guard.end_step(context)
-        if self._bridge is not None:
-            self._bridge.flush()
+        self._tiers.end_step(context, self.planner)
         self._steps.ended(began_s)
         self._hand_timelines_over()
         if self._check_invariants:
@@ -375,19 +363,23 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        of_tiers = (event for guard in self._tiers.guards for event in guard.take_events())
-        return iter([*self._primary.take_events(), *of_tiers])
+        return iter([*self._primary.take_events(), *self._tiers.take_events()])
+
+    def announce_anew(self) -> None:
+        """Have the tiers announce blocks again when they are stored again.
+
+        For consumers of events that have forgotten everything.
+        """
+        self._tiers.announce_anew()
 
     @property
     def dropped_events(self) -> int:
         """Events of the primary and of the tiers that were dropped, as nobody took them."""
-        logs = [tier.tier_state.event_log for tier in self.secondary_tiers]
+        logs = [tier.event_log for tier in self.planner.tiers]
         return sum(log.dropped for log in (self._primary.core.event_log, *logs))
 
     def has_pending_work(self) -> bool:
-        return self.planner.has_pending_work or any(
-            guard.has_pending_work() for guard in self._tiers.guards
-        )
+        return self.planner.has_pending_work or self._tiers.has_pending_work()
 
     def stats(self) -> OffloadingStatistics:
         """Return what was done so far, and how it is now; also when it is closed.
@@ -450,25 +442,23 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         until `on_reset_flushed`.
         """
         self._ensure_open()
-        for guard in self._tiers.guards:
-            guard.drain_jobs(self._drain_timeout_s)
+        self._tiers.drain(self._drain_timeout_s)
         self._reset()
 
     def reset_cache_now(self) -> None:
         """Empty the primary as `reset_cache` does, but wait for nothing: give running jobs up."""
         self._ensure_open()
-        for guard in self._tiers.guards:
-            guard.abandon_jobs()
+        self._tiers.abandon()
         self._reset()
 
     def _reset(self) -> None:
         self._polled_this_step = False
         self.begin_step()
         self._polled_this_step = False
-        self._tiers.abandon_unreported()
+        for tier in self.planner.tiers:
+            tier.abandon_rest()  # whatever a drain has left
         self.planner.collect()
         self.planner.reset_cache()
-        self._tiers.hand_over(self.planner)
 
     def on_reset_flushed(self) -> None:
         self.planner.reset_flushed()

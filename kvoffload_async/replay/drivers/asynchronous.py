@@ -222,7 +222,7 @@ class AsyncDriver:
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
         """Return the tier that has the key, the first one in the order of lookup."""
-        *others, last = zip(self._tier_names, self._manager.secondary_tiers, strict=True)
+        *others, last = zip(self._tier_names, self._manager.planner.tiers, strict=True)
         for name, tier in others:
             if tier.lookup(key, request.ctx) is LookupResult.HIT:
                 return name
