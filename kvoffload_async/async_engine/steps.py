@@ -266,7 +266,8 @@ class Stores:
     ) -> PrepareStoreOutput | None:
         """Reserve room; what is granted belongs to the caller, who must use it before it awaits."""
         granted = self._manager.prepare_store(keys, request.ctx)
-        self._steps.schedule()
+        if granted is None or granted.evicted_keys or not granted.keys_to_store:
+            self._steps.schedule()  # else the end of the copy has news, and ends the step
         self._pass_room_on()
         return granted
 

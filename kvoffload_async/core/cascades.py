@@ -371,14 +371,14 @@ class Cascades:
         None: nothing is pending, or only what waits for the end of another job. 0: also if the step
         has not looked at all blocks pending for a tier that has failed or works again.
         """
-        if any(queue.is_heeding for queue in self.queues):
-            return 0.0
-        waits = [
-            max(0.0, queue.paused_until_s - now_s)
-            for index, queue in enumerate(self.queues)
-            if queue.count and self.room(index)
-        ]
-        return min(waits, default=None)
+        soonest_s = None
+        for index, queue in enumerate(self.queues):
+            if queue.is_heeding:
+                return 0.0
+            if queue.count and self.room(index):
+                wait_s = max(0.0, queue.paused_until_s - now_s)
+                soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
+        return soonest_s
 
     # -- what is stored -------------------------------------------------------------------------
 

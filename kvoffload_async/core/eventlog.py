@@ -23,6 +23,7 @@ class EventLog:
     all sees where some are missing.
 
     Attributes:
+        entries: What was collected and not taken yet.
         ownership: See `OffloadingEvent`; applies to events that are taken from now on.
         dropped: Events that were dropped.
         dropped_keys: Keys in them.
@@ -61,7 +62,7 @@ class EventLog:
         self._announced = KeyMap() if enabled and remembers else None
         self._epoch = 0
         self._bound = bound
-        self._entries: deque[_Entry] = deque()
+        self.entries: deque[_Entry] = deque()
         self._num_keys = 0
         self._sequence = 0
 
@@ -76,7 +77,7 @@ class EventLog:
             news = self._changed(news, self._announced, removed=removed)
         if not news:
             return
-        entries = self._entries
+        entries = self.entries
         entries.append(_Entry(news, removed, metadata_only))
         self._num_keys += len(news)
         while self._num_keys > self._bound and len(entries) > 1:
@@ -85,11 +86,6 @@ class EventLog:
             self.dropped_keys += num_dropped
             self.dropped += 1
             self._sequence += 1
-
-    @property
-    def has_entries(self) -> bool:
-        """Whether `take` would return anything, apart from events that have become void."""
-        return bool(self._entries)
 
     def announce_anew(self) -> None:
         """Announce announced blocks once more when they are stored again: consumers forgot them."""
@@ -101,7 +97,7 @@ class EventLog:
         The batch is detached before anything is yielded, so that an iterator consumed in part
         cannot replay. A metadata-only removal loses the keys that have been allocated anew.
         """
-        batch, self._entries = self._entries, deque()
+        batch, self.entries = self.entries, deque()
         self._num_keys = 0
         return iter(self._events(batch, is_allocated))
 

@@ -219,16 +219,12 @@ class Planner:
     def collect(self) -> None:
         """Take in the results and the releases that the tiers' states have."""
         for index, tier in enumerate(self.tiers):
-            if tier.jobs.has_news:
-                self.collect_from(index)
-
-    def collect_from(self, index: int) -> None:
-        """Take in what one tier's state has."""
-        tier = self.tiers[index]
-        for job, result in tier.take_ended(self.now_s):
-            self._job_ended(index, job, result)
-        for record in tier.take_released():
-            self._job_released(index, record)
+            if not tier.jobs.has_news:
+                continue
+            for job, result in tier.take_ended(self.now_s):
+                self._job_ended(index, job, result)
+            for record in tier.take_released():
+                self._job_released(index, record)
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:
         """Submit promotions and what waits to cascade; tell tiers of uses; release what is over.
@@ -242,8 +238,9 @@ class Planner:
         for tier, request, keys, slots in self.promotions.flush():
             self._submit(tier, request.ctx, keys, slots, is_promotion=True)
             self._end_if_done(request)
-        for request in self.cascades.retry_parked(self.now_s):
-            self._end_if_done(request)
+        if self.cascades.parking:
+            for request in self.cascades.retry_parked(self.now_s):
+                self._end_if_done(request)
         self._touches.flush(self.now_s)
         self._search.end_step(self.now_s)
         self.cascades.send_pending(self.now_s)

@@ -44,11 +44,13 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(planner: Planner) -> Snapshot:
     """Copy what `read_primary`, `read_planner` and `read_tier` show. Thread: owner."""
-    queues = planner.cascades.queues
+    tiers = []
+    for tier, queue in zip(planner.tiers, planner.cascades.queues, strict=True):
+        tiers.append(_TIER.take(tier, queue.count))
     return Snapshot(
-        take_primary(planner.primary),
+        _PRIMARY.take(planner.primary),
         _PLANNER.take(planner, len(planner.requests)),
-        tuple([take_tier(t, b.count) for t, b in zip(planner.tiers, queues, strict=True)]),
+        tuple(tiers),
     )
 
 
@@ -176,8 +178,10 @@ class _FigureSet:
 
     def take(self, source: object, *given: object) -> Figures:
         """Copy the figures of an object."""
-        others = [how(get(source)) for get, how in self._others]
-        return (*self._get_numbers(source), *others, *given)
+        taken = [*self._get_numbers(source)]
+        for get, how in self._others:
+            taken.append(how(get(source)))
+        return (*taken, *given)
 
     def named(self, taken: Figures) -> dict[str, Any]:
         """Return figures that were taken, by name."""

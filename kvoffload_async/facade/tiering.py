@@ -106,14 +106,14 @@ class OwnerSteps:
         self._block_io = _block_io()
         self.publish()
 
-    def spent(self, since_s: float) -> None:
-        """Note that the step has kept the thread since then."""
+    def began(self, since_s: float) -> None:
+        """Note that the beginning of the step has kept the thread since then."""
         self._owner = threading.get_ident()
         self._step_s += self._clock() - since_s
 
     def ended(self, since_s: float) -> None:
         """Note the end of the step, which has kept the thread since then, and publish."""
-        self.spent(since_s)
+        self._step_s += self._clock() - since_s
         self._durations.observe(self._step_s)
         self._longest_s = max(self._longest_s, self._step_s)
         self._step_s = 0.0
@@ -340,30 +340,32 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         if self._polled_this_step:
             return
         self._ensure_open()
-        self._polled_this_step = True
         began_s = self._clock()
-        self.planner.begin_step(began_s)
-        self._tiers.collect(self.planner)
-        self._steps.spent(began_s)
+        self._begin_step(began_s)
+        self._steps.began(began_s)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:
             return
-        self.begin_step()
-        self._polled_this_step = False
         began_s = self._clock()
+        if not self._polled_this_step:
+            self._begin_step(began_s)
+        self._polled_this_step = False
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.end_step(context, self.planner)
         self._steps.ended(began_s)
-        self._hand_timelines_over()
+        if self._listeners:
+            self._hand_timelines_over()
         if self._check_invariants:
             check_state(self.planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        return iter([*self._primary.take_events(), *self._tiers.take_events()])
+        primary = self.planner.primary
+        events = [*primary.take_events()] if primary.event_log.entries else []
+        return iter([*events, *self._tiers.take_events()])
 
     def announce_anew(self) -> None:
         """Have the tiers announce blocks again when they are stored again.
@@ -500,6 +502,11 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _begin_step(self, now_s: float) -> None:
+        self._polled_this_step = True
+        self.planner.begin_step(now_s)
+        self._tiers.collect(self.planner)
 
     def _ensure_open(self) -> None:
         if self._closed:

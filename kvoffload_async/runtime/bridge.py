@@ -139,7 +139,7 @@ class TierLink:
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
-        return self.state.take_events() if self.state.event_log.has_entries else ()
+        return self.state.take_events() if self.state.event_log.entries else ()
 
     def announce_anew(self) -> None:
         """Announce blocks again when they are stored again: consumers have forgotten everything."""
