@@ -99,7 +99,7 @@ def read_tier(
     return TierStatistics(
         **counted,
         **_OBSERVED.named(_OBSERVED.take(own.observed)),
-        name=own.event_log.ownership or own.name,
+        name=own.label,
         failed_bytes=counted["failed_blocks"] * row_bytes,
         dropped_bytes=counted["dropped_blocks"] * row_bytes,
         loads_in_flight=counted["submitted_loads"] - counted["finished_loads"],

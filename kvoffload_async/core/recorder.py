@@ -451,12 +451,12 @@ class RecordingPlanner(Planner):
         tiers: Sequence[TierState],
         limits: PlannerLimits,
         recorder: RequestRecorder,
-        *,
-        names: Sequence[str] = (),
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """Tell `recorder`; `names` are what the tiers are called, by default their own names."""
+        """Report to `recorder`, with the time by `clock`; None: with that of the step."""
         self.recorder = recorder
-        self._names = tuple(names) or tuple(tier.name for tier in tiers)
+        self._clock = clock
+        self._names = tuple(tier.label for tier in tiers)
         super().__init__(primary, tiers, limits)
         labels = [(PRIMARY, "hit"), (PRIMARY, "pending"), (PRIMARY, "miss")]
         for name, tier in zip(self._names, tiers, strict=True):
@@ -466,8 +466,8 @@ class RecordingPlanner(Planner):
         recorder.read_lookups(labels, self._lookup_figures)
 
     def tell_time(self) -> None:
-        """Tell the recorder the time; a step's, unless a subclass knows a better one."""
-        self.recorder.advance(self.now_s)
+        """Set the recorder's time."""
+        self.recorder.advance(self.now_s if self._clock is None else self._clock())
 
     # -- the scheduler's calls ------------------------------------------------------------------
 

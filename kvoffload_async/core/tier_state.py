@@ -141,6 +141,11 @@ class TierState:
 
     # -- questions ------------------------------------------------------------------------------
 
+    @property
+    def label(self) -> str:
+        """The name that tells the tier apart from the others of its engine."""
+        return self.event_log.ownership or self.name
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS or RETRY, from memory."""
         return self.index.lookup(key, req_context)

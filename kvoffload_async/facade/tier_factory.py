@@ -90,7 +90,7 @@ class SecondaryTierFactory:
 
     * `type`: the registered name, or with `module_path` the class's name in that module;
     * `module_path`: the module of an out-of-tree tier;
-    * `required` (true) and `reopen_pause_s`: see `facade.reopening`;
+    * `required` (true) and `reopen_pause_s`: see `facade.tier_group`;
     * `backpressure_cls` (`"ema"`) and `backpressure` (its settings): see `Backpressure`;
     * everything else goes to the constructor.
     """

@@ -1,22 +1,31 @@
-"""The tiers of a composing manager: one `TierState` each, driven through a link."""
+"""The tiers of a composing manager: one `TierState` each, driven through a link.
+
+A tier that the engine can do without is opened later, in the background, if it cannot be now.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
+from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.facade.external import ExternalLink, is_external
-from kvoffload_async.facade.reopening import UnopenedTier
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
@@ -31,6 +40,124 @@ logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.05
 """How often tiers are polled that do not announce their reports."""
+
+
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+
+
+def create_tier(
+    tier_config: Mapping[str, Any], primary_kv_view: memoryview, offloading_spec: object
+) -> SecondaryTierManager | UnopenedTier:
+    """Create and open a tier; one that is not `required` may be opened later.
+
+    Raises what `SecondaryTierFactory.create_secondary_tier` raises, if the tier is required.
+    """
+    create = partial(
+        SecondaryTierFactory.create_secondary_tier, tier_config, primary_kv_view, offloading_spec
+    )
+    try:
+        return create()
+    except Exception as error:
+        if tier_config.get("required", True):
+            raise
+        drop_tracebacks(error)  # before it is logged, as logs may be kept
+        longest_s = tier_config.get("reopen_pause_s", _LONGEST_PAUSE_S)
+        name = tier_config["type"]
+        bridge: Bridge | None = getattr(offloading_spec, "runtime", None)
+        hangs = partial(bridge.opening_hangs, name) if bridge is not None else bool
+        return UnopenedTier(name, create, error, longest_s, hangs)
+
+
+def pauses_s(longest_s: float) -> Iterator[float]:
+    """Yield the seconds before each attempt."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield min(pause_s, longest_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+class UnopenedTier:
+    """Tries to open a tier, on a thread that the owner waits for in `shutdown` alone.
+
+    Thread: owner, but for `_reopen`.
+
+    Attributes:
+        tier_type: The name under which the tier was configured.
+    """
+
+    def __init__(
+        self,
+        tier_type: str,
+        create: Callable[[], SecondaryTierManager],
+        error: Exception,
+        longest_pause_s: float,
+        hangs: Callable[[], bool] = bool,
+    ) -> None:
+        """Begin to try.
+
+        Args:
+            tier_type: The name under which the tier was configured.
+            create: Creates and opens the tier; waits for that, on the thread.
+            error: Why it could not be opened so far.
+            longest_pause_s: Bound on the pauses between two attempts, which double from 1 s on.
+            hangs: Returns whether a thread of the last attempt still hangs: then none is begun.
+        """
+        self.tier_type = tier_type
+        self._create = create
+        self._longest_pause_s = longest_pause_s
+        self._hangs = hangs
+        self._opened: deque[SecondaryTierManager] = deque()
+        self._stop = threading.Event()
+        self._failed_at_s = time.monotonic()
+        why = text_of(error)
+        logger.warning("tier %s cannot be opened, and is tried again: %s", tier_type, why)
+        self._thread = threading.Thread(
+            target=self._reopen, name=f"kvoffload-reopen:{tier_type}", daemon=True
+        )
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.tier_type}>"
+
+    def take_opened(self) -> SecondaryTierManager | None:
+        """Return the tier once it is open, and from then on None."""
+        if not self._opened:
+            return None
+        seconds = time.monotonic() - self._failed_at_s
+        logger.warning("tier %s was opened after %.1f s", self.tier_type, seconds)
+        return self._opened.popleft()
+
+    def shutdown(self, timeout: float) -> CloseReport:
+        """Stop trying, and close a tier that was not taken; waits, also for a running attempt."""
+        self._stop.set()
+        begun_s = time.monotonic()
+        self._thread.join(timeout)
+        with contextlib.suppress(IndexError):
+            left_s = max(0.0, timeout - (time.monotonic() - begun_s))
+            return self._opened.popleft().shutdown(left_s)
+        if self._thread.is_alive():  # it closes what it opens; until then it may use the primary
+            return CloseReport(error=TierTimeoutError(f"{self.tier_type} is still being opened"))
+        return CloseReport()
+
+    def _reopen(self) -> None:
+        """Try until it works. Thread: its own."""
+        for pause_s in pauses_s(self._longest_pause_s):
+            if self._stop.wait(pause_s):
+                return
+            if self._hangs():
+                continue
+            try:
+                tier = self._create()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is tried again
+                drop_tracebacks(error)
+                logger.debug("tier %s cannot be opened: %s", self.tier_type, text_of(error))
+                continue
+            self._opened.append(tier)
+            if self._stop.is_set():
+                with contextlib.suppress(IndexError):  # else `shutdown` has it
+                    self._opened.popleft().shutdown()
+            return
 
 
 class BreakerLog:
@@ -76,7 +203,6 @@ class TierGroup:
 
     Attributes:
         managers: The managers of the open tiers, by their number.
-        names: The names that the tiers' events carry, each unique.
         states: What the planner drives, one per tier.
         links: The open tiers, by their number.
     """
@@ -97,12 +223,12 @@ class TierGroup:
         self._slot_bytes = slot_bytes
         self._clock = clock
         seen: Counter[str] = Counter()
-        self.names = [owner_name(manager.tier_type, seen) for manager in managers]
+        self._names = [owner_name(manager.tier_type, seen) for manager in managers]
         self._unopened: dict[int, UnopenedTier] = {}
         for index, manager in enumerate(managers):
             if isinstance(manager, UnopenedTier):
                 self._unopened[index] = manager
-                state = _unopened_state(manager.tier_type, self.names[index], slot_bytes)
+                state = _unopened_state(manager.tier_type, self._names[index], slot_bytes)
             else:
                 state = self._link(index, manager).state
             state.health = TierHealth(breaker)
@@ -229,7 +355,7 @@ class TierGroup:
 
     def _link(self, index: int, manager: SecondaryTierManager) -> TierLink | ExternalLink:
         """Add and return the link through which the planner drives a manager's tier."""
-        name = self.names[index]
+        name = self._names[index]
         link: TierLink | ExternalLink
         if is_external(manager):
             link = ExternalLink(manager, name, self._slot_bytes, self._clock)

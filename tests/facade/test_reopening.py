@@ -15,8 +15,8 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.reopening import UnopenedTier, pauses_s
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_group import UnopenedTier, pauses_s
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext
