@@ -108,6 +108,8 @@ class SecondaryTierManager:
     A class outside this package may implement the same methods in its own way: it derives from this
     class, overrides all methods from `on_new_request` to `shutdown`, and need not call this
     constructor. `TieringOffloadingManager` then calls these methods; no error of theirs escapes.
+    The classes in this package that derive from it are not for deriving: to alter a tier, wrap its
+    `AsyncTier`.
 
     Thread: owner, for all of it. One thread at a time is enough; its identity does not matter.
 
