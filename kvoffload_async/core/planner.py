@@ -1,8 +1,7 @@
 """The planner: the primary tier, the secondary tiers behind it, and what moves between them.
 
-It drives one `TierState` a tier. What it wants done waits there, as effects, until somebody hands
-them over; what has ended is there when `collect` looks. The planner executes nothing and knows no
-clock: time comes in with `begin_step`.
+It drives one `TierState` per tier. Effects wait there until a link hands them over; results wait
+there until `collect`. The planner executes nothing and has no clock: `begin_step` sets the time.
 """
 
 from __future__ import annotations
@@ -217,7 +216,7 @@ class Planner:
             tier.begin_step(now_s)
 
     def collect(self) -> None:
-        """Take in the results and the releases that the tiers' states have."""
+        """Apply the results and the releases that the tiers' states hold."""
         for index, tier in enumerate(self.tiers):
             if not tier.jobs.has_news:
                 continue
@@ -227,7 +226,7 @@ class Planner:
                 self._job_released(index, record)
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:
-        """Submit promotions and what waits to cascade; tell tiers of uses; release what is over.
+        """Submit promotions and pending cascades, pass uses on, release what nobody waits for.
 
         Args:
             scheduled: Ids of requests that began to be computed in this step.
@@ -299,7 +298,7 @@ class Planner:
             self._proceed(request)
 
     def close(self) -> None:
-        """Owe the tiers nothing any more, and end the engine's own request; idempotent."""
+        """Drop pending cascades, and end the engine's own request; idempotent."""
         parked = list(self.cascades.parking.values())
         self.cascades.close()
         for request in parked:

@@ -68,7 +68,7 @@ _GONE = (BlockMissingError, CorruptBlockError)
 
 
 class TierLookup(Protocol):
-    """What is asked in the middle of a lookup: a question to memory, no I/O."""
+    """Answers whether a tier has a key, during a lookup and without I/O."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS or RETRY at once."""
@@ -80,22 +80,22 @@ class TierState:
 
     Effects pile up until `take_effects`, which also launches the jobs among them: until then a
     job is certainly untouched by the tier. What happened in the tier comes in through `handle`.
-    Breakers, back-pressure and counters are the planner's: a manager alone does without them.
+    Breakers and back-pressure are for the planner; a manager without a planner ignores them.
 
     Thread: owner.
 
     Attributes:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
-        cost_gated: The same, if it asks only for requests that miss enough blocks; else None.
+        cost_gated: The index, if it probes only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots of promotions, from their reservation until their block has landed or
             was given up, and no copy runs.
-        counters: What was submitted, and what has become of it.
-        observed: What the tier's own events have told.
-        effects: What waits to be handed over.
-        event_log: What `take_events` tells, and what of it was dropped.
-        health: When the planner leaves a failing tier alone.
+        counters: Submitted jobs and their results.
+        observed: Figures from the tier's own events.
+        effects: Effects that wait to be handed over.
+        event_log: Events for `take_events`.
+        health: The breakers, which suspend a failing tier.
         is_available: Whether the tier is open; it may not be yet, or not any more.
     """
 
@@ -117,11 +117,11 @@ class TierState:
             name: For messages and metrics.
             index: What is known of the tier's contents; owned by this object from now on.
             slot_bytes: Bytes a row.
-            events: Where changes of the tier's contents are announced.
-            breaker: When the planner leaves a failing tier alone, in each direction.
+            events: Log to which changes of the tier's contents are added.
+            breaker: When a failing tier is suspended, in each direction.
             medium: Where the tier's blocks lie.
             locality: How far away that is.
-            backpressure: Spares the tier some cascades when it is slow.
+            backpressure: Drops cascades to the tier while it is slow.
         """
         self.name = name
         self.index = index
@@ -269,7 +269,7 @@ class TierState:
         self.index.forget_request(ctx)
 
     def tell_time(self, clock: Callable[[], float]) -> None:
-        """Tell what measures the tier how late it is, where anything does; before `end_step`."""
+        """Advance the clock of the break-even model, if there is one; before `end_step`."""
         if self._break_even is not None:
             self._break_even.advance(clock())
 
@@ -481,7 +481,7 @@ class Shares:
 
     @property
     def occupied(self) -> int:
-        """What tiers occupy and what is retained; a block with several uses counts for each."""
+        """Slots occupied by tiers or retained; a block with several uses counts for each."""
         used = (tier.promotion_slots + tier.cascading_blocks for tier in self._tiers)
         return self.retained_slots + sum(used)
 

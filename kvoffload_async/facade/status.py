@@ -1,4 +1,4 @@
-"""What a running engine says of itself on its status socket: its statistics as one line of JSON."""
+"""The status socket of a running engine: its statistics as one line of JSON."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def path_from_environment() -> str | None:
 class EngineStatus:
     """The status socket of one engine, if it has one.
 
-    What it shows is read on the socket's own thread: neither the owner's nor the loop's is asked
-    for anything, and an engine that is idle, or hangs, says so all the same.
+    Statistics are read on the socket's own thread, so that the socket answers also while the engine
+    is idle or hangs.
 
     Thread: owner, but for the answers.
     """
@@ -50,10 +50,10 @@ class EngineStatus:
 
         Args:
             model: Name of the model whose blocks the engine keeps.
-            read: The method that is shown; None: the one that `serve` is given.
+            read: Method that returns the statistics; None: the one given to `serve`.
         """
         self._model = model
-        # Weakly: an engine that nobody closes is to be found by whoever looks for such.
+        # Weak: an engine that was never closed must be collected, and warn.
         self._method = None if read is None else WeakMethod(read)
         self._began_s = time.monotonic()
         self._socket: StatusSocket | None = None
@@ -68,7 +68,7 @@ class EngineStatus:
         self._socket = None if path is None else StatusSocket(path)
 
     def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
-        """Show what methods return, as long as their object lives."""
+        """Answer clients with the results of methods, as long as their object lives."""
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
             counters = self._socket.counters
@@ -128,7 +128,7 @@ class EngineStatus:
 
 
 def _drop_what_is_no_number(tier: dict[str, Any]) -> None:
-    """Take out of a tier's own gauges what JSON does not have."""
+    """Remove the gauges of a tier that JSON cannot represent."""
     gauges = tier["gauges"] = {
         str(name): value for name, value in tier["gauges"].items() if _is_number(value)
     }

@@ -89,10 +89,10 @@ class LossWarnings:
 
 
 class OwnerSteps:
-    """Measures what grows with the work of a step: taking in results, and the end of the step.
+    """Measures how long each step keeps the owner's thread: its beginning and its end.
 
-    At the end of a step it publishes a snapshot of the planner's figures, by one assignment: what
-    another thread reads is of one moment, whatever the owner is doing, and waits for nothing.
+    The end of a step publishes a snapshot of the planner's figures, by one assignment: another
+    thread reads figures of one moment, without waiting.
 
     Thread: owner, but for `published` and `read`.
     """
@@ -119,18 +119,18 @@ class OwnerSteps:
         self.publish()
 
     def publish(self) -> None:
-        """Show other threads how it is now."""
+        """Publish a snapshot for other threads."""
         self._owner = threading.get_ident()
         self._published = take_snapshot(self._planner)
 
     def published(self) -> Snapshot:
-        """Return how it is now; on another thread than the owner's, what was published last."""
+        """Return the latest snapshot; a new one on the owner's thread."""
         if threading.get_ident() == self._owner:
             self.publish()
         return self._published
 
     def read(self, bridge: Bridge | None) -> RuntimeStatistics:
-        """Return what was measured here, and by the bridge, if the tiers share one."""
+        """Return the measurements of this object, and of the bridge that the tiers share."""
         version, python = _versions()
         return RuntimeStatistics(
             version=version,
@@ -144,7 +144,7 @@ class OwnerSteps:
 
 
 def _block_io() -> str:
-    """Return what moves payload; tiers refuse to begin where the environment is unclear."""
+    """Return the name of the block I/O implementation; tiers report an unusable environment."""
     try:
         return implementation().name
     except ConfigError:
@@ -164,19 +164,19 @@ FindParent = Callable[[ReqContext], object | None]
 
 
 class Explaining:
-    """Explains requests, where `explain_requests` of them are kept.
+    """Timelines of the last `explain_requests` requests.
 
     Thread: owner.
 
     Attributes:
-        recorder: What is told; None: nothing is recorded.
+        recorder: Records the timelines; None: nothing is recorded.
     """
 
     recorder: RequestRecorder | None
     _listeners: tuple[TimelineListener, ...] = ()
 
     def explain(self, req_id: str) -> RequestTimeline | None:
-        """Return what a request has been through so far, also after its end; `print` it.
+        """Return the timeline of a request so far, also after its end; `print` it.
 
         Of several requests with one id, the one that began last.
 
