@@ -13,16 +13,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvoffload_async.core.invariants import STATE_INVARIANTS, Invariant, check_state
-from kvoffload_async.core.ledger import (
-    BeginRequest,
-    FinishRequest,
-    StartJob,
-    TierEffect,
-    TouchBlocks,
-)
+from kvoffload_async.core.ledger import StartJob, TierEffect, TouchBlocks
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import BlockState, Primary
-from kvoffload_async.types import ENGINE_REQ_ID, JobId, LookupResult, OffloadKey
+from kvoffload_async.types import ENGINE_REQ_ID, JobId, LookupResult, OffloadKey, ReqContext
 
 # -- jobs and requests --------------------------------------------------------------------------
 
@@ -295,7 +289,14 @@ class History:
         return len(self._facts)
 
 
-def fact_of(tier: int, effect: TierEffect) -> Fact | None:
+@dataclass(frozen=True, slots=True)
+class FinishRequest:
+    """Stands among the effects of a tier where the tier was told of the end of a request."""
+
+    ctx: ReqContext
+
+
+def fact_of(tier: int, effect: TierEffect | FinishRequest) -> Fact | None:
     """Return the fact in an effect that the planner left for a tier; None if there is none."""
     match effect:
         case StartJob(job):
@@ -303,8 +304,6 @@ def fact_of(tier: int, effect: TierEffect) -> Fact | None:
             return JobAccepted(tier, job.job_id, req_id, job.is_promotion, len(job.keys))
         case TouchBlocks(ctx=ctx):
             return BlocksTouched(tier, None if ctx is None else ctx.req_id)
-        case BeginRequest(ctx):
-            return RequestOpened(tier, ctx.req_id)
         case FinishRequest(ctx):
             return RequestClosed(tier, ctx.req_id)
         case _:

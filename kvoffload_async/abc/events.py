@@ -21,9 +21,10 @@ class JobSettled:
     """No byte of a job moves any more; the owner may reuse the job's memory."""
 
     job_id: JobId
-    failures: BlockFailures = field(default_factory=dict)
-    job_error: TierError | None = None
-    """Set if the whole job failed; then no block succeeded."""
+    failures: Mapping[int, Exception] = field(default_factory=dict)
+    """Index in the job -> why that block failed; for an external manager of any class."""
+    job_error: Exception | None = None
+    """Why the job failed as a whole; then no block succeeded."""
     seconds: float = 0.0
     """Time from the actor's acceptance to the end."""
     outdated: frozenset[OffloadKey] = frozenset()
@@ -37,7 +38,7 @@ class JobOverdue:
     """A job's deadline passed while its copy was running; the copy still uses its memory."""
 
     job_id: JobId
-    error: TierError
+    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)

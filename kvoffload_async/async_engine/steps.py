@@ -266,7 +266,9 @@ class Stores:
     ) -> PrepareStoreOutput | None:
         """Reserve room; what is granted belongs to the caller, who must use it before it awaits."""
         granted = self._manager.prepare_store(keys, request.ctx)
-        self._steps.schedule()
+        has_news = granted is None or granted.evicted_keys or not granted.keys_to_store
+        if has_news or self._steps.waiters.everybody:
+            self._steps.schedule()  # else the step ends with the copy
         self._pass_room_on()
         return granted
 

@@ -14,7 +14,6 @@ from typing import Any
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.lifecycle import EngineLifecycle
 from kvoffload_async.async_engine.request import EngineRequest, Waiter
-from kvoffload_async.core.external_tier import ExternalTierState
 from kvoffload_async.errors import InvalidatedError, StateError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.tables.keymap import require_keys
@@ -42,8 +41,8 @@ class PrefixSearch:
         self._keys = request.keys
         self._ctx = request.ctx
         self._waiter = waiter
-        # The manager of a foreign tier tells nobody when it has found out about a key.
-        self._is_told = not any(isinstance(t, ExternalTierState) for t in manager.planner.tiers)
+        # An external manager notifies nobody when it has found out about a key.
+        self._is_told = all(tier.index.notifies for tier in manager.planner.tiers)
         self._end = len(self._keys)
         self._undecided: dict[OffloadKey, None] = {}
         self._current: set[OffloadKey] = set()

@@ -43,8 +43,7 @@ from kvoffload_async.types import (
 class EngineContext:
     """A request that never ends before the planner does, and that nobody else may begin.
 
-    A tier hears of its begin before the first thing that is done in it, and of its end after the
-    last one, and of neither if nothing is.
+    A tier is told of its end if anything was submitted within it.
     """
 
     def __init__(self) -> None:
@@ -52,10 +51,9 @@ class EngineContext:
         self._told: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
-        """Return the context, which the tier knows from now on."""
+        """Return the context; the tier is told of its end from now on."""
         if tier not in self._told:
             self._told.append(tier)
-            tier.begin_request(self.ctx)
         return self.ctx
 
     def close(self) -> None:
@@ -373,14 +371,14 @@ class Cascades:
         None: nothing is pending, or only what waits for the end of another job. 0: also if the step
         has not looked at all blocks pending for a tier that has failed or works again.
         """
-        if any(queue.is_heeding for queue in self.queues):
-            return 0.0
-        waits = [
-            max(0.0, queue.paused_until_s - now_s)
-            for index, queue in enumerate(self.queues)
-            if queue.count and self.room(index)
-        ]
-        return min(waits, default=None)
+        soonest_s = None
+        for index, queue in enumerate(self.queues):
+            if queue.is_heeding:
+                return 0.0
+            if queue.count and self.room(index):
+                wait_s = max(0.0, queue.paused_until_s - now_s)
+                soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
+        return soonest_s
 
     # -- what is stored -------------------------------------------------------------------------
 

@@ -23,9 +23,10 @@ class EventLog:
     detect the gap.
 
     Attributes:
-        ownership: See `OffloadingEvent`; applies to events taken from now on.
-        dropped: Number of dropped events.
-        dropped_keys: Number of keys in them.
+        entries: What was collected and not taken yet.
+        ownership: See `OffloadingEvent`; applies to events that are taken from now on.
+        dropped: Events that were dropped.
+        dropped_keys: Keys in them.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class EventLog:
         self._announced = KeyMap() if enabled and remembers else None
         self._epoch = 0
         self._bound = bound
-        self._entries: deque[_Entry] = deque()
+        self.entries: deque[_Entry] = deque()
         self._num_keys = 0
         self._sequence = 0
 
@@ -76,7 +77,7 @@ class EventLog:
             news = self._changed(news, self._announced, removed=removed)
         if not news:
             return
-        entries = self._entries
+        entries = self.entries
         entries.append(_Entry(news, removed, metadata_only))
         self._num_keys += len(news)
         while self._num_keys > self._bound and len(entries) > 1:
@@ -96,7 +97,7 @@ class EventLog:
         The events are removed before the first is yielded, so a partly consumed iterator cannot
         replay them. Metadata-only removals omit keys that have been allocated again.
         """
-        batch, self._entries = self._entries, deque()
+        batch, self.entries = self.entries, deque()
         self._num_keys = 0
         return iter(self._events(batch, is_allocated))
 

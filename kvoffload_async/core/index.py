@@ -35,7 +35,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from heapq import heappush, heapreplace
 from itertools import islice, repeat
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from kvoffload_async.core.ledger import StartProbe
 from kvoffload_async.tables.keymap import KeyMap
@@ -292,9 +292,11 @@ class KeyIndex(ABC):
 
     Attributes:
         decided: Told of the keys that a probe has answered.
+        notifies: Whether `decided` is called for every key that was answered with RETRY.
     """
 
     decided: OnResolved | None = None
+    notifies: bool = True
 
     @abstractmethod
     def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
@@ -771,3 +773,48 @@ class CostGatedIndex(KeyIndex):
         break_even.explore()
         self._explorer = request
         self._ask(request)
+
+
+class AskedIndex(KeyIndex):
+    """Asks the tier itself for every key, during the lookup; keeps nothing.
+
+    Thread: owner.
+    """
+
+    notifies = False
+
+    def __init__(
+        self,
+        ask: Callable[[OffloadKey, Any], LookupResult],
+        request_ended: Callable[[Any], object],
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            ask: Returns HIT, MISS or RETRY at once, for a key and the request that looks it up.
+            request_ended: Called with each request for which nothing more will be submitted.
+        """
+        self._ask = ask
+        self._request_ended = request_ended
+
+    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
+        """Return the tier's answer."""
+        return self._ask(key, request)
+
+    def peek(self, key: OffloadKey) -> LookupResult:
+        """Return HIT: the tier may have the key."""
+        return LookupResult.HIT
+
+    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return none: no key is known to be absent."""
+        return []
+
+    def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
+        """Do nothing: the tier is asked anew."""
+
+    def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
+        """Do nothing: the tier is asked anew."""
+
+    def forget_request(self, request: Hashable) -> None:
+        """Pass the end of a request on."""
+        self._request_ended(request)

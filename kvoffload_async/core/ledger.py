@@ -47,24 +47,10 @@ class TouchBlocks:
 
     keys: tuple[OffloadKey, ...]
     ctx: ReqContext | None = None
-    """For a tier with a say in its jobs: within which request it is told."""
+    """The request on whose behalf an external manager is called."""
 
 
-@dataclass(frozen=True, slots=True)
-class BeginRequest:
-    """Announce that jobs may follow for the engine's own request; others are announced at once."""
-
-    ctx: ReqContext
-
-
-@dataclass(frozen=True, slots=True)
-class FinishRequest:
-    """Announce that no more jobs follow for a request; only for tiers with their own index."""
-
-    ctx: ReqContext
-
-
-TierEffect = StartJob | StartProbe | TouchBlocks | BeginRequest | FinishRequest
+TierEffect = StartJob | StartProbe | TouchBlocks
 
 
 class JobState(enum.Enum):
@@ -155,12 +141,8 @@ class Ledger:
         self.queued_count += 1
         return True
 
-    def handle(self, event: JobEvent, given: JobResult | None = None) -> JobMetadata:
+    def handle(self, event: JobEvent) -> JobMetadata:
         """Apply an event to its job; return the job.
-
-        Args:
-            event: What happened.
-            given: The job's result, where the tier has made it itself.
 
         Raises:
             IllegalTransitionError: The event is illegal in the job's state.
@@ -174,7 +156,7 @@ class Ledger:
         result = handler(self, record, event)
         if result is not None:
             self._unfinished -= 1
-            self._ended.append((record.job, given or result))
+            self._ended.append((record.job, result))
         return record.job
 
     def take_ended(self) -> list[tuple[JobMetadata, JobResult]]:

@@ -1,8 +1,7 @@
 """The planner: the primary tier, the secondary tiers behind it, and what moves between them.
 
-It drives one `TierState` a tier. What it wants done waits there, as effects, until somebody hands
-them over; what has ended is there when `collect` looks. The planner executes nothing and knows no
-clock: time comes in with `begin_step`.
+It drives one `TierState` per tier. Effects wait there until a link hands them over; results wait
+there until `collect`. The planner executes nothing and has no clock: `begin_step` sets the time.
 """
 
 from __future__ import annotations
@@ -217,21 +216,17 @@ class Planner:
             tier.begin_step(now_s)
 
     def collect(self) -> None:
-        """Take in the results and the releases that the tiers' states have."""
+        """Apply the results and the releases that the tiers' states hold."""
         for index, tier in enumerate(self.tiers):
-            if tier.jobs.has_news:
-                self.collect_from(index)
-
-    def collect_from(self, index: int) -> None:
-        """Take in what one tier's state has."""
-        tier = self.tiers[index]
-        for job, result in tier.take_ended(self.now_s):
-            self._job_ended(index, job, result)
-        for record in tier.take_released():
-            self._job_released(index, record)
+            if not tier.jobs.has_news:
+                continue
+            for job, result in tier.take_ended(self.now_s):
+                self._job_ended(index, job, result)
+            for record in tier.take_released():
+                self._job_released(index, record)
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:
-        """Submit promotions and what waits to cascade; tell tiers of uses; release what is over.
+        """Submit promotions and pending cascades, pass uses on, release what nobody waits for.
 
         Args:
             scheduled: Ids of requests that began to be computed in this step.
@@ -242,8 +237,9 @@ class Planner:
         for tier, request, keys, slots in self.promotions.flush():
             self._submit(tier, request.ctx, keys, slots, is_promotion=True)
             self._end_if_done(request)
-        for request in self.cascades.retry_parked(self.now_s):
-            self._end_if_done(request)
+        if self.cascades.parking:
+            for request in self.cascades.retry_parked(self.now_s):
+                self._end_if_done(request)
         self._touches.flush(self.now_s)
         self._search.end_step(self.now_s)
         self.cascades.send_pending(self.now_s)
@@ -302,7 +298,7 @@ class Planner:
             self._proceed(request)
 
     def close(self) -> None:
-        """Owe the tiers nothing any more, and end the engine's own request; idempotent."""
+        """Drop pending cascades, and end the engine's own request; idempotent."""
         parked = list(self.cascades.parking.values())
         self.cascades.close()
         for request in parked:

@@ -327,13 +327,13 @@ def _ask_nearer(
 ) -> LookupResult:
     """Return what tiers know of a block; RETRY: one does not know yet, and the others lack it.
 
-    One of which nothing is known here counts as having it.
+    A tier whose contents are not known here counts as having it.
     """
     answer = LookupResult.MISS
     for tier in tiers:
         if tier.skips_load(ctx, now_s) is not None:
             continue
-        known = LookupResult.HIT if tier.knowledge is None else tier.knowledge.peek(key)
+        known = tier.index.peek(key)
         if known is LookupResult.HIT:
             return known
         if known is LookupResult.RETRY:

@@ -44,11 +44,13 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(planner: Planner) -> Snapshot:
     """Copy what `read_primary`, `read_planner` and `read_tier` show. Thread: owner."""
-    queues = planner.cascades.queues
+    tiers = []
+    for tier, queue in zip(planner.tiers, planner.cascades.queues, strict=True):
+        tiers.append(_TIER.take(tier, queue.count))
     return Snapshot(
-        take_primary(planner.primary),
+        _PRIMARY.take(planner.primary),
         _PLANNER.take(planner, len(planner.requests)),
-        tuple([take_tier(t, b.count) for t, b in zip(planner.tiers, queues, strict=True)]),
+        tuple(tiers),
     )
 
 
@@ -78,8 +80,6 @@ def read_tier(
     taken: Figures,
     own: TierState,
     *,
-    name: str,
-    row_bytes: int,
     waiting_jobs: int = 0,
     gauges: Mapping[str, float] | None = None,
 ) -> TierStatistics:
@@ -87,20 +87,19 @@ def read_tier(
 
     Args:
         taken: From `take_tier`.
-        own: What its manager does; read now, as no sum of the statistics is about it.
-        name: What it is called.
-        row_bytes: Bytes of a row.
+        own: The tier's state; read now, as no sum of the statistics is about these figures.
         waiting_jobs: Jobs that were handed over, and that the tier has not begun.
         gauges: What the tier says of itself.
     """
     counted, said = _TIER.named(taken), gauges or {}
+    row_bytes = own.jobs.slot_bytes
     loads, stores = counted.pop("loads"), counted.pop("stores")
     openings = {"load": counted.pop("load_openings"), "store": counted.pop("store_openings")}
     counted["queued_jobs"] += waiting_jobs
     return TierStatistics(
         **counted,
         **_OBSERVED.named(_OBSERVED.take(own.observed)),
-        name=name,
+        name=own.label,
         failed_bytes=counted["failed_blocks"] * row_bytes,
         dropped_bytes=counted["dropped_blocks"] * row_bytes,
         loads_in_flight=counted["submitted_loads"] - counted["finished_loads"],
@@ -179,8 +178,10 @@ class _FigureSet:
 
     def take(self, source: object, *given: object) -> Figures:
         """Copy the figures of an object."""
-        others = [how(get(source)) for get, how in self._others]
-        return (*self._get_numbers(source), *others, *given)
+        taken = [*self._get_numbers(source)]
+        for get, how in self._others:
+            taken.append(how(get(source)))
+        return (*taken, *given)
 
     def named(self, taken: Figures) -> dict[str, Any]:
         """Return figures that were taken, by name."""

@@ -452,12 +452,12 @@ class RecordingPlanner(Planner):
         tiers: Sequence[TierState],
         limits: PlannerLimits,
         recorder: RequestRecorder,
-        *,
-        names: Sequence[str] = (),
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """Report to `recorder`; `names` are the tiers' names in timelines (default: their own)."""
+        """Report to `recorder`, with the time by `clock`; None: with that of the step."""
         self.recorder = recorder
-        self._names = tuple(names) or tuple(tier.name for tier in tiers)
+        self._clock = clock
+        self._names = tuple(tier.label for tier in tiers)
         super().__init__(primary, tiers, limits)
         labels = [(PRIMARY, "hit"), (PRIMARY, "pending"), (PRIMARY, "miss")]
         for name, tier in zip(self._names, tiers, strict=True):
@@ -467,8 +467,8 @@ class RecordingPlanner(Planner):
         recorder.read_lookups(labels, self._lookup_figures)
 
     def tell_time(self) -> None:
-        """Set the recorder's time to the step's; a subclass may use a more precise clock."""
-        self.recorder.advance(self.now_s)
+        """Set the recorder's time."""
+        self.recorder.advance(self.now_s if self._clock is None else self._clock())
 
     # -- the scheduler's calls ------------------------------------------------------------------
 

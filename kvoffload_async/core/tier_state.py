@@ -68,7 +68,7 @@ _GONE = (BlockMissingError, CorruptBlockError)
 
 
 class TierLookup(Protocol):
-    """What is asked in the middle of a lookup: a question to memory, no I/O."""
+    """Answers whether a tier has a key, during a lookup and without I/O."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS or RETRY at once."""
@@ -80,23 +80,22 @@ class TierState:
 
     Effects pile up until `take_effects`, which also launches the jobs among them: until then a
     job is certainly untouched by the tier. What happened in the tier comes in through `handle`.
-    Breakers, back-pressure and counters are the planner's: a manager alone does without them.
+    Breakers and back-pressure are for the planner; a manager without a planner ignores them.
 
     Thread: owner.
 
     Attributes:
         jobs: From their submission until their result, and their release, have been taken.
         index: What is known of the tier's contents.
-        knowledge: The same, or that of the manager behind this state; None: that is not ours.
-        cost_gated: The same, if it asks only for requests that miss enough blocks; else None.
+        cost_gated: The index, if it probes only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots of promotions, from their reservation until their block has landed or
             was given up, and no copy runs.
-        counters: What was submitted, and what has become of it.
-        observed: What the tier's own events have told.
-        effects: What waits to be handed over.
-        event_log: What `take_events` tells, and what of it was dropped.
-        health: When the planner leaves a failing tier alone.
+        counters: Submitted jobs and their results.
+        observed: Figures from the tier's own events.
+        effects: Effects that wait to be handed over.
+        event_log: Events for `take_events`.
+        health: The breakers, which suspend a failing tier.
         is_available: Whether the tier is open; it may not be yet, or not any more.
     """
 
@@ -118,15 +117,14 @@ class TierState:
             name: For messages and metrics.
             index: What is known of the tier's contents; owned by this object from now on.
             slot_bytes: Bytes a row.
-            events: Where changes of the tier's contents are announced.
-            breaker: When the planner leaves a failing tier alone, in each direction.
+            events: Log to which changes of the tier's contents are added.
+            breaker: When a failing tier is suspended, in each direction.
             medium: Where the tier's blocks lie.
             locality: How far away that is.
-            backpressure: Spares the tier some cascades when it is slow.
+            backpressure: Drops cascades to the tier while it is slow.
         """
         self.name = name
         self.index = index
-        self.knowledge: KeyIndex | None = index
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
         self.jobs = Ledger(slot_bytes)
         self.health = TierHealth(breaker or BreakerSettings())
@@ -142,6 +140,11 @@ class TierState:
         self._closed = False
 
     # -- questions ------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """The name that tells the tier apart from the others of its engine."""
+        return self.event_log.ownership or self.name
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return HIT, MISS or RETRY, from memory."""
@@ -257,19 +260,16 @@ class TierState:
         self.submit(job)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
-        """Pass a use of blocks on to the tier."""
-        if keys and not self._closed:
+        """Pass a use of blocks on to the tier, if it is open."""
+        if keys and self.is_available:
             self.effects.append(TouchBlocks(tuple(keys), ctx))
-
-    def begin_request(self, ctx: ReqContext) -> None:
-        """Learn of the engine's own request."""
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Learn that nothing more will be submitted for a request; its jobs may still run."""
         self.index.forget_request(ctx)
 
     def tell_time(self, clock: Callable[[], float]) -> None:
-        """Tell what measures the tier how late it is, where anything does; before `end_step`."""
+        """Advance the clock of the break-even model, if there is one; before `end_step`."""
         if self._break_even is not None:
             self._break_even.advance(clock())
 
@@ -344,7 +344,20 @@ class TierState:
         """Detach what appeared in and disappeared from the tier since the last call."""
         return self.event_log.take(lambda _key: False)
 
-    # -- the end --------------------------------------------------------------------------------
+    # -- begin and end --------------------------------------------------------------------------
+
+    def take_over(self, opened: TierState) -> None:
+        """Continue as the state of a tier that is open now, with what `opened` knows of it.
+
+        Args:
+            opened: The state that the tier was opened with; it has no jobs.
+        """
+        opened.index.decided = self.index.decided
+        self.index, self.cost_gated = opened.index, opened.cost_gated
+        self.event_log, self.observed = opened.event_log, opened.observed
+        self.medium, self.locality = opened.medium, opened.locality
+        self.backpressure = opened.backpressure
+        self.is_available = True
 
     def close(self) -> None:
         """Stop the intake; jobs that were not handed over fail now, the others go on."""
@@ -468,7 +481,7 @@ class Shares:
 
     @property
     def occupied(self) -> int:
-        """What tiers occupy and what is retained; a block with several uses counts for each."""
+        """Slots occupied by tiers or retained; a block with several uses counts for each."""
         used = (tier.promotion_slots + tier.cascading_blocks for tier in self._tiers)
         return self.retained_slots + sum(used)
 

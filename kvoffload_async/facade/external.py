@@ -1,6 +1,7 @@
-"""A tier manager that does not leave its jobs to the planner: a third party's, or a subclass's.
+"""External managers: classes outside this package that implement `SecondaryTierManager`'s contract.
 
-What it raises stays here: it is logged, and the hook that has called goes on.
+`ExternalLink` adapts such a manager to the planner, which drives an ordinary `TierState`. No error
+of the manager escapes: it is logged, and the hook that called the manager continues.
 """
 
 from __future__ import annotations
@@ -8,16 +9,27 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Final, TypeGuard, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, Final, TypeGuard
 
+from kvoffload_async.abc.events import JobOverdue, JobSettled
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.core.external_tier import ExternalTierState
-from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.core.ledger import BeginRequest, FinishRequest, JobState, StartJob, TouchBlocks
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.index import AskedIndex
+from kvoffload_async.core.ledger import JobState, StartJob, TouchBlocks
+from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import StateError, TierUnavailableError, drop_tracebacks, text_of
+from kvoffload_async.errors import (
+    StateError,
+    TierTimeoutError,
+    TierUnavailableError,
+    drop_tracebacks,
+    text_of,
+)
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -32,125 +44,330 @@ from kvoffload_async.types import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 GUARDED: Final = (Exception, SystemExit)
-"""A KeyboardInterrupt on the owner's thread is the user's."""
+"""What a manager may raise. A KeyboardInterrupt on the owner's thread is the user's."""
 _LOG_INTERVAL_S: Final = 60.0
 
+_CONTRACT: Final = (
+    "on_new_request",
+    "on_request_finished",
+    "lookup",
+    "touch",
+    "submit_store",
+    "submit_load",
+    "get_finished_jobs",
+    "get_released_jobs",
+    "on_schedule_end",
+    "has_pending_work",
+    "take_events",
+    "drain_jobs",
+    "abandon_jobs",
+    "shutdown",
+)
 
-class TierGuard:
-    """Calls the methods of a tier's manager, a third party's or not; none of them raises here.
 
-    What a method has given before it raised is kept. Errors of one method are logged at most once a
-    minute, with the number of those that were not.
+def is_external(manager: SecondaryTierManager) -> bool:
+    """Return whether a manager overrides a method of the contract, and so is called through it."""
+    return any(
+        getattr(type(manager), name) is not getattr(SecondaryTierManager, name)
+        for name in _CONTRACT
+    )
+
+
+class ExternalLink:
+    """Joins an external manager to a `TierState`, with the interface of `runtime.bridge.TierLink`.
+
+    `flush` makes the manager's calls, `pump` validates its reports and applies them to the state,
+    and a lookup in the state's index is a call of the manager's `lookup`. The manager is told of a
+    request before anything else is done within it, and of the request's end after the last job.
+
+    A job that the manager does not report within twice its `io_timeout_s` fails as overdue: its
+    slots stay out of use, and count against the tier's share, until the manager reports or releases
+    it. Errors of one method are logged at most once a minute.
 
     Thread: owner.
+
+    Attributes:
+        state: The state that the planner drives.
+        manager: The manager behind it.
+        inbox: Never empty: the manager announces nothing, and so is asked in every step.
     """
 
+    inbox: Final = ("unknown",)
+
     def __init__(
-        self, manager: SecondaryTierManager, state: TierState, clock: Callable[[], float]
+        self,
+        manager: SecondaryTierManager,
+        name: str,
+        slot_bytes: int,
+        clock: Callable[[], float],
     ) -> None:
-        self._manager = manager
-        self._state = state
+        """Join; the manager is not called yet.
+
+        Args:
+            manager: Owned from now on.
+            name: Name that the tier's events carry.
+            slot_bytes: Bytes of a row of the primary.
+            clock: Monotonic seconds.
+        """
+        self.manager = manager
+        self._name = name
         self._clock = clock
+        self._live: set[ReqContext] = set()
+        self._ended: list[ReqContext] = []
+        self._orphaned: set[JobId] = set()
+        """Jobs that the manager itself reported as orphaned: only a release ends them."""
         self._logged_at_s: dict[str, float] = {}
         self._not_logged: dict[str, int] = {}
+        self.state = TierState(
+            manager.tier_type,
+            AskedIndex(self._lookup, self._ended.append),
+            slot_bytes,
+            EventLog(manager.medium, manager.locality, enabled=False, ownership=name),
+            medium=manager.medium,
+            locality=manager.locality,
+            backpressure=manager.backpressure_detector,
+        )
 
-    def wants_whole_requests(self, ctx: ReqContext) -> bool:
-        """Tell the tier of a request; return whether it wants all of its blocks."""
-        try:
-            return self._manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL
-        except GUARDED as error:
-            self.complain("on_new_request", error)
-            return False
+    # -- calls of the manager -------------------------------------------------------------------
 
-    def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
-        """Return what the tier says; a tier that fails has nothing."""
-        try:
-            answer: object = self._manager.lookup(key, ctx)
-            if isinstance(answer, LookupResult):
-                return answer
-            raise wrong(answer)
-        except GUARDED as error:
-            self._state.health.lookup_failed(error)
-            self.complain("lookup", error)
-            return LookupResult.MISS
+    def begin_request(self, ctx: ReqContext) -> bool:
+        """Tell the manager of a request; return whether it wants all blocks of the request."""
+        if self._ended:  # an id may be in use again
+            self.flush()
+        return self._begin(ctx)
 
-    def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
-        try:
-            self._manager.touch(keys, ctx)
-        except GUARDED as error:
-            self.complain("touch", error)
-
-    def finish_request(self, ctx: ReqContext) -> None:
-        try:
-            self._manager.on_request_finished(ctx)
-        except GUARDED as error:
-            self.complain("on_request_finished", error)
-
-    def finished_jobs(self) -> Iterator[JobResult]:
-        """Yield what `get_finished_jobs` gives; a wrong one is still to be found."""
-        return self._each("get_finished_jobs", is_fault=True)
-
-    def released_jobs(self) -> Iterator[int]:
-        """Yield what `get_released_jobs` gives; a wrong one is still to be found."""
-        return self._each("get_released_jobs", is_fault=True)
+    def flush(self) -> None:
+        """Make the calls that wait as effects; a job that is refused settles at once."""
+        if self.state.effects:
+            for effect in self.state.take_effects():
+                match effect:
+                    case StartJob(job):
+                        self._submit(job)
+                    case TouchBlocks(keys, ReqContext() as ctx):  # pragma: no branch - no others
+                        self._begin_once(ctx)
+                        self._call("touch", keys, ctx)
+        ended = tuple(self._ended)
+        self._ended.clear()
+        for ctx in ended:
+            if ctx in self._live:
+                self._live.remove(ctx)
+                self._call("on_request_finished", ctx)
 
     def end_step(self, context: ScheduleEndContext | None) -> None:
-        try:
-            self._manager.on_schedule_end(context)
-        except GUARDED as error:
-            self.complain("on_schedule_end", error, is_fault=True)
+        """Make the calls of the step, the last of which is `on_schedule_end`."""
+        self.flush()
+        self._call("on_schedule_end", context, is_fault=True)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Yield the tier's events."""
+        """Yield the manager's events, under the tier's name."""
         for event in self._each("take_events"):
             if isinstance(event, OffloadingEvent):
-                yield event
+                yield replace(event, ownership=self._name)
             else:
-                self.complain("take_events", wrong(event))
+                self._complain("take_events", _broken(event))
+
+    def announce_anew(self) -> None:
+        """See `SecondaryTierManager.announce_anew`."""
+        self._call("announce_anew")
 
     def has_pending_work(self) -> bool:
-        """Ask the tier; one that fails is not waited for."""
+        """Return whether calls wait, a job is unfinished, or the manager says that it has work."""
+        if self._ended or self.state.effects or self.state.has_pending_work:
+            return True
         try:
-            return bool(self._manager.has_pending_work())
+            return bool(self.manager.has_pending_work())
         except GUARDED as error:
-            self.complain("has_pending_work", error)
+            self._complain("has_pending_work", error)
             return False
 
-    def drain_jobs(self, timeout_s: float) -> None:
-        """Wait for the tier's jobs; what runs on then is given up."""
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job has its result; False if not all have, and they were given up."""
+        self.flush()
         try:
-            if self._manager.drain_jobs(timeout_s):
-                return
+            if self.manager.drain_jobs(timeout_s):
+                return True
         except GUARDED as error:
-            self.complain("drain_jobs", error, is_fault=True)
-        self.abandon_jobs()
+            self._complain("drain_jobs", error, is_fault=True)
+        self.abandon()
+        return False
 
-    def abandon_jobs(self) -> None:
-        """Give up the tier's jobs that have no result yet."""
-        try:
-            self._manager.abandon_jobs()
-        except GUARDED as error:
-            self.complain("abandon_jobs", error, is_fault=True)
+    def abandon(self) -> None:
+        """Have the manager give up the jobs that have no result."""
+        self._call("abandon_jobs", is_fault=True)
 
-    def shutdown(self, timeout_s: float) -> CloseReport:
-        """Shut the tier down."""
+    def close(self, timeout_s: float) -> CloseReport:
+        """Shut the manager down; never raises."""
+        self.flush()
         try:
-            report: object = self._manager.shutdown(timeout_s)
+            report: object = self.manager.shutdown(timeout_s)
         except GUARDED as error:
-            failure = error if isinstance(error, Exception) else wrong(error)
+            failure = error if isinstance(error, Exception) else _broken(error)
             drop_tracebacks(failure)
             return CloseReport(error=failure)
         if report is None:  # as vLLM's tiers do
             return CloseReport()
-        return report if _is_report(report) else CloseReport(error=wrong(report))
+        return report if _is_report(report) else CloseReport(error=_broken(report))
 
-    def complain(self, method: str, error: BaseException, *, is_fault: bool = False) -> None:
-        """Log an error of the manager's; count it if it says nothing of its jobs any more."""
+    def stats(self, taken: Figures) -> TierStatistics:
+        """Return what the planner knows of the tier. Thread: any."""
+        return read_tier(taken, self.state)
+
+    # -- reports of the manager -----------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Apply what the manager reports; an invalid report is logged, and fails its job."""
+        for result in self._each("get_finished_jobs", is_fault=True):
+            try:
+                self._take(_validated(result))
+            except GUARDED as error:
+                self._complain("get_finished_jobs", error)
+                self._fail_job_of(result, error)
+        for job_id in self._each("get_released_jobs", is_fault=True):
+            try:
+                self._release(job_id)
+            except GUARDED as error:
+                self._complain("get_released_jobs", error)
+        self._expire()
+
+    def _take(self, result: JobResult) -> None:
+        """Apply a result; of a job that was given up here it says that the copy has ended.
+
+        Raises:
+            StateError: The job is not this tier's, or has a result; or the keys are not the job's.
+        """
+        job_id, jobs = result.job_id, self.state.jobs
+        state = jobs.state_of(job_id)
+        was_given_up = state is JobState.ORPHANED and job_id not in self._orphaned
+        if state is not JobState.FLYING and not was_given_up:
+            raise StateError(
+                f"tier {self.state.name!r} reported job {job_id}, which is not its job"
+            )
+        job = jobs.job_of(job_id)
+        landed = result.successful_keys or frozenset()
+        if not was_given_up and not landed.issubset(job.keys):
+            raise StateError(
+                f"tier {self.state.name!r} reported keys for job {job_id} that are not the job's"
+            )
+        if result.orphaned:
+            self._orphaned.add(job_id)
+            self.state.handle(JobOverdue(job_id, result.error))
+        else:
+            self.state.handle(self._settled(job, result, landed))
+
+    def _settled(
+        self, job: JobMetadata, result: JobResult, landed: Collection[OffloadKey]
+    ) -> JobSettled:
+        seconds = result.transfer_time
+        if seconds is None:
+            seconds = max(0.0, self._clock() - job.submit_time)
+        queue_s = None if result.queue_time is None else min(result.queue_time, seconds)
+        if result.success:
+            return JobSettled(job.job_id, seconds=seconds, queue_s=queue_s)
+        error = result.error or TierUnavailableError(
+            f"tier {self.state.name}: its manager reported job {job.job_id} as failed without an "
+            "error"
+        )
+        failed = [index for index, key in enumerate(job.keys) if key not in landed]
+        if 0 < len(failed) < len(job.keys):
+            failures = dict.fromkeys(failed, error)
+            return JobSettled(job.job_id, failures, seconds=seconds, queue_s=queue_s)
+        return JobSettled(job.job_id, job_error=error, seconds=seconds, queue_s=queue_s)
+
+    def _release(self, job_id: JobId) -> None:
+        """Note that the copy of an orphaned job has ended; StateError if it is none of the tier."""
+        jobs = self.state.jobs
+        if jobs.state_of(job_id) is not JobState.ORPHANED:
+            raise StateError(
+                f"tier {self.state.name!r} released job {job_id}, which is not its job"
+            )
+        self._orphaned.discard(job_id)
+        seconds = max(0.0, self._clock() - jobs.job_of(job_id).submit_time)
+        self.state.handle(JobSettled(job_id, seconds=seconds))
+
+    def _expire(self) -> None:
+        """Fail the jobs whose deadline has passed."""
+        # The manager's own deadline comes first: its report may say more, and comes a step later.
+        timeout_s = 2 * self.manager.io_timeout_s
+        submitted_by_s = self._clock() - timeout_s
+        jobs = self.state.jobs
+        for job in list(takewhile(lambda j: j.submit_time <= submitted_by_s, jobs.unreported())):
+            if jobs.state_of(job.job_id) is not JobState.FLYING:
+                continue
+            error = TierTimeoutError(
+                f"tier {self.state.name}: its manager has not reported the "
+                f"{'load' if job.is_promotion else 'store'} of {len(job.keys)} blocks for request "
+                f"{job.req_context.req_id} (job {job.job_id}) within {timeout_s} s"
+            )
+            logger.error("%s", error)
+            self.state.handle(JobOverdue(job.job_id, error))
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
+        """Return the manager's answer; a tier that fails has nothing."""
+        try:
+            answer: object = self.manager.lookup(key, ctx)
+            if isinstance(answer, LookupResult):
+                return answer
+            raise _broken(answer)
+        except GUARDED as error:
+            self.state.health.lookup_failed(error)
+            self._complain("lookup", error)
+            return LookupResult.MISS
+
+    def _begin(self, ctx: ReqContext) -> bool:
+        self._live.add(ctx)
+        try:
+            return self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL
+        except GUARDED as error:
+            self._complain("on_new_request", error)
+            return False
+
+    def _begin_once(self, ctx: ReqContext) -> None:
+        """Tell the manager of a request that it does not know yet: the engine's own."""
+        if ctx not in self._live:
+            self._begin(ctx)
+
+    def _submit(self, job: JobMetadata) -> None:
+        self._begin_once(job.req_context)
+        try:
+            if job.is_promotion:
+                self.manager.submit_load(job)
+            else:
+                self.manager.submit_store(job)
+        except GUARDED as cause:
+            self._fail(job.job_id, "refused the job", cause)
+
+    def _fail_job_of(self, report: object, cause: BaseException) -> None:
+        """Fail the job of an invalid report, if the report tells which job that is."""
+        job_id = getattr(report, "job_id", None)
+        if isinstance(job_id, int) and self.state.jobs.state_of(job_id) is JobState.FLYING:
+            self._fail(job_id, "sent an invalid report", cause)
+
+    def _fail(self, job_id: JobId, what: str, cause: BaseException) -> None:
+        error = TierUnavailableError(f"{self.state.name} {what}: {text_of(cause)}")
+        error.__cause__ = cause
+        self.state.handle(JobSettled(job_id, job_error=error))
+
+    def _call(self, method: str, *arguments: object, is_fault: bool = False) -> None:
+        """Call a method of the manager; its answer is not used."""
+        try:
+            getattr(self.manager, method)(*arguments)
+        except GUARDED as error:
+            self._complain(method, error, is_fault=is_fault)
+
+    def _each(self, method: str, *, is_fault: bool = False) -> Iterator[Any]:
+        """Yield what a method gives until it raises."""
+        try:
+            yield from getattr(self.manager, method)()
+        except GUARDED as error:
+            self._complain(method, error, is_fault=is_fault)
+
+    def _complain(self, method: str, error: BaseException, *, is_fault: bool = False) -> None:
+        """Log an error of the manager's; count it where its jobs are not reported any more."""
         if is_fault:
-            self._state.health.reports_failed(error)
+            self.state.health.reports_failed(error)
         now_s = self._clock()
         if now_s - self._logged_at_s.get(method, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
             self._not_logged[method] = self._not_logged.get(method, 0) + 1
@@ -158,21 +375,14 @@ class TierGuard:
         self._logged_at_s[method] = now_s
         more = self._not_logged.pop(method, 0)
         again = f" ({more} times more since it was logged last)" if more else ""
-        name = self._state.name
-        # As text: a log record that kept the error would keep its frames, and what they work on.
+        # As text: a log record that kept the error would keep its frames, and their locals.
         trace = "".join(traceback.format_exception(error))
-        logger.error("tier %s: %s failed%s: %s", name, method, again, trace)
+        logger.error("tier %s: %s failed%s: %s", self.state.name, method, again, trace)
         drop_tracebacks(error)
-
-    def _each(self, method: str, *, is_fault: bool = False) -> Iterator[Any]:
-        try:
-            yield from getattr(self._manager, method)()
-        except GUARDED as error:
-            self.complain(method, error, is_fault=is_fault)
 
 
 def _is_report(report: object) -> TypeGuard[CloseReport]:
-    """Tell whether all of a report is what it must be."""
+    """Return whether all fields of a report have their types."""
     if not isinstance(report, CloseReport):
         return False
     jobs: object = report.unfinished_jobs
@@ -184,128 +394,16 @@ def _is_report(report: object) -> TypeGuard[CloseReport]:
     )
 
 
-def wrong(given: object) -> StateError:
-    """Return what is wrong with what a tier has given."""
+def _broken(given: object) -> StateError:
+    """Return the error of a manager that has given an object of the wrong type."""
     return StateError(f"the tier broke its contract with a {type(given).__name__}")
 
 
-_LEFT_TO_THE_PLANNER: Final = (
-    "on_request_finished",
-    "lookup",
-    "touch",
-    "submit_store",
-    "submit_load",
-    "get_finished_jobs",
-    "get_released_jobs",
-)
-
-
-def is_external(manager: SecondaryTierManager) -> bool:
-    """Tell whether a manager has a say in its jobs, lookups or results: it overrides a method."""
-    return any(
-        getattr(type(manager), name) is not getattr(SecondaryTierManager, name)
-        for name in _LEFT_TO_THE_PLANNER
-    )
-
-
-def share_knowledge(state: TierState, manager: SecondaryTierManager) -> None:
-    """Have the planner see what a manager's own state knows; its probes count there."""
-    own = getattr(manager, "tier_state", None)
-    if isinstance(own, TierState):
-        own.health = state.health
-        state.knowledge, state.cost_gated = own.index, own.cost_gated
-
-
-class ExternalTier:
-    """Carries effects to such a manager, and its results back; no error of its escapes.
-
-    A job that it does not report within twice its `io_timeout_s` fails, and is overdue: its slots
-    stay out of use, and count against the tier's share, until the manager reports or releases it.
-
-    Thread: owner.
-
-    Attributes:
-        state: What the planner drives.
-        guard: Through which the manager is called.
-    """
-
-    def __init__(
-        self, manager: SecondaryTierManager, breaker: BreakerSettings, clock: Callable[[], float]
-    ) -> None:
-        self.state = ExternalTierState(
-            manager.tier_type,
-            self,
-            breaker=breaker,
-            medium=manager.medium,
-            locality=manager.locality,
-            backpressure=manager.backpressure_detector,
-        )
-        self.guard = TierGuard(manager, self.state, clock)
-        self._manager = manager
-        self._clock = clock
-        share_knowledge(self.state, manager)
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return what the manager says."""
-        return self.guard.lookup(key, req_context)
-
-    def poll_tier(self) -> None:
-        """Have the state hold what the manager has to report; what is wrong is only logged."""
-        for result in self.guard.finished_jobs():
-            try:
-                self.state.answer(_checked(result))
-            except GUARDED as error:
-                self.guard.complain("get_finished_jobs", error)
-                self._fail_job_of(result, error)
-        for job_id in self.guard.released_jobs():
-            try:
-                self.state.release(job_id)
-            except GUARDED as error:
-                self.guard.complain("get_released_jobs", error)
-        # Its own deadline comes first: it may say more, and is reported a step later.
-        timeout_s = 2 * self._manager.io_timeout_s
-        for late in self.state.give_up(self._clock() - timeout_s, timeout_s):
-            logger.error("%s", late)
-
-    def hand_over(self) -> None:
-        """Execute what the planner wants done; a job that is refused has its result at once."""
-        for effect in self.state.take_effects():
-            match effect:
-                case StartJob(job):
-                    self._submit(job)
-                case TouchBlocks(keys, ReqContext() as ctx):
-                    self.guard.touch(keys, ctx)
-                case BeginRequest(ctx):
-                    self.guard.wants_whole_requests(ctx)
-                case FinishRequest(ctx):  # pragma: no branch - there are no other effects
-                    self.guard.finish_request(ctx)
-
-    def _submit(self, job: JobMetadata) -> None:
-        try:
-            if job.is_promotion:
-                self._manager.submit_load(job)
-            else:
-                self._manager.submit_store(job)
-        except GUARDED as cause:
-            self._fail(job.job_id, f"{self.state.name} refused the job", cause)
-
-    def _fail_job_of(self, report: object, cause: BaseException) -> None:
-        """Give the job of a report that cannot be read its result, if it is known which it is."""
-        job_id = getattr(report, "job_id", None)
-        if isinstance(job_id, int) and self.state.jobs.state_of(job_id) is JobState.FLYING:
-            self._fail(job_id, f"{self.state.name} reported nonsense", cause)
-
-    def _fail(self, job_id: JobId, what: str, cause: BaseException) -> None:
-        error = TierUnavailableError(f"{what}: {text_of(cause)}")
-        error.__cause__ = cause
-        self.state.fail(job_id, error)
-
-
-def _checked(result: object) -> JobResult:
-    """Return what a manager has reported, if all of it is what it must be.
+def _validated(result: object) -> JobResult:
+    """Return a result that a manager has reported.
 
     Raises:
-        StateError: It is not.
+        StateError: It is no `JobResult`, or a field of it has a wrong type or an unusable value.
     """
     if isinstance(result, JobResult):
         fields: tuple[tuple[object, Any], ...] = (
@@ -320,11 +418,11 @@ def _checked(result: object) -> JobResult:
             map(_is_figure, figures)
         ):
             return result
-    raise wrong(result)
+    raise _broken(result)
 
 
 def _is_figure(value: object) -> bool:
-    """Tell whether it is None or a number that can be added up and written as JSON."""
+    """Return whether a value is None, or a number that can be summed and written as JSON."""
     if value is None:
         return True
     return isinstance(value, int | float) and 0 <= value < math.inf

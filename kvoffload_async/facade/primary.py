@@ -70,7 +70,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         )
         """The block accounting, for `TieringOffloadingManager`, invariant checks and inspection."""
         self._buffer = buffer
-        self._row_bytes = 0 if buffer is None else buffer.view.nbytes // num_blocks
+        self.row_bytes = 0 if buffer is None else buffer.view.nbytes // num_blocks
         self._closed = False
 
     def __repr__(self) -> str:
@@ -146,8 +146,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return OffloadingStatistics(primary=self.primary_stats(take_primary(self.core)))
 
     def primary_stats(self, taken: Figures) -> PrimaryStatistics:
-        """Return the primary's statistics from captured figures. Thread-safe."""
-        return read_primary(taken, self._row_bytes)
+        """Return the primary's part of `stats`, of figures that were taken. Thread: any."""
+        return read_primary(taken, self.row_bytes)
 
     def reset_cache(self) -> None:
         self.core.reset()

@@ -1,13 +1,12 @@
-"""A secondary tier behind plain calls: wraps any async tier for a synchronous owner."""
+"""A secondary tier with a synchronous interface: wraps any async tier."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
@@ -15,9 +14,9 @@ from kvoffload_async.config import Options
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
-from kvoffload_async.core.readings import Figures, read_tier, take_tier
+from kvoffload_async.core.readings import take_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import StateError, drop_tracebacks, text_of
+from kvoffload_async.errors import StateError
 from kvoffload_async.facade.manager import counted
 from kvoffload_async.facade.tier_options import (
     TierOptions,
@@ -98,12 +97,6 @@ def create_state(
     )
 
 
-logger = logging.getLogger(__name__)
-
-_KEYS_A_STEP: Final = 4096
-"""How many keys that a tier announces the owner takes in at once: about a millisecond's worth."""
-
-
 def read_threads(wanted: int | None) -> int:
     """Return how many I/O threads prefer loads."""
     return suitable_threads() - 1 if wanted is None else wanted
@@ -116,10 +109,16 @@ def owner_name(tier_type: str, seen: Counter[str]) -> str:
 
 
 class SecondaryTierManager:
-    """One secondary tier, as a scheduler sees it: submit jobs, poll for results.
+    """One secondary tier with a synchronous interface: submit jobs, poll for results.
 
     Only the constructor, `drain_jobs` and `shutdown` wait, each with a deadline. Every accepted
     job gets exactly one `JobResult`, also through failure, deadline and shutdown.
+
+    A class outside this package may implement the same methods in its own way: it derives from this
+    class, overrides all methods from `on_new_request` to `shutdown`, and need not call this
+    constructor. `TieringOffloadingManager` then calls these methods; no error of theirs escapes.
+    The classes in this package that derive from it are not for deriving: to alter a tier, wrap its
+    `AsyncTier`.
 
     Thread: owner, for all of it. One thread at a time is enough; its identity does not matter.
 
@@ -127,12 +126,16 @@ class SecondaryTierManager:
         tier_type: The name under which the tier was configured.
         medium: Where its blocks lie.
         locality: How far away that is.
-        backpressure_detector: Spares the tier some cascades when it is slow, or None.
-        tier_state: What the owner knows of the tier. A `TieringOffloadingManager` drives it itself.
-        io_timeout_s: Seconds that a job may take. A manager that reports its jobs itself has twice
-            as long to do so; then they have failed, whatever becomes of them.
+        backpressure_detector: Drops cascades to the tier while it is slow; None: none is dropped.
+        link: Connects the tier to its event loop. A `TieringOffloadingManager` drives it itself.
+        io_timeout_s: Seconds until a job is reported as failed. A manager that overrides methods
+            has twice as long; then its jobs fail, and their slots stay out of use.
     """
 
+    tier_type: str = ""
+    medium: Medium = Medium.STORAGE
+    locality: Locality = Locality.LOCAL
+    backpressure_detector: Backpressure | None = None
     io_timeout_s: float = TierOptions.io_timeout_s
     declares: ClassVar[type[Options]] = Options
     """Declares the options that the constructor takes besides those of `TierOptions`."""
@@ -175,21 +178,12 @@ class SecondaryTierManager:
             raise StateError("primary_kv_view must have shape [num_slots, slot_bytes], in bytes")
         self.tier_type = tier_type
         self.tier = tier
-        self.medium: Medium = tier.capabilities.medium
-        self.locality: Locality = tier.capabilities.locality
+        self.medium = tier.capabilities.medium
+        self.locality = tier.capabilities.locality
         self.backpressure_detector = common.backpressure_detector
-        self._policy = (
-            OffloadPolicy.REQUEST_LEVEL
-            if tier.capabilities.request_level
-            else OffloadPolicy.BLOCK_LEVEL
-        )
         self.io_timeout_s = common.io_timeout_s
         self._close_timeout_s = common.close_timeout_s
-        self._report: CloseReport | None = None
-        self._view = memoryview(primary_kv_view)
-        self._row_bytes = shape[1]
-        self._gauges_failed = False
-        self.tier_state = create_state(
+        state = create_state(
             tier_type,
             tier,
             create_index(tier, common.min_blocks, common.prefill_blocks_per_s),
@@ -197,21 +191,17 @@ class SecondaryTierManager:
             enable_kv_events=common.enable_kv_events,
             backpressure=common.backpressure_detector,
         )
-        self._events = self.tier_state.event_log
-        shared: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
-        self._host: RuntimeHost | None = None
-        if shared is None:
-            self._host = RuntimeHost()
-            shared = self._host.bridge
-        self._bridge: Bridge = shared
-        self.flushes_on_poll = True
-        """Whether polling hands submitted jobs over; a composing manager does it once a step."""
-        self._link = TierLink(
-            self._bridge,
-            self.tier_state,
+        bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
+        host = None
+        if bridge is None:
+            host = RuntimeHost()
+            bridge = host.bridge
+        self.link = TierLink(
+            bridge,
+            state,
             tier,
-            kv_view=self._view,
-            pool=self._bridge.create_pool(
+            kv_view=memoryview(primary_kv_view),
+            pool=bridge.create_pool(
                 read_threads(common.n_read_threads),
                 common.n_write_threads,
                 tier.bounds.concurrent_probes,
@@ -219,20 +209,20 @@ class SecondaryTierManager:
             io_timeout_s=common.io_timeout_s,
             probe_timeout_s=common.probe_timeout_s,
             identity=identity_of(common, config_of(offloading_spec), shape[1]),
+            host=host,
         )
-        try:
-            self._link.open(common.open_timeout_s)
-        except BaseException:
-            self._release_view()
-            if self._host is not None:
-                self._host.close()
-            raise
-        self._link.pump()
+        self.link.open(common.open_timeout_s)
+        self.link.pump()
 
     def __repr__(self) -> str:
         jobs = counted(self.tier_state.jobs.unreported_count, "job")
-        place = self._link.actor.place
+        place = self.link.actor.place
         return f"<{type(self).__name__} {self.ownership}: {place}, {jobs} in flight>"
+
+    @property
+    def tier_state(self) -> TierState:
+        """What the owner knows of the tier."""
+        return self.link.state
 
     @classmethod
     def take_options(cls, tier_type: str, options: Mapping[str, Any]) -> TierOptions:
@@ -253,17 +243,20 @@ class SecondaryTierManager:
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
-        """Return what looks after such tiers' stores; None: nothing does."""
+        """Return the class that maintains the stores of these tiers; None: there is none."""
         return None
 
     # -- a request's life -----------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; returns which of its blocks the tier wants."""
-        return RequestOffloadingContext(self._policy)
+        wants_all = self.link.begin_request(req_context)
+        return RequestOffloadingContext(
+            OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL
+        )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Learn that nothing more will be submitted for a request; its jobs may still run."""
+        """End a request: nothing more will be submitted for it; its jobs may still run."""
         self.tier_state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -275,8 +268,8 @@ class SecondaryTierManager:
         if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
             require_keys([key])
         answer = self.tier_state.lookup(key, req_context)
-        if answer is LookupResult.RETRY and self._link.inbox:  # its verdict may be in there
-            self._link.pump(_KEYS_A_STEP)
+        if answer is LookupResult.RETRY and self.link.inbox:  # its verdict may be in there
+            self.link.pump()
             answer = self.tier_state.lookup(key, req_context)
         return answer
 
@@ -324,67 +317,42 @@ class SecondaryTierManager:
         return [record.job.job_id for record in self.tier_state.jobs.take_released()]
 
     def poll_tier(self) -> None:
-        """Take in what has happened in the tier; with `flushes_on_poll`, hand jobs over first."""
-        if self.flushes_on_poll and self.tier_state.effects:
-            self._bridge.flush()
-        if self._link.inbox:
-            self._link.pump(_KEYS_A_STEP)
+        """Hand submitted jobs over, and apply what has happened in the tier."""
+        if self.tier_state.effects:
+            self.link.bridge.flush()
+        self.link.pump()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: take in what the tier did; its existence probes and submitted jobs start."""
-        if self._link.inbox:
-            self._link.pump(_KEYS_A_STEP)
-        self.tier_state.tell_time(self._bridge.runner.now_s)
-        self.tier_state.end_step()
-        if self.flushes_on_poll:
-            self._bridge.flush()
+        """End a step: existence probes and submitted jobs start."""
+        self.link.pump()
+        self.link.end_step(context)
+        self.link.bridge.flush()
 
     def has_pending_work(self) -> bool:
-        """Tell whether a job has no result yet, a result waits, or a probe is unanswered."""
-        if self._link.inbox:
-            self._link.pump(_KEYS_A_STEP)
-        return bool(self._link.inbox) or self.tier_state.has_pending_work
+        """Return whether a job has no result, a result waits, or a probe is unanswered."""
+        self.link.pump()
+        return self.link.has_pending_work()
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
+    def take_events(self) -> Iterable[OffloadingEvent]:
         """Detach and return what appeared in and disappeared from the tier."""
-        return self.tier_state.take_events()
+        return self.link.take_events()
 
     def announce_anew(self) -> None:
         """Announce blocks again when they are stored again: consumers have forgotten everything."""
-        self._events.announce_anew()
+        self.link.announce_anew()
 
-    def stats(self, taken: Figures | None = None) -> TierStatistics:
-        """Return what the tier has done so far, and how it is now; also when it is closed.
-
-        Args:
-            taken: What the planner knows of the tier, from `take_tier`; then the call is any
-                thread's. None: there is no planner.
-        """
-        try:
-            gauges = dict(self.tier.gauges())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
-            gauges = {}
-            if not self._gauges_failed:
-                self._gauges_failed = True
-                drop_tracebacks(error)  # before it is logged, as logs may be kept
-                logger.warning("tier %s: gauges() failed: %s", self.tier_type, text_of(error))
-        return read_tier(
-            take_tier(self.tier_state) if taken is None else taken,
-            self.tier_state,
-            name=self.ownership or self.tier_type,
-            row_bytes=self._row_bytes,
-            waiting_jobs=self._link.actor.waiting_jobs,
-            gauges=gauges,
-        )
+    def stats(self) -> TierStatistics:
+        """Return what the tier has done so far, and how it is now; also when it is closed."""
+        return self.link.stats(take_tier(self.tier_state))
 
     @property
     def ownership(self) -> str | None:
         """The name that the tier's events carry; by default `tier_type`."""
-        return self._events.ownership
+        return self.tier_state.event_log.ownership
 
     @ownership.setter
     def ownership(self, name: str) -> None:
-        self._events.ownership = name
+        self.tier_state.event_log.ownership = name
 
     # -- the calls that wait --------------------------------------------------------------------
 
@@ -393,7 +361,7 @@ class SecondaryTierManager:
 
         The results are left for `get_finished_jobs`. Running copies are not aborted.
         """
-        return self._link.drain(timeout)
+        return self.link.drain(timeout)
 
     def abandon_jobs(self) -> Sequence[JobId]:
         """Give up every job that has no result yet: it fails now; return those still running."""
@@ -410,21 +378,7 @@ class SecondaryTierManager:
         Returns:
             What was left behind: while a job's copy still runs, the primary's memory must stay.
         """
-        timeout_s = self._close_timeout_s if timeout is None else timeout
-        if self._report is None:
-            self._report = self._link.close(timeout_s)
-            if self._host is not None:
-                self._host.close(timeout_s)
-                self._link.pump()
-            if not self._report.unfinished_jobs:
-                self._release_view()
-        return self._report
-
-    def _release_view(self) -> None:
-        try:
-            self._view.release()
-        except BufferError:
-            logger.warning("%s: the tier still holds the primary's buffer", self.tier_type)
+        return self.link.close(self._close_timeout_s if timeout is None else timeout)
 
 
 SecondaryTierManager.__signature__ = signature_of(SecondaryTierManager, TierOptions)

@@ -17,10 +17,10 @@ from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager, tiers_text
 from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.reopening import create_tier
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_group import UnopenedTier, create_tier
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
@@ -327,7 +327,7 @@ class TieringOffloadingSpec(_Spec):
     def _create_manager(self) -> TieringOffloadingManager:
         config = self.config
         primary = self._create_primary()
-        tiers: list[SecondaryTierManager] = []
+        tiers: list[SecondaryTierManager | UnopenedTier] = []
         try:
             for index, tier_config in enumerate(self._tier_configs()):
                 with naming_tier(index, tier_config):

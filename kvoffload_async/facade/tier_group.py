@@ -1,28 +1,167 @@
-"""The managers of a composing manager's tiers, and the states that its planner drives for them."""
+"""The tiers of a composing manager: one `TierState` each, driven through a link.
+
+A tier that the engine can do without is opened later, in the background, if it cannot be now.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Final
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
-from kvoffload_async.core.health import BreakerSettings, TierHealth
+from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
+from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.readings import Figures
+from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.facade.external import ExternalTier, TierGuard, is_external
-from kvoffload_async.facade.reopening import ReopeningTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
+from kvoffload_async.facade.external import ExternalLink, is_external
+from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.statistics import TierStatistics
-from kvoffload_async.types import JobId
+from kvoffload_async.types import (
+    JobId,
+    Medium,
+    OffloadingEvent,
+    ReqContext,
+    ScheduleEndContext,
+)
 
 logger = logging.getLogger(__name__)
 
+_POLL_S: Final = 0.05
+"""How often tiers are polled that do not announce their reports."""
+
+
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+
+
+def create_tier(
+    tier_config: Mapping[str, Any], primary_kv_view: memoryview, offloading_spec: object
+) -> SecondaryTierManager | UnopenedTier:
+    """Create and open a tier; one that is not `required` may be opened later.
+
+    Raises what `SecondaryTierFactory.create_secondary_tier` raises, if the tier is required.
+    """
+    create = partial(
+        SecondaryTierFactory.create_secondary_tier, tier_config, primary_kv_view, offloading_spec
+    )
+    try:
+        return create()
+    except Exception as error:
+        if tier_config.get("required", True):
+            raise
+        drop_tracebacks(error)  # before it is logged, as logs may be kept
+        longest_s = tier_config.get("reopen_pause_s", _LONGEST_PAUSE_S)
+        name = tier_config["type"]
+        bridge: Bridge | None = getattr(offloading_spec, "runtime", None)
+        hangs = partial(bridge.opening_hangs, name) if bridge is not None else bool
+        return UnopenedTier(name, create, error, longest_s, hangs)
+
+
+def pauses_s(longest_s: float) -> Iterator[float]:
+    """Yield the seconds before each attempt."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield min(pause_s, longest_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+class UnopenedTier:
+    """Tries to open a tier, on a thread that the owner waits for in `shutdown` alone.
+
+    Thread: owner, but for `_reopen`.
+
+    Attributes:
+        tier_type: The name under which the tier was configured.
+    """
+
+    def __init__(
+        self,
+        tier_type: str,
+        create: Callable[[], SecondaryTierManager],
+        error: Exception,
+        longest_pause_s: float,
+        hangs: Callable[[], bool] = bool,
+    ) -> None:
+        """Begin to try.
+
+        Args:
+            tier_type: The name under which the tier was configured.
+            create: Creates and opens the tier; waits for that, on the thread.
+            error: Why it could not be opened so far.
+            longest_pause_s: Bound on the pauses between two attempts, which double from 1 s on.
+            hangs: Returns whether a thread of the last attempt still hangs: then none is begun.
+        """
+        self.tier_type = tier_type
+        self._create = create
+        self._longest_pause_s = longest_pause_s
+        self._hangs = hangs
+        self._opened: deque[SecondaryTierManager] = deque()
+        self._stop = threading.Event()
+        self._failed_at_s = time.monotonic()
+        why = text_of(error)
+        logger.warning("tier %s cannot be opened, and is tried again: %s", tier_type, why)
+        self._thread = threading.Thread(
+            target=self._reopen, name=f"kvoffload-reopen:{tier_type}", daemon=True
+        )
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.tier_type}>"
+
+    def take_opened(self) -> SecondaryTierManager | None:
+        """Return the tier once it is open, and from then on None."""
+        if not self._opened:
+            return None
+        seconds = time.monotonic() - self._failed_at_s
+        logger.warning("tier %s was opened after %.1f s", self.tier_type, seconds)
+        return self._opened.popleft()
+
+    def shutdown(self, timeout: float) -> CloseReport:
+        """Stop trying, and close a tier that was not taken; waits, also for a running attempt."""
+        self._stop.set()
+        begun_s = time.monotonic()
+        self._thread.join(timeout)
+        with contextlib.suppress(IndexError):
+            left_s = max(0.0, timeout - (time.monotonic() - begun_s))
+            return self._opened.popleft().shutdown(left_s)
+        if self._thread.is_alive():  # it closes what it opens; until then it may use the primary
+            return CloseReport(error=TierTimeoutError(f"{self.tier_type} is still being opened"))
+        return CloseReport()
+
+    def _reopen(self) -> None:
+        """Try until it works. Thread: its own."""
+        for pause_s in pauses_s(self._longest_pause_s):
+            if self._stop.wait(pause_s):
+                return
+            if self._hangs():
+                continue
+            try:
+                tier = self._create()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is tried again
+                drop_tracebacks(error)
+                logger.debug("tier %s cannot be opened: %s", self.tier_type, text_of(error))
+                continue
+            self._opened.append(tier)
+            if self._stop.is_set():
+                with contextlib.suppress(IndexError):  # else `shutdown` has it
+                    self._opened.popleft().shutdown()
+            return
+
 
 class BreakerLog:
-    """Logs each opening and closing of a tier's breakers once; a try that fails is none.
+    """Logs each opening and closing of a tier's breakers once; a failed attempt is not logged.
 
     Thread: owner.
     """
@@ -37,7 +176,7 @@ class BreakerLog:
             health = tier.health
             for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
                 is_known = (index, direction) in self._suspended
-                if breaker.is_closed is not is_known:
+                if (breaker.state is BreakerState.CLOSED) is not is_known:
                     continue
                 if is_known:
                     self._suspended.remove((index, direction))
@@ -55,65 +194,118 @@ class BreakerLog:
                 )
 
 
-_POLL_S: Final = 0.05
-"""How often tiers are polled that do not say when they have something to report."""
-
-
 class TierGroup:
-    """Polls the tiers, tells external ones what they are to do, and keeps their errors in.
+    """Takes in what happens in the tiers, and hands over what they are to do.
 
-    Thread: owner.
+    A tier that is not open yet has a state that is not available, and no link.
+
+    Thread: owner, but for `stats`.
 
     Attributes:
-        states: What the planner drives, one a tier.
-        guards: Through which the managers are called.
+        managers: The managers of the open tiers, by their number.
+        states: What the planner drives, one per tier.
+        links: The open tiers, by their number.
     """
 
     def __init__(
         self,
-        managers: Sequence[SecondaryTierManager],
+        managers: Sequence[SecondaryTierManager | UnopenedTier],
         breaker: BreakerSettings,
+        slot_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        """Make what joins the managers to a planner; nothing is called yet."""
-        self.guards: list[TierGuard] = []
-        self._managers = managers
+        """Join the managers; external ones are not called yet."""
+        self.managers: dict[int, SecondaryTierManager] = {}
+        self.links: dict[int, TierLink | ExternalLink] = {}
+        self._external: list[ExternalLink] = []
+        self._bridges: list[Bridge] = []
+        self.states: list[TierState] = []
+        self._slot_bytes = slot_bytes
         self._clock = clock
-        self._sources: list[SecondaryTierManager | ExternalTier] = []
-        self._external: dict[int, ExternalTier] = {}
-        self.states = [self._join(index, breaker) for index in range(len(managers))]
+        seen: Counter[str] = Counter()
+        self._names = [owner_name(manager.tier_type, seen) for manager in managers]
+        self._unopened: dict[int, UnopenedTier] = {}
+        for index, manager in enumerate(managers):
+            if isinstance(manager, UnopenedTier):
+                self._unopened[index] = manager
+                state = _unopened_state(manager.tier_type, self._names[index], slot_bytes)
+            else:
+                state = self._link(index, manager).state
+            state.health = TierHealth(breaker)
+            self.states.append(state)
         self._breaker_log = BreakerLog(self.states)
 
-    def poll(self, planner: Planner) -> None:
-        """Take in what the tiers have to report, and say which of them are suspended now."""
-        self.collect(planner)
-        self._breaker_log.update(self._clock())
+    # -- steps ----------------------------------------------------------------------------------
+
+    def begin_request(self, ctx: ReqContext) -> list[int]:
+        """Tell the tiers of a request; return which of them want all of its blocks."""
+        return [index for index, link in self.links.items() if link.begin_request(ctx)]
 
     def collect(self, planner: Planner) -> None:
-        """Take in what the tiers have to report."""
-        for source in self._sources:
-            source.poll_tier()
+        """Apply what has happened in the tiers."""
+        if self._unopened:
+            self._take_opened(planner)
+        for link in self.links.values():
+            if link.inbox:
+                link.pump()
         planner.collect()
+        self._breaker_log.update(planner.now_s)
 
-    def hand_over(self, planner: Planner) -> None:
-        """Tell external tiers now what they are to do; the others wait for the end of the step."""
-        for index, external in self._external.items():
-            external.hand_over()
-            planner.collect_from(index)
+    def end_step(self, context: ScheduleEndContext | None, planner: Planner) -> None:
+        """Start the probes of the step, and hand everything over."""
+        for link in self.links.values():
+            link.end_step(context)
+        self.flush(planner)
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Detach and yield the events of the tiers."""
+        for link in self.links.values():
+            yield from link.take_events()
+
+    def announce_anew(self) -> None:
+        """Announce blocks again when they are stored again: consumers have forgotten everything."""
+        for link in self.links.values():
+            link.announce_anew()
+
+    def has_pending_work(self) -> bool:
+        """Return whether a tier has jobs, or probes without an answer."""
+        return any(link.has_pending_work() for link in self.links.values())
 
     def polls_in_s(self) -> float:
         """Return in how many seconds external tiers, which announce nothing, are to be polled."""
-        has_work = any(
-            jobs.unfinished_count or jobs.orphaned_count or external.guard.has_pending_work()
-            for external in self._external.values()
-            for jobs in (external.state.jobs,)
-        )
-        return _POLL_S if has_work else math.inf
+        for link in self._external:
+            if link.state.jobs.orphaned_count or link.has_pending_work():
+                return _POLL_S
+        return math.inf
 
-    def abandon_unreported(self) -> None:
-        """Give up the jobs that external managers have given up without saying so."""
-        for external in self._external.values():
-            external.state.abandon_rest()
+    def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
+        """Return how each tier is, of what the planner knows of them. Thread: any."""
+        return tuple(
+            self.links[index].stats(figures)
+            if index in self.links
+            else read_tier(figures, self.states[index])
+            for index, figures in enumerate(taken)
+        )
+
+    def flush(self, planner: Planner) -> None:
+        """Hand over what the tiers are to do; an external manager may refuse jobs at once."""
+        for bridge in self._bridges:
+            bridge.flush()
+        for link in self._external:
+            link.flush()
+            planner.collect()
+
+    # -- the calls that wait --------------------------------------------------------------------
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for running jobs, at most so many seconds per tier."""
+        for link in self.links.values():
+            link.drain(timeout_s)
+
+    def abandon(self) -> None:
+        """Give up the jobs that have no result."""
+        for link in self.links.values():
+            link.abandon()
 
     def store_pending(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
         """Send the tiers their pending blocks; waits. Without a bridge nothing is waited for."""
@@ -129,8 +321,7 @@ class TierGroup:
             planner.begin_step(began_s)
             self.collect(planner)
             planner.cascades.send_pending(planner.now_s)
-            self.hand_over(planner)
-            bridge.flush()
+            self.flush(planner)
             if left_s <= 0 or not planner.has_pending_work:
                 return
             # Not the bridge's own wait: others, whose events nobody here takes, may share it.
@@ -140,46 +331,63 @@ class TierGroup:
 
     def shutdown(self, planner: Planner, deadline_s: float) -> tuple[int, list[Exception]]:
         """Shut every tier down; return how many copies still run, and what has failed."""
-        self.hand_over(planner)
         errors: list[Exception] = []
         running: list[set[JobId]] = []
-        for state, guard in zip(self.states, self.guards, strict=True):
+        for index, state in enumerate(self.states):
             state.health.close()
-            report = guard.shutdown(max(0.0, deadline_s - self._clock()))
+            left_s = max(0.0, deadline_s - self._clock())
+            if index in self.links:
+                report = self.links[index].close(left_s)
+            else:
+                report = self._unopened[index].shutdown(left_s)
             running.append(set(report.unfinished_jobs))
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
-        self.collect(planner)
+        for link in self.links.values():
+            link.pump()
         for state, jobs in zip(self.states, running, strict=True):
-            # Only a tier whose own shutdown failed, or that says nothing of it, leaves jobs behind.
+            # Only an external manager whose shutdown failed, or that does not say, leaves any.
             jobs.update(state.abandon_rest())
         planner.collect()
         return sum(map(len, running)), errors
 
-    def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
-        """Return how each tier is, of what the planner knows of them. Thread: any."""
-        return tuple(map(_stats_of, self._managers, taken))
+    # -- inside ---------------------------------------------------------------------------------
 
-    def _join(self, index: int, breaker: BreakerSettings) -> TierState:
-        """Return the state of a tier that the planner is to drive."""
-        manager = self._managers[index]
+    def _link(self, index: int, manager: SecondaryTierManager) -> TierLink | ExternalLink:
+        """Add and return the link through which the planner drives a manager's tier."""
+        name = self._names[index]
+        link: TierLink | ExternalLink
         if is_external(manager):
-            external = self._external[index] = ExternalTier(manager, breaker, self._clock)
-            self._sources.append(external)
-            self.guards.append(external.guard)
-            if isinstance(manager, ReopeningTierManager):
-                manager.attach(external.state)
-            return external.state
-        self._sources.append(manager)
-        state = manager.tier_state
-        state.health = TierHealth(breaker)
-        state.backpressure = manager.backpressure_detector
-        state.medium, state.locality = manager.medium, manager.locality
-        self.guards.append(TierGuard(manager, state, self._clock))
-        return state
+            link = ExternalLink(manager, name, self._slot_bytes, self._clock)
+        else:
+            link, state = manager.link, manager.link.state
+            state.event_log.ownership = name
+            state.backpressure = manager.backpressure_detector
+            state.medium, state.locality = manager.medium, manager.locality
+        self.managers = dict(sorted({**self.managers, index: manager}.items()))
+        self.links = dict(sorted({**self.links, index: link}.items()))
+        links = self.links.values()
+        self._external = [link for link in links if isinstance(link, ExternalLink)]
+        self._bridges = list(dict.fromkeys(li.bridge for li in links if isinstance(li, TierLink)))
+        return link
+
+    def _take_opened(self, planner: Planner) -> None:
+        """Link the tiers that have been opened by now."""
+        for index, tier in list(self._unopened.items()):
+            manager = tier.take_opened()
+            if manager is None:
+                continue
+            del self._unopened[index]
+            link = self._link(index, manager)
+            self.states[index].take_over(link.state)
+            link.state = self.states[index]
+            for ctx in planner.requests:
+                link.begin_request(ctx)
 
 
-def _stats_of(manager: SecondaryTierManager, taken: Figures) -> TierStatistics:
-    if isinstance(manager, ReopeningTierManager):
-        return manager.stats(taken)
-    return SecondaryTierManager.stats(manager, taken)  # its own may be a third party's
+def _unopened_state(tier_type: str, name: str, slot_bytes: int) -> TierState:
+    """Return the state of a tier whose contents are unknown, and that is not available."""
+    log = EventLog(Medium.STORAGE, enabled=False, ownership=name)
+    state = TierState(tier_type, ProbedIndex(1), slot_bytes, log)
+    state.is_available = False
+    return state

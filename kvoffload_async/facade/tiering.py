@@ -9,7 +9,6 @@ import math
 import platform
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -20,17 +19,17 @@ from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Snapshot, read_planner, take_snapshot
-from kvoffload_async.core.recorder import RequestRecorder
+from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
-from kvoffload_async.facade.explaining import Explaining, create_planner
 from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
-from kvoffload_async.facade.tier_group import TierGroup
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_group import TierGroup, UnopenedTier
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
+from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     CPULoadStoreSpec,
@@ -90,10 +89,10 @@ class LossWarnings:
 
 
 class OwnerSteps:
-    """Measures what grows with the work of a step: taking in results, and the end of the step.
+    """Measures how long each step keeps the owner's thread: its beginning and its end.
 
-    At the end of a step it publishes a snapshot of the planner's figures, by one assignment: what
-    another thread reads is of one moment, whatever the owner is doing, and waits for nothing.
+    The end of a step publishes a snapshot of the planner's figures, by one assignment: another
+    thread reads figures of one moment, without waiting.
 
     Thread: owner, but for `published` and `read`.
     """
@@ -106,32 +105,32 @@ class OwnerSteps:
         self._block_io = _block_io()
         self.publish()
 
-    def spent(self, since_s: float) -> None:
-        """Note that the step has kept the thread since then."""
+    def began(self, since_s: float) -> None:
+        """Note that the beginning of the step has kept the thread since then."""
         self._owner = threading.get_ident()
         self._step_s += self._clock() - since_s
 
     def ended(self, since_s: float) -> None:
         """Note the end of the step, which has kept the thread since then, and publish."""
-        self.spent(since_s)
+        self._step_s += self._clock() - since_s
         self._durations.observe(self._step_s)
         self._longest_s = max(self._longest_s, self._step_s)
         self._step_s = 0.0
         self.publish()
 
     def publish(self) -> None:
-        """Show other threads how it is now."""
+        """Publish a snapshot for other threads."""
         self._owner = threading.get_ident()
         self._published = take_snapshot(self._planner)
 
     def published(self) -> Snapshot:
-        """Return how it is now; on another thread than the owner's, what was published last."""
+        """Return the latest snapshot; a new one on the owner's thread."""
         if threading.get_ident() == self._owner:
             self.publish()
         return self._published
 
     def read(self, bridge: Bridge | None) -> RuntimeStatistics:
-        """Return what was measured here, and by the bridge, if the tiers share one."""
+        """Return the measurements of this object, and of the bridge that the tiers share."""
         version, python = _versions()
         return RuntimeStatistics(
             version=version,
@@ -145,7 +144,7 @@ class OwnerSteps:
 
 
 def _block_io() -> str:
-    """Return what moves payload; tiers refuse to begin where the environment is unclear."""
+    """Return the name of the block I/O implementation; tiers report an unusable environment."""
     try:
         return implementation().name
     except ConfigError:
@@ -158,6 +157,104 @@ def _versions() -> tuple[str, str]:
     return importlib.metadata.version("kvoffload-async"), platform.python_version()
 
 
+TimelineListener = Callable[[RequestTimeline], None]
+"""Called on the owner's thread: it must not wait."""
+
+FindParent = Callable[[ReqContext], object | None]
+
+
+class Explaining:
+    """Timelines of the last `explain_requests` requests.
+
+    Thread: owner.
+
+    Attributes:
+        recorder: Records the timelines; None: nothing is recorded.
+    """
+
+    recorder: RequestRecorder | None
+    _listeners: tuple[TimelineListener, ...] = ()
+
+    def explain(self, req_id: str) -> RequestTimeline | None:
+        """Return the timeline of a request so far, also after its end; `print` it.
+
+        Of several requests with one id, the one that began last.
+
+        Returns:
+            None: it is not among the requests that are kept.
+
+        Raises:
+            StateError: Nothing is recorded, as `explain_requests` is 0.
+        """
+        return self._require_recorder().explain(req_id)
+
+    def timelines(self) -> tuple[RequestTimeline, ...]:
+        """Return the timeline of every request that is kept, the one that began first first.
+
+        Raises:
+            StateError: Nothing is recorded, as `explain_requests` is 0.
+        """
+        return self._require_recorder().timelines()
+
+    def slowest_requests(self, count: int = 5) -> tuple[SlowRequest, ...] | None:
+        """Return which of the recent requests have waited longest; None: nothing is recorded.
+
+        Thread: any.
+        """
+        return None if self.recorder is None else self.recorder.slowest(count)
+
+    def watch_timelines(
+        self, listener: TimelineListener, find_parent: FindParent | None = None
+    ) -> None:
+        """Have each timeline handed over, once, at the end of the step in which it is complete.
+
+        A request's timeline is complete when no copy works for it any more. At the shutdown, and
+        when a request has to make room for later ones, it is handed over as it is. A listener that
+        raises is logged, and called no more.
+
+        Args:
+            listener: Called on the owner's thread; it must not wait.
+            find_parent: Returns the trace context of a request that begins; by default its own.
+
+        Raises:
+            StateError: Nothing is recorded, as `explain_requests` is 0.
+        """
+        recorder = self._require_recorder()
+        recorder.keep_complete()
+        if find_parent is not None:
+            recorder.find_parent = find_parent
+        self._listeners += (listener,)
+
+    def _require_recorder(self) -> RequestRecorder:
+        if self.recorder is None:
+            raise StateError(
+                "no request is recorded: set explain_requests, the number of requests to keep"
+            )
+        return self.recorder
+
+    def _give_timelines_up(self) -> None:
+        """Hand every timeline over, also those that are not complete: nothing will follow."""
+        if self.recorder is not None:
+            self._hand_timelines_over()
+            self.recorder.give_up()
+            self._hand_timelines_over()
+
+    def _hand_timelines_over(self) -> None:
+        if self.recorder is None or not self._listeners:
+            return
+        for timeline in self.recorder.take_complete():
+            for listener in self._listeners:
+                try:
+                    listener(timeline)
+                except Exception:
+                    self._listeners = tuple(one for one in self._listeners if one != listener)
+                    logger.exception(
+                        "request %s: a listener for timelines failed and is not called again; "
+                        "fix it, and watch anew",
+                        timeline.req_id,
+                    )
+
+
 class TieringOffloadingManager(Explaining, OffloadingManager):
     """Cascades stored blocks to every secondary tier and promotes them back on a lookup.
 
@@ -168,13 +265,12 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     Attributes:
         planner: The decisions behind this surface. For invariants and inspection.
-        secondary_tiers: In the order of lookup.
     """
 
     def __init__(
         self,
         primary: CPUPrimaryTierOffloadingManager,
-        secondary_tiers: Sequence[SecondaryTierManager],
+        secondary_tiers: Sequence[SecondaryTierManager | UnopenedTier],
         *,
         bridge: Bridge | None = None,
         reserved_fraction: float = 0.25,
@@ -195,8 +291,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         Args:
             primary: The front; nobody else may call it.
             secondary_tiers: In the order of lookup.
-            bridge: The bridge that the tiers share; then this manager hands jobs over once a
-                step. None: each tier hands its own over.
+            bridge: The bridge that the tiers share, where they share one: for `wait_for_progress`,
+                and to store pending blocks at the shutdown.
             reserved_fraction: Part of the primary that nothing of this occupies; see `Shares`.
             promotion_fraction: Part of it for promotions, and what waiting requests retain.
             cascade_fraction: Part of it that may be in cascade to one tier.
@@ -213,7 +309,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.generation = Generation(generation)
         self._is_tagged = bool(self.generation.tag)
         self._primary = primary
-        self.secondary_tiers = tuple(secondary_tiers)
         self._bridge = bridge
         self._clock = clock
         self._drain_timeout_s = drain_timeout_s
@@ -221,12 +316,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._check_invariants = check_invariants
         primary.core.drops_pending = one_of(WriteBack)(write_back, "write_back") is WriteBack.DROP
         slots = primary.core.num_slots
-        self._tiers = TierGroup(self.secondary_tiers, breaker or BreakerSettings(), clock)
-        seen: Counter[str] = Counter()
-        names = [owner_name(tier.tier_type, seen) for tier in self.secondary_tiers]
-        for tier, name in zip(self.secondary_tiers, names, strict=True):
-            tier.flushes_on_poll = bridge is None
-            tier.ownership = name
+        self._tiers = TierGroup(
+            secondary_tiers, breaker or BreakerSettings(), primary.row_bytes, clock
+        )
         self.recorder = RequestRecorder(explain_requests) if explain_requests else None
         limits = PlannerLimits(
             promotion_slots=max(1, int(slots * promotion_fraction)),
@@ -234,9 +326,11 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             deferral_s=deferral_timeout_s,
             reserved_fraction=reserved_fraction,
         )
-        states = self._tiers.states
-        self.planner = create_planner(
-            primary.core, states, limits, self.recorder, clock=clock, names=names
+        parts = (primary.core, self._tiers.states, limits)
+        self.planner: Planner = (
+            Planner(*parts)
+            if self.recorder is None
+            else RecordingPlanner(*parts, self.recorder, clock)
         )
         self._losses = LossWarnings(self.planner, clock())
         self._steps = OwnerSteps(clock, self.planner)
@@ -245,12 +339,17 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         guard_forks(self, _closed=True)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self.secondary_tiers:
+        if not getattr(self, "_closed", True) and self._tiers.states:
             warn_unclosed(self, "shutdown()")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else planner_text(self.planner)
         return f"<{type(self).__name__}: {state}>"
+
+    @property
+    def secondary_tiers(self) -> Sequence[SecondaryTierManager]:
+        """The managers of the tiers that are open, in the order of lookup."""
+        return tuple(self._tiers.managers.values())
 
     def get_primary_kv_view(self) -> memoryview:
         """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
@@ -266,11 +365,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
         if req_context in self.planner.requests:
             raise StateError(f"request {req_context.req_id!r} is known already")
-        wanting = [
-            index
-            for index, guard in enumerate(self._tiers.guards)
-            if guard.wants_whole_requests(req_context)
-        ]
+        wanting = self._tiers.begin_request(req_context)
         self.planner.on_new_request(req_context, wanting)
         policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)
@@ -278,7 +373,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request. The tiers learn of it once nothing more can be submitted for it."""
         self.planner.on_request_finished(req_context)
-        self._tiers.hand_over(self.planner)
 
     # -- loads ----------------------------------------------------------------------------------
 
@@ -319,9 +413,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         self.begin_step()
-        output = self.planner.prepare_store(self.generation.current(keys), req_context)
-        self._tiers.hand_over(self.planner)
-        return output
+        return self.planner.prepare_store(self.generation.current(keys), req_context)
 
     def complete_store(
         self,
@@ -333,7 +425,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         if self._closed:
             return  # a copy that ended after the shutdown: nothing can follow from it
         self.planner.complete_store(keys, req_context, success=success, generation=generation)
-        self._tiers.hand_over(self.planner)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -348,46 +439,48 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         if self._polled_this_step:
             return
         self._ensure_open()
-        self._polled_this_step = True
         began_s = self._clock()
-        self.planner.begin_step(began_s)
-        self._tiers.poll(self.planner)
-        self._steps.spent(began_s)
+        self._begin_step(began_s)
+        self._steps.began(began_s)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:
             return
-        self.begin_step()
-        self._polled_this_step = False
         began_s = self._clock()
+        if not self._polled_this_step:
+            self._begin_step(began_s)
+        self._polled_this_step = False
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
-        self._tiers.hand_over(self.planner)
-        for guard in self._tiers.guards:
-            guard.end_step(context)
-        if self._bridge is not None:
-            self._bridge.flush()
+        self._tiers.end_step(context, self.planner)
         self._steps.ended(began_s)
-        self._hand_timelines_over()
+        if self._listeners:
+            self._hand_timelines_over()
         if self._check_invariants:
             check_state(self.planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        of_tiers = (event for guard in self._tiers.guards for event in guard.take_events())
-        return iter([*self._primary.take_events(), *of_tiers])
+        primary = self.planner.primary
+        events = [*primary.take_events()] if primary.event_log.entries else []
+        return iter([*events, *self._tiers.take_events()])
+
+    def announce_anew(self) -> None:
+        """Have the tiers announce blocks again when they are stored again.
+
+        For consumers of events that have forgotten everything.
+        """
+        self._tiers.announce_anew()
 
     @property
     def dropped_events(self) -> int:
         """Events of the primary and of the tiers that were dropped, as nobody took them."""
-        logs = [tier.tier_state.event_log for tier in self.secondary_tiers]
+        logs = [tier.event_log for tier in self.planner.tiers]
         return sum(log.dropped for log in (self._primary.core.event_log, *logs))
 
     def has_pending_work(self) -> bool:
-        return self.planner.has_pending_work or any(
-            guard.has_pending_work() for guard in self._tiers.guards
-        )
+        return self.planner.has_pending_work or self._tiers.has_pending_work()
 
     def stats(self) -> OffloadingStatistics:
         """Return what was done so far, and how it is now; also when it is closed.
@@ -450,25 +543,23 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         until `on_reset_flushed`.
         """
         self._ensure_open()
-        for guard in self._tiers.guards:
-            guard.drain_jobs(self._drain_timeout_s)
+        self._tiers.drain(self._drain_timeout_s)
         self._reset()
 
     def reset_cache_now(self) -> None:
         """Empty the primary as `reset_cache` does, but wait for nothing: give running jobs up."""
         self._ensure_open()
-        for guard in self._tiers.guards:
-            guard.abandon_jobs()
+        self._tiers.abandon()
         self._reset()
 
     def _reset(self) -> None:
         self._polled_this_step = False
         self.begin_step()
         self._polled_this_step = False
-        self._tiers.abandon_unreported()
+        for tier in self.planner.tiers:
+            tier.abandon_rest()  # whatever a drain has left
         self.planner.collect()
         self.planner.reset_cache()
-        self._tiers.hand_over(self.planner)
 
     def on_reset_flushed(self) -> None:
         self.planner.reset_flushed()
@@ -510,6 +601,11 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _begin_step(self, now_s: float) -> None:
+        self._polled_this_step = True
+        self.planner.begin_step(now_s)
+        self._tiers.collect(self.planner)
 
     def _ensure_open(self) -> None:
         if self._closed:

@@ -168,7 +168,7 @@ def _replay_stepwise(
     _watch(manager, options)
     workers: Workers | None = None
     try:
-        tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
+        tier_names = unique_names([tier.name for tier in manager.planner.tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
         workers = Workers(spec, memories, tally)
         timeline = Timeline(manager.stats, tally) if options.has_samples else None
@@ -220,7 +220,7 @@ async def _replay_awaited(
     try:
         manager = engine.manager
         _watch(manager, options)
-        tier_names = unique_names([tier.tier_type for tier in manager.secondary_tiers])
+        tier_names = unique_names([tier.name for tier in manager.planner.tiers])
         tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
         timeline = Timeline(manager.stats, tally) if options.has_samples else None
         driver = AsyncDriver(

@@ -1,8 +1,8 @@
 """The two one-way queues between the owner's thread and the loop's.
 
-Outbox: the effects in the tiers' states, handed over in batches with one wake-up each. Inbox: a
-`deque` per tier, to which the actor appends and which the owner drains. There are no locks, and
-neither side blocks.
+Outbox: the effects in the tiers' states, handed over in one wake-up per batch. Inbox: one `deque`
+per tier, to which the actor appends and which the owner drains. There is no lock, and neither side
+waits.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, Self
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
+from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks
+from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
+from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.types import OffloadingEvent, ReqContext, ScheduleEndContext
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,9 @@ Batch = Sequence[tuple[TierActor, Sequence[TierEffect]]]
 
 _CLOSE_MARGIN_S = 0.7
 _STOP_THREADS_S = 0.2
+_STOP_HOST_S = 5.0
+KEYS_A_STEP: Final = 4096
+"""How many announced keys the owner takes in at once: about a millisecond's worth."""
 
 
 class PoolRunner(IoRunner, Protocol):
@@ -47,7 +53,14 @@ class PoolRunner(IoRunner, Protocol):
 class TierLink:
     """One tier's pair of queues: a state on the owner's side, an actor on the loop's.
 
-    Thread: owner, except for `post`.
+    Thread: owner, but for `_post` and `stats`.
+
+    Attributes:
+        state: What the owner knows of the tier.
+        tier: The tier itself, which runs on the loop.
+        bridge: Which loop that is.
+        inbox: What happened in the tier and was not applied to the state yet.
+        actor: The loop's side.
     """
 
     def __init__(
@@ -61,13 +74,31 @@ class TierLink:
         io_timeout_s: float,
         probe_timeout_s: float,
         identity: KVIdentity,
+        host: RuntimeHost | None = None,
     ) -> None:
-        """Connect; nothing runs before `open`. The link owns the pool."""
+        """Connect; nothing runs before `open`.
+
+        Args:
+            bridge: Connects to the loop.
+            state: The owner's side.
+            tier: Owned from now on.
+            kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`; released with the link.
+            pool: The tier's I/O threads; closed with the link.
+            io_timeout_s: Seconds from a job's submission to its deadline.
+            probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
+            identity: Whose blocks the tier keeps.
+            host: Closed with the link, if the bridge is that of this link alone.
+        """
         self.state = state
+        self.tier = tier
+        self.bridge = bridge
+        self._view = kv_view
         self._pool = pool
+        self._host = host
+        self._report: CloseReport | None = None
+        self._gauges_failed = False
         self._opening_s = tier.opening_s(kv_view.nbytes // len(kv_view))
         self.inbox: deque[TierEvent] = deque()
-        self._bridge = bridge
         self.actor = TierActor(
             state.name,
             tier,
@@ -77,8 +108,14 @@ class TierLink:
             clock=bridge.runner.now_s,
         )
 
-    def pump(self, key_limit: float = math.inf) -> None:
-        """Apply received events, in order. Never blocks.
+    # -- steps ----------------------------------------------------------------------------------
+
+    def begin_request(self, _ctx: ReqContext) -> bool:
+        """Return whether the tier wants all blocks of a request."""
+        return self.tier.capabilities.request_level
+
+    def pump(self, key_limit: float = KEYS_A_STEP) -> None:
+        """Apply the events that have come in, in their order. Never waits.
 
         Args:
             key_limit: Number of announced keys after which the rest is left for the next call.
@@ -89,6 +126,45 @@ class TierLink:
             state.handle(event)
             if isinstance(event, BlocksAppeared | BlocksEvicted):
                 key_limit -= len(event.keys)
+
+    def end_step(self, _context: ScheduleEndContext | None = None) -> None:
+        """Queue the existence probes of the step; `Bridge.flush` hands everything over."""
+        state = self.state
+        if state.cost_gated is not None:
+            state.tell_time(self.bridge.runner.now_s)
+        elif not state.index.is_waiting:
+            return
+        state.end_step()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Detach and return what appeared in and disappeared from the tier."""
+        return self.state.take_events() if self.state.event_log.entries else ()
+
+    def announce_anew(self) -> None:
+        """Announce blocks again when they are stored again: consumers have forgotten everything."""
+        self.state.event_log.announce_anew()
+
+    def has_pending_work(self) -> bool:
+        """Return whether a job has no result, a result waits, or a probe is unanswered."""
+        return bool(self.inbox) or self.state.has_pending_work
+
+    def stats(self, taken: Figures) -> TierStatistics:
+        """Return how the tier is, also when it is closed. Thread: any.
+
+        Args:
+            taken: From `take_tier`.
+        """
+        try:
+            gauges = dict(self.tier.gauges())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
+            gauges = {}
+            if not self._gauges_failed:
+                self._gauges_failed = True
+                drop_tracebacks(error)  # before it is logged, as logs may be kept
+                logger.warning("tier %s: gauges() failed: %s", self.state.name, text_of(error))
+        return read_tier(taken, self.state, waiting_jobs=self.actor.waiting_jobs, gauges=gauges)
+
+    # -- the calls that wait --------------------------------------------------------------------
 
     def open(self, timeout_s: float) -> None:
         """Open the tier and join the bridge; blocks. Raises the errors of the tier's `open`.
@@ -101,11 +177,12 @@ class TierLink:
         """
         timeout_s += self._opening_s
         try:
-            self._bridge.runner.run(self.actor.open(), timeout_s)
+            self.bridge.runner.run(self.actor.open(), timeout_s)
         except BaseException as error:
             if self._pool.close(_STOP_THREADS_S):
-                self._bridge.hung_openings[self.state.name] = self._pool
+                self.bridge.hung_openings[self.state.name] = self._pool
                 self._pool.abandon()
+            self._release()
             if isinstance(error, TimeoutError):
                 why = str(error) or (
                     f"did not open within {timeout_s:g} s; check that its storage responds, or "
@@ -114,21 +191,30 @@ class TierLink:
                 name = self.state.name
                 raise TierTimeoutError(f"tier {name} ({self.actor.place}): {why}") from error
             raise
-        self._bridge.links.append(self)
+        self.bridge.links.append(self)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has a result; False on timeout."""
-        self._bridge.flush()
-        return self._bridge.runner.wait_until(self._is_drained, timeout_s)
+        """Wait until every job has its result; False at the deadline. No copy is aborted."""
+        self.bridge.flush()
+        return self.bridge.runner.wait_until(self._is_drained, timeout_s)
+
+    def abandon(self) -> None:
+        """Give up every job that has no result: it fails now."""
+        self.state.abandon_rest()
 
     def close(self, timeout_s: float) -> CloseReport:
-        """Close state and actor; afterwards every job has a result. Never raises.
+        """Close state and actor; every job has its result afterwards. Idempotent; never raises.
 
-        Waits about `timeout_s` for running jobs, then orphans them.
+        Waits about `timeout_s` for running jobs, then gives them up.
+
+        Returns:
+            What was left behind: while a job's copy still runs, the primary's memory must stay.
         """
+        if self._report is not None:
+            return self._report
         self.state.close()
         try:
-            report = self._bridge.runner.run(
+            report = self.bridge.runner.run(
                 self.actor.close(timeout_s), timeout_s + _CLOSE_MARGIN_S
             )
         except Exception as error:  # noqa: BLE001 - closing must continue
@@ -136,20 +222,36 @@ class TierLink:
             report = CloseReport(error=error)
         finally:
             self._pool.close(_STOP_THREADS_S)
-        self.pump()
+        self.pump(math.inf)
         late = tuple(self.state.abandon_rest())
-        if self in self._bridge.links:
-            self._bridge.links.remove(self)
-        return CloseReport(late, report.error)
+        if self in self.bridge.links:
+            self.bridge.links.remove(self)
+        self._report = CloseReport(late, report.error)
+        self._release(timeout_s, keeps_view=bool(late))
+        self.pump(math.inf)
+        return self._report
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _release(self, timeout_s: float = _STOP_HOST_S, *, keeps_view: bool = False) -> None:
+        """Stop the link's own loop thread, and release the view of the primary."""
+        if self._host is not None:
+            self._host.close(timeout_s)
+        if keeps_view:
+            return
+        try:
+            self._view.release()
+        except BufferError:
+            logger.warning("%s: the tier still holds the primary's buffer", self.state.name)
 
     def _is_drained(self) -> bool:
-        self.pump()
+        self.pump(math.inf)
         return not self.state.jobs.unfinished_count
 
     def _post(self, event: TierEvent) -> None:
         """Append an event for the owner. Thread: any."""
         self.inbox.append(event)
-        self._bridge.runner.notify()
+        self.bridge.runner.notify()
 
 
 class Bridge:
@@ -210,8 +312,8 @@ class Bridge:
         """Fail jobs that the loop will not end; a running copy keeps its memory."""
         for link in self.links:
             if link.state.is_available:
-                logger.error("tier %s: closed because its event loop has ended", link.state.name)
-                link.pump()  # events posted before
+                logger.error("tier %s: its event loop has ended, and it with it", link.state.name)
+                link.pump(math.inf)  # what the loop has posted before
                 link.state.close()
                 link.state.abandon_rest()
 

@@ -97,7 +97,7 @@ def test_looking_up_a_key_that_the_tier_has(benchmark, tier):
     assert all(result.success for result in tier.get_finished_jobs())
     while tier.lookup(key_of(1), ctx) is LookupResult.RETRY:  # others share it: asked once
         tier.on_schedule_end()
-        assert tier._bridge.wait_for_progress(DEADLINE_S)
+        assert tier.link.bridge.wait_for_progress(DEADLINE_S)
         assert not tier.get_finished_jobs()
     assert benchmark(tier.lookup, key_of(1), ctx) is LookupResult.HIT
 
@@ -122,7 +122,7 @@ def test_an_idle_step(benchmark, manager):
 
 
 def test_a_step_wakes_the_loop_thread_once_however_much_it_submits(manager):
-    bridge = manager.secondary_tiers[0]._bridge
+    bridge = manager.secondary_tiers[0].link.bridge
     woken = []
     call_soon = bridge.runner.call_soon
     bridge.runner.call_soon = lambda *args: woken.append(args) or call_soon(*args)

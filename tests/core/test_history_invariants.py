@@ -35,7 +35,7 @@ from planner_invariants import (
     fingerprint,
 )
 
-from kvoffload_async.core.ledger import BeginRequest, StartProbe, TouchBlocks
+from kvoffload_async.core.ledger import StartProbe, TouchBlocks
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import InvariantError
 from kvoffload_async.policies.lru import LruPolicy
@@ -245,7 +245,6 @@ def test_what_the_planner_wants_and_takes_in_is_recorded():
     ]
     assert fact_of(0, StartProbe(1, (A,))) is None
     assert fact_of(0, TouchBlocks((A,))) == BlocksTouched(0, None)
-    assert fact_of(0, BeginRequest(ctx)) == RequestOpened(0, "r")
 
 
 def test_a_fingerprint_changes_with_pins_ranks_and_held_slots():

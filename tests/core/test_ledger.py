@@ -24,7 +24,6 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierTimeoutError,
 )
-from kvoffload_async.types import JobResult
 
 EVENTS = {
     "Launched": Launched(0),
@@ -206,13 +205,6 @@ def test_a_job_whose_tier_went_away_counts_as_still_running():
     ledger.handle(JobAbandoned(3, TierClosedError("gone")))
     (result,) = results(ledger)
     assert (result.job_id, result.success, result.orphaned) == (3, False, True)
-
-
-def test_a_result_that_the_tier_gives_is_reported_as_it_is():
-    ledger = ledger_in(JobState.FLYING, promotion=True)
-    given = JobResult(0, success=False, successful_keys=frozenset(ks("a")), transfer_bytes=7)
-    ledger.handle(JobSettled(0), given=given)
-    assert results(ledger) == [given]
 
 
 def test_a_job_is_unreported_until_its_result_is_taken_and_orphaned_until_its_release_is():

@@ -181,7 +181,7 @@ def end_load(tier, job_id, names, seconds, *, failures=None, error=None):
 
 
 def reading(tier):
-    return read_tier(take_tier(tier), tier, name="far", row_bytes=10).break_even
+    return read_tier(take_tier(tier), tier).break_even
 
 
 def test_a_tier_tells_of_its_probes_and_loads():

@@ -117,7 +117,7 @@ def test_what_the_planner_and_the_primary_have_done_can_be_read():
     taken = take_snapshot(world.planner)
     planner, primary = read_planner(taken.planner), read_primary(taken.primary, 8)
     own = world.planner.tiers
-    tiers = [read_tier(t, o, name="t", row_bytes=8) for t, o in zip(taken.tiers, own, strict=True)]
+    tiers = [read_tier(t, o) for t, o in zip(taken.tiers, own, strict=True)]
     in_flight = sum(tier.jobs_in_flight for tier in tiers)
     assert in_flight == planner.jobs_submitted - planner.job_results
     assert (planner.requests, planner.retained_blocks, planner.hits) == (1, 0, 1)

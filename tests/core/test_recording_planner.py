@@ -34,10 +34,11 @@ def notes_of(world, req_id="r"):
 
 def test_the_tiers_may_have_names_that_tell_them_apart():
     tiers = [NativeTier("fs").state for _ in range(2)]
+    tiers[1].event_log.ownership = "fs-2"
     primary = Primary(2, POLICIES["lru"](2))
     recorder = RequestRecorder(1)
     limits = PlannerLimits(2, 2, 9.0)
-    planner = RecordingPlanner(primary, tiers, limits, recorder, names=["fs", "fs-2"])
+    planner = RecordingPlanner(primary, tiers, limits, recorder)
     ctx = ReqContext("r")
     planner.on_new_request(ctx)
     assert planner.lookup(k("a"), ctx) is MISS

@@ -223,7 +223,7 @@ def test_what_jobs_met_and_how_long_they_took_is_counted():
     bad = {0: BlockMissingError("a"), 1: CorruptBlockError("b"), 2: TierUnavailableError("c")}
     tier.handle(JobSettled(0, bad, seconds=3.0, queue_s=1.0))
     tier.handle(JobSettled(1, seconds=2.0))
-    read = read_tier(take_tier(tier), tier, name="tier", row_bytes=10)
+    read = read_tier(take_tier(tier), tier)
     assert (read.missing_blocks, read.corrupt_blocks) == (1, 1)
     loads, stores = read.load_seconds, read.store_seconds
     assert [(part.count, part.sum_s) for part in (loads.total, loads.queue, loads.copy)] == [

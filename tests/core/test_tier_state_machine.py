@@ -177,7 +177,7 @@ class TierStateMachine(RuleBasedStateMachine):
             assert self.tier.index.is_waiting == bool(queued | in_flight or self.probes)
         running = self.tier.jobs.ids_in(JobState.FLYING, JobState.ORPHANED)
         assert sorted(running) == sorted(self.flying | self.late)
-        read = read_tier(take_tier(self.tier), self.tier, name="t", row_bytes=1)
+        read = read_tier(take_tier(self.tier), self.tier)
         assert read.submitted_jobs == self.accepted
         assert read.jobs_in_flight == self.accepted - self.results.total()
         assert read.load_seconds.total.count + read.store_seconds.total.count == self.settled

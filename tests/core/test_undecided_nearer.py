@@ -5,8 +5,7 @@ from core.terms import MISS, PENDING, RETRY, ks
 
 from kvoffload_async.abc.events import ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.external_tier import ExternalTierState
-from kvoffload_async.core.index import CostGatedIndex, ProbedIndex
+from kvoffload_async.core.index import AskedIndex, CostGatedIndex, ProbedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import PlannerLimits, TierState
@@ -180,15 +179,9 @@ def test_a_request_that_ends_while_the_near_tier_is_asked_leaves_nothing_behind(
 
 
 def test_of_a_third_partys_tier_only_what_it_says_at_a_lookup_is_known():
-    class Slow:
-        """Does not know about what is in `unknown`."""
-
-        unknown = frozenset(ks("de"))
-
-        def lookup(self, key, _ctx):
-            return RETRY if key in self.unknown else MISS
-
-    chain = Chain(ExternalTierState("near", Slow()))
+    undecided = frozenset(ks("de"))
+    index = AskedIndex(lambda key, _ctx: RETRY if key in undecided else MISS, lambda _ctx: None)
+    chain = Chain(TierState("near", index, 1, EventLog(Medium.STORAGE, enabled=False)))
     ctx = chain.begin()
     assert chain.look_up(ctx, "abcde") == [RETRY] * 5
     assert chain.step() == {}

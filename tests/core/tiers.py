@@ -1,11 +1,12 @@
 """Scripted tiers: they answer, and copy, as they are told.
 
-A native one stands for a built-in tier's actor: it takes the commands that the link would hand it,
-and posts the events that the link would bring back. A external one is a manager with its own say.
+Each stands for what is behind a tier's link: it takes the commands that the link would hand over,
+and posts the events that the link would bring back. An external one is asked for every key.
 """
 
 from core.memory import content
 from core.terms import HIT, MISS, RETRY
+from planner_invariants import FinishRequest
 
 from kvoffload_async.abc.events import (
     BlocksAppeared,
@@ -15,12 +16,10 @@ from kvoffload_async.abc.events import (
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.external_tier import ExternalTierState
-from kvoffload_async.core.index import CostGatedIndex, ExactIndex, ProbedIndex
-from kvoffload_async.core.ledger import BeginRequest, FinishRequest, refused
+from kvoffload_async.core.index import AskedIndex, CostGatedIndex, ExactIndex, ProbedIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError
-from kvoffload_async.types import JobResult, LookupResult, Medium, OffloadKey
+from kvoffload_async.types import LookupResult, Medium, OffloadKey
 
 MIB = 1 << 20
 INDEXES = {
@@ -32,11 +31,7 @@ INDEXES = {
 
 
 class _NotedState(TierState):
-    """Notes among the effects where requests begin and end, as an external tier's state does."""
-
-    def begin_request(self, ctx):
-        super().begin_request(ctx)
-        self.effects.append(BeginRequest(ctx))
+    """Notes among the effects where requests end."""
 
     def finish_request(self, ctx):
         super().finish_request(ctx)
@@ -75,8 +70,11 @@ class NativeTier(ScriptedTier):
     def __init__(self, name, kind="exact", **options):
         super().__init__()
         log = EventLog(Medium.STORAGE, enabled=False)
-        self.state = _NotedState(name, INDEXES[kind](), MIB, log, **options)
+        self.state = _NotedState(name, self.create_index(kind), MIB, log, **options)
         self.probes: dict[int, tuple[OffloadKey, ...]] = {}
+
+    def create_index(self, kind):
+        return INDEXES[kind]()
 
     def fill(self, keys):
         """Find blocks from an earlier run."""
@@ -115,47 +113,27 @@ class NativeTier(ScriptedTier):
         self.state.handle(JobSettled(job.job_id, dict.fromkeys(sorted(failed), gone)))
 
 
-class ExternalTier(ScriptedTier):
-    """A manager that is asked for every key, and gives results of its own."""
+class ExternalTier(NativeTier):
+    """A manager that is asked for every key, behind its link."""
 
     def __init__(self, name, **options):
-        super().__init__()
-        self.state = ExternalTierState(name, self, **options)
+        super().__init__(name, **options)
         self.stray: LookupResult | None = None
 
-    def lookup(self, key, req_context):
+    def create_index(self, _kind):
+        return AskedIndex(self.lookup, lambda _ctx: None)
+
+    def lookup(self, key, _ctx):
         if self.stray is not None:
             return self.stray
         if self.is_probing:
             return RETRY
         return HIT if key in self.contents else MISS
 
+    def fill(self, keys):
+        """Have blocks from an earlier run; nobody has to be told."""
+        ScriptedTier.fill(self, keys)
+
     def lose(self, key, *, announced):
         """Drop a block; nobody has to be told."""
         self.contents.pop(key, None)
-
-    def answer_probes(self, error=None):
-        """Nothing: no probe was asked for."""
-
-    def settle(self, job, failed, error, seconds, *, whole=False):
-        landed = frozenset(key for i, key in enumerate(job.keys) if i not in failed)
-        self.state.answer(
-            JobResult(
-                job.job_id,
-                success=not failed,
-                successful_keys=landed if failed else None,
-                transfer_time=seconds,
-                transfer_bytes=len(landed) * MIB,
-                error=error,
-            )
-        )
-
-    def refuse(self, job, error):
-        self.state.answer(refused(job, error))
-
-    def orphan(self, job, error, landed=None):
-        result = JobResult(job.job_id, False, landed, error=error, orphaned=True)
-        self.state.answer(result)
-
-    def release(self, job, failed):
-        self.state.release(job.job_id)

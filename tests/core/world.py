@@ -13,10 +13,13 @@ from core.terms import k, ks
 from core.tiers import ExternalTier, NativeTier
 from planner_invariants import (
     AllQuiet,
+    BlocksTouched,
     ContentWritten,
     CopyEnded,
     EventsEmitted,
+    FinishRequest,
     History,
+    JobAccepted,
     RequestOpened,
     ResidentSeen,
     ResultTaken,
@@ -32,12 +35,12 @@ from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.ledger import FinishRequest, StartJob, StartProbe, TouchBlocks
+from kvoffload_async.core.ledger import StartJob, StartProbe, TouchBlocks
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.types import JobMetadata, Locality, OffloadKey, ReqContext
+from kvoffload_async.types import ENGINE_REQ_ID, JobMetadata, Locality, OffloadKey, ReqContext
 
 NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
 NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
@@ -121,6 +124,7 @@ class World:
         self.lost: list[set[OffloadKey]] = [set() for _ in self.tiers]
         self.touched: list[tuple[int, tuple[OffloadKey, ...]]] = []
         self.refusing: set[int] = set()
+        self.own_request_in: set[int] = set()
         self.memory = Memory(num_slots, self.history)
         self.now_s = 0.0
 
@@ -373,7 +377,9 @@ class World:
         """Tell and park what the planner wants done."""
         for tier, state in enumerate(self.planner.tiers):
             for effect in state.take_effects():
-                self.history.record(fact_of(tier, effect))
+                fact = fact_of(tier, effect)
+                self._open_own_request(tier, fact)
+                self.history.record(fact)
                 match effect:
                     case FinishRequest(ctx):
                         self.ended.append((tier, ctx.req_id))
@@ -384,6 +390,14 @@ class World:
                     case StartProbe():
                         self.tiers[tier].ask(effect)
         self._account()
+
+    def _open_own_request(self, tier, fact):
+        """Begin the engine's own request in a tier where it is used, as a link does."""
+        match fact:
+            case JobAccepted(req_id=str(req_id)) | BlocksTouched(req_id=str(req_id)):
+                if req_id == ENGINE_REQ_ID and tier not in self.own_request_in:
+                    self.own_request_in.add(tier)
+                    self.history.record(RequestOpened(tier, req_id))
 
     def _start(self, tier, job):
         if job.is_promotion:

@@ -1,13 +1,23 @@
 """Tiers that the planner drives itself, and those whose manager keeps its say: no difference."""
 
 import pytest
-from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, scripted
+from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, ks, scripted
 
+from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
 from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.facade.external import is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.types import JobResult, LookupResult, Medium, TierMatcher
+from kvoffload_async.types import (
+    JobResult,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    TierMatcher,
+)
 
 BOTH = pytest.mark.parametrize(
     "manager_class", [SecondaryTierManager, Hearing], ids=["driven by the planner", "external"]
@@ -159,3 +169,96 @@ def test_a_wrong_report_is_logged_and_costs_no_right_one(worlds, caplog):
     world.poll()
     assert "1000000, which is not its job" in caplog.text
     assert not world.manager.has_pending_work()
+
+
+class Plain(SecondaryTierManager):
+    """Implements the contract on its own: no tier, no loop, and not the constructor either."""
+
+    def __init__(self, offloading_spec, primary_kv_view, tier_type, *, colour="red"):
+        self.tier_type = tier_type
+        self.colour = colour
+        self.rows = primary_kv_view
+        self.blocks, self.done, self.events, self.calls = {}, [], [], []
+
+    def on_new_request(self, req_context):
+        return RequestOffloadingContext(OffloadPolicy.BLOCK_LEVEL)
+
+    def on_request_finished(self, req_context):
+        self.calls.append("finished")
+
+    def lookup(self, key, req_context):
+        return LookupResult.HIT if key in self.blocks else LookupResult.MISS
+
+    def touch(self, keys, req_context):
+        pass
+
+    def submit_store(self, job_metadata):
+        rows = zip(job_metadata.keys, job_metadata.block_ids.tolist(), strict=True)
+        self.blocks |= dict(rows)
+        self.done.append(JobResult(job_metadata.job_id, success=True))
+        self.events.append(OffloadingEvent(job_metadata.keys, Medium.STORAGE, removed=False))
+
+    def submit_load(self, job_metadata):
+        self.done.append(JobResult(job_metadata.job_id, success=True))
+
+    def get_finished_jobs(self):
+        done, self.done = self.done, []
+        return done
+
+    def get_released_jobs(self):
+        return ()
+
+    def on_schedule_end(self, context=None):
+        self.calls.append("end")
+
+    def has_pending_work(self):
+        return bool(self.done)
+
+    def take_events(self):
+        events, self.events = self.events, []
+        return events
+
+    def announce_anew(self):
+        self.calls.append("anew")
+
+    def drain_jobs(self, timeout=30.0):
+        return True
+
+    def abandon_jobs(self):
+        return ()
+
+    def shutdown(self, timeout=None):
+        self.calls.append("shutdown")
+
+
+def test_a_class_that_implements_the_contract_on_its_own_is_a_tier(monkeypatch):
+    registry = SecondaryTierFactory._registry
+    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "plain": lambda: Plain})
+    tiers = [{"type": "plain", "colour": "blue"}, {"type": "plain"}]
+    config = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "check_invariants": True}
+    with TieringOffloadingSpec({**config, "secondary_tiers": tiers}) as spec:
+        manager = spec.get_manager()
+        plain, other = manager.secondary_tiers
+        assert (plain.colour, other.colour) == ("blue", "red")
+        ctx = ReqContext("r")
+        manager.on_new_request(ctx)
+        manager.prepare_store(ks(1), ctx)
+        manager.complete_store(ks(1), ctx)
+        manager.on_schedule_end()
+        manager.on_schedule_end()
+        assert [event.ownership for event in manager.take_events()][-2:] == ["plain", "plain-2"]
+        manager.reset_cache()
+        manager.on_reset_flushed()
+        assert manager.lookup(k(1), ctx) is PENDING
+        manager.on_schedule_end()
+        assert manager.lookup(k(1), ctx) is HIT
+        manager.prepare_load(ks(1), ctx)
+        manager.complete_load(ks(1), ctx)
+        manager.on_request_finished(ctx)
+        manager.on_schedule_end()
+        manager.announce_anew()
+        first, second = manager.stats().tiers
+        assert (first.stored_blocks, first.stored_bytes, first.loaded_blocks) == (1, 4096, 1)
+        assert (first.name, second.name, second.loaded_blocks) == ("plain", "plain-2", 0)
+        assert not manager.has_pending_work()
+    assert set(plain.calls) == {"finished", "end", "anew", "shutdown"}

@@ -347,7 +347,7 @@ class Facade(RuleBasedStateMachine):
         # Still there only if a copy was left behind by the shutdown.
         self.world.example._rows = self.world.rows = None
         for secondary in self.world.secondaries:
-            secondary._view.release()
+            secondary.link._view.release()
         self.runner.close()  # raises if a task is left
         assert self.world.buffer.release()
 

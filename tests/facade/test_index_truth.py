@@ -47,7 +47,7 @@ def churn(harness):
             slots = range(6 * job, 6 * job + 6)
             harness.submit_store([key_of(number) for number in numbers], slots)
         harness.wait()
-    while harness.manager._link.actor._reconciler.tasks:  # quiet is when nobody asks any more
+    while harness.manager.link.actor._reconciler.tasks:  # quiet is when nobody asks any more
         harness.run(asyncio.sleep(0))
     harness.collect()
 

@@ -85,8 +85,8 @@ def test_a_third_party_hears_of_no_request_after_its_end_and_of_the_engines_own_
         ("new", own),
         *[("store", own)] * 3,
         ("new", "reader"),
-        ("finished", "reader"),
         ("touch", own),
+        ("finished", "reader"),
         ("finished", own),
     ]
 
@@ -147,7 +147,7 @@ def test_a_neighbour_on_the_bridge_that_nobody_polls_does_not_keep_a_shutdown_fr
     world.step()
     neighbour.tier.settle_all()
     world.runner.run_ready()
-    assert neighbour._link.inbox
+    assert neighbour.link.inbox
     world.manager.shutdown(10.0)
     assert world.manager.planner.tiers[0].counters.dropped_blocks == 3
     neighbour.shutdown(1.0)

@@ -189,7 +189,7 @@ def test_the_time_of_a_job_is_parted_in_queue_and_copy(world):
 def test_a_job_that_never_began_has_neither_queue_nor_copy(world):
     here = world(EXCLUSIVE)
     here.store(1)
-    here.secondaries[0]._link.actor._closing = True
+    here.secondaries[0].link.actor._closing = True
     here.step()
     here.poll()
     store = read(here).tiers[0].store_seconds

@@ -15,11 +15,11 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.reopening import ReopeningTierManager, pauses_s
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_group import UnopenedTier, pauses_s
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.types import Locality, Medium, ReqContext
+from kvoffload_async.types import ReqContext
 
 DEADLINE_S = 30.0
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "check_invariants": True}
@@ -92,9 +92,14 @@ def spec(**options):
     return TieringOffloadingSpec({**CONFIG, "secondary_tiers": [tier, {"type": "example"}]})
 
 
+def thread_of(manager):
+    """The thread that tries to open the tier."""
+    return manager._tiers._unopened[0]._thread
+
+
 def opened(manager):
     """Let the tier be opened, and the manager take it over."""
-    manager.secondary_tiers[0]._thread.join(DEADLINE_S)
+    thread_of(manager).join(DEADLINE_S)
     manager.on_schedule_end()
     manager.on_schedule_end()
     return manager.planner.tiers[0]
@@ -212,7 +217,7 @@ def test_a_tier_that_was_opened_and_not_yet_taken_over_is_closed(mount):
     with spec() as engine:
         manager = engine.get_manager()
         mount.is_there = True
-        manager.secondary_tiers[0]._thread.join(DEADLINE_S)
+        thread_of(manager).join(DEADLINE_S)
     failed = 0 if mount.is_manager else mount.tries - 1  # a tier is closed after a failed open
     assert mount.closed == failed + 1
 
@@ -226,7 +231,7 @@ def test_a_shutdown_beside_a_tier_that_hangs_while_it_opens_is_bounded(mount, st
         engine.shutdown(0.1)
     mount.is_there = True
     mount.released.set()
-    manager.secondary_tiers[0]._thread.join(DEADLINE_S)
+    thread_of(manager).join(DEADLINE_S)
     assert not reopening(started_threads())
     manager._primary.shutdown()  # its memory has been there until the end
 
@@ -239,9 +244,7 @@ def test_while_an_opening_hangs_no_other_is_begun():
         asked.set()
         return True
 
-    tier = ReopeningTierManager(
-        "t", lambda: tries.append(1), TierUnavailableError("no"), 0.001, hangs
-    )
+    tier = UnopenedTier("t", lambda: tries.append(1), TierUnavailableError("no"), 0.001, hangs)
     assert asked.wait(DEADLINE_S)
     assert tier.shutdown(DEADLINE_S).is_clean
     assert not tries
@@ -264,67 +267,36 @@ def test_a_thread_that_hangs_after_an_opening_is_known_until_it_ends(mount):
         assert not host.bridge.opening_hangs("t")
 
 
-def test_nothing_can_be_submitted_before_it_is_open():
-    def create():
-        raise TierUnavailableError("no")
-
-    tier = ReopeningTierManager("t", create, TierUnavailableError("no"), 60.0)
-    for submit in (tier.submit_store, tier.submit_load):
-        with pytest.raises(TierUnavailableError, match="not open yet"):
-            submit(None)
-    tier.announce_anew()
-    tier.on_request_finished(ReqContext("r"))
-    assert tier.lookup(k(1), ReqContext("r")) is MISS
-    assert not tier.abandon_jobs()
-    assert tier.shutdown(DEADLINE_S).is_clean
-
-
-class NotingManager:
-    """A manager that was opened: notes each call, and answers with its name."""
-
-    medium, locality = Medium.CPU, Locality.REMOTE
-    backpressure_detector = None
-    io_timeout_s = 7.0
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        return lambda *arguments: self.calls.append((name, *arguments)) or name
+def test_before_it_is_open_it_is_shown_as_it_is_and_nothing_is_done_with_it(mount):
+    with spec() as engine:
+        manager = engine.get_manager()
+        assert [tier.tier_type for tier in manager.secondary_tiers] == ["example"]
+        ctx = ReqContext("r")
+        manager.on_new_request(ctx)
+        store(manager, ctx, 1)
+        manager.touch(ks(1), ctx)
+        manager.on_request_finished(ctx)
+        manager.on_schedule_end()
+        manager.announce_anew()
+        manager.reset_cache()
+        (missing, _) = manager.stats().tiers
+        assert (missing.name, missing.submitted_jobs, missing.gauges) == ("mounted", 0, {})
+        assert not manager.planner.tiers[0].effects
+        assert not manager.has_pending_work()
 
 
-CALLS = {
-    "on_new_request": ("context",),
-    "on_request_finished": ("context",),
-    "lookup": ("key", "context"),
-    "touch": ("keys", "context"),
-    "submit_store": ("job",),
-    "submit_load": ("job",),
-    "get_finished_jobs": (),
-    "get_released_jobs": (),
-    "on_schedule_end": ("step",),
-    "has_pending_work": (),
-    "take_events": (),
-    "announce_anew": (),
-    "drain_jobs": (1.0,),
-    "abandon_jobs": (),
-}
-UNANSWERED = {"on_request_finished", "touch", "on_schedule_end", "announce_anew"}
-UNANSWERED |= {"submit_store", "submit_load"}
-
-
-@pytest.mark.parametrize("method", CALLS)
-def test_once_it_is_open_it_gets_every_call_and_gives_the_answers(method):
-    opened_tier = NotingManager()
-    tier = ReopeningTierManager("t", lambda: opened_tier, TierUnavailableError("no"), 0.001)
-    tier._thread.join(DEADLINE_S)
-    tier.get_finished_jobs()
-    assert (tier.medium, tier.locality, tier.io_timeout_s) == (Medium.CPU, Locality.REMOTE, 7.0)
-    opened_tier.calls.clear()
-    answer = getattr(tier, method)(*CALLS[method])
-    assert opened_tier.calls == [(method, *CALLS[method])]
-    assert answer == (None if method in UNANSWERED else method)
-    assert tier.shutdown(DEADLINE_S) == "shutdown"
+def test_who_waits_for_what_its_probes_find_is_told(mount):
+    with spec(min_blocks=2) as engine:
+        manager = engine.get_manager()
+        told = []
+        manager.planner.tiers[0].index.decided = told.extend
+        mount.is_there = True
+        opened(manager)
+        ctx = ReqContext("r")
+        manager.on_new_request(ctx)
+        assert manager.lookup(k(1), ctx) is RETRY
+        manager.on_schedule_end()
+        assert told == ([] if mount.is_manager else ks(1))
 
 
 def test_the_pauses_grow_and_are_bounded():
@@ -333,13 +305,14 @@ def test_the_pauses_grow_and_are_bounded():
 
 
 def test_one_that_is_asked_only_for_enough_blocks_says_what_it_was_not_asked_for(mount):
+    if mount.is_manager:  # which blocks it is asked for is its own affair
+        return
     with spec(min_blocks=2, prefill_blocks_per_s=100.0) as engine:
         manager = engine.get_manager()
         mount.is_there = True
         state = opened(manager)
-        own = manager.secondary_tiers[0]._opened_tier.tier_state
-        assert state.cost_gated is own.index
-        assert state.knowledge is own.index
+        assert manager.secondary_tiers[0].tier_state is state
+        assert state.cost_gated is state.index
         ctx = ReqContext("r")
         manager.on_new_request(ctx)
         assert manager.lookup(k(1), ctx) is RETRY

@@ -192,7 +192,7 @@ def test_a_failing_close_is_raised_after_everything_else_has_been_closed(monkeyp
     with pytest.raises(OffloadError, match="umount"):
         spec.shutdown()
     assert not threads_left()
-    manager.secondary_tiers[0]._view.release()
+    manager.secondary_tiers[0].link._view.release()
 
 
 def test_a_spec_that_was_never_used_starts_and_stops_nothing(threads_left):

@@ -233,7 +233,7 @@ def test_it_is_removed_where_a_tier_cannot_be_closed(path, tiers, threads_left):
         spec.shutdown()
     assert not path.exists()
     assert not threads_left()
-    manager.secondary_tiers[0]._view.release()
+    manager.secondary_tiers[0].link._view.release()
 
 
 def test_the_environment_names_one_where_the_configuration_does_not(path, monkeypatch):

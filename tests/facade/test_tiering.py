@@ -21,7 +21,6 @@ from planner_invariants import check_quiescent
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.types import OffloadPolicy, TierMatcher
 
@@ -164,17 +163,12 @@ def test_a_promotion_does_not_wait_for_room_that_its_own_request_takes(worlds):
 # -- steps --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("manager_class", "polled"),
-    [(SecondaryTierManager, "poll_tier"), (Hearing, "get_finished_jobs")],
-    ids=["driven by the planner", "external"],
-)
-def test_tiers_are_polled_once_a_step(worlds, manager_class, polled):
-    world = worlds(manager_class=manager_class)
+def test_external_tiers_are_polled_once_a_step(worlds):
+    world = worlds(manager_class=Hearing)
     polls = []
     tier = world.secondaries[0]
-    poll = getattr(tier, polled)
-    setattr(tier, polled, lambda: polls.append(1) or poll())
+    poll = tier.get_finished_jobs
+    tier.get_finished_jobs = lambda: polls.append(1) or poll()
     world.begin("r")
     for number in range(5):
         world.lookup(number)
@@ -294,6 +288,7 @@ def test_nothing_is_submitted_for_a_request_after_its_tiers_heard_of_its_end_458
     heard = world.secondaries[0].heard
     assert heard == [("new", "r")], "its store is still in flight"
     world.manager.complete_store(ks(1), ctx)
+    world.step()
     assert heard == [("new", "r"), ("store", "r"), ("finished", "r")]
 
 
@@ -303,6 +298,7 @@ def test_a_request_that_had_finished_is_ended_once_by_a_reset_46027_46284(worlds
     world.prepare_store(1)
     world.finish("r")
     world.manager.reset_cache()
+    world.step()
     heard = world.secondaries[0].heard
     assert heard == [("new", "r"), ("finished", "r")]
     world.manager.complete_store(ks(1), ctx)

@@ -35,6 +35,7 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.testing import Operation, ScriptedTier
+from kvoffload_async.types import ReqContext
 
 NO_BREAKER = BreakerSettings(fault_threshold=1_000)
 
@@ -459,13 +460,18 @@ def test_a_shut_down_manager_refuses_new_work_and_lets_the_old_end(worlds, caplo
     assert "1 blocks have been lost" in record.message, "the store had not been handed over"
 
 
-def test_a_tier_without_a_shared_bridge_hands_its_jobs_over_by_itself(worlds):
+def test_the_jobs_of_a_tier_without_a_shared_bridge_are_handed_over_too(worlds):
     world = worlds()
     manager = TieringOffloadingManager(
         CPUPrimaryTierOffloadingManager(4), world.secondaries, clock=world.runner.now_s
     )
-    assert world.secondaries[0].flushes_on_poll
+    ctx = ReqContext("r")
+    manager.on_new_request(ctx)
+    manager.prepare_store(ks(1), ctx)
+    manager.complete_store(ks(1), ctx)
     manager.on_schedule_end()
+    world.runner.run_ready()
+    assert world.parked()
     manager.shutdown(1.0)
 
 

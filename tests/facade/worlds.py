@@ -230,7 +230,7 @@ class World:
                 tier._env = None
             self.rows = None
             for secondary in self.secondaries:
-                secondary._view.release()
+                secondary.link._view.release()
             released = self.buffer.release()
             self.runner.close()
         assert released

@@ -102,7 +102,7 @@ def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(place, ops):
         assert answers(harness, second, K[0]) == [MISS]
         place.put(K[0])  # so that the late verdict is another one
         hang.release()
-        actor = harness.manager._link.actor
+        actor = harness.manager.link.actor
         harness.run(_ended(actor._probes.tasks))
         harness.collect()
         assert ask(harness, second, K[0]) == [MISS]
@@ -116,7 +116,7 @@ async def _ended(tasks: Iterable) -> None:
 
 
 def _expire_probes(manager: SecondaryTierManager) -> None:
-    probes = manager._link.actor._probes
+    probes = manager.link.actor._probes
     for generation in list(probes._unanswered):
         probes._answer(generation, frozenset(), None)
 

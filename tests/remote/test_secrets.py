@@ -165,7 +165,7 @@ def test_a_run_with_faults_says_no_secret(run, proxy, caplog, status_socket, tmp
         registry.register(OffloadCollector({"0": manager.stats}))
         said.append(prometheus_client.generate_latest(registry).decode())
         (tier,) = manager.secondary_tiers
-        inner = tier._link.actor._tier
+        inner = tier.link.actor._tier
         said += map(repr, (spec, parsed, manager, manager.stats(), tier, inner))
         said += map(repr, vars(inner).values())
         said += [

@@ -144,7 +144,7 @@ def test_no_error_of_a_client_library_keeps_the_memory_mapped(memory, operation)
         harness.wait()
         harness.submit_load(K[:2], [2, 3])
         harness.wait()
-        actor = harness.manager._link.actor
+        actor = harness.manager.link.actor
         harness.run(probe(actor))
         harness.run(recheck(actor))
         harness.on_loop(lambda: actor.touch(K[:1]))

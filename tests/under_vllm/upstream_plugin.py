@@ -73,7 +73,7 @@ def _tier_under_test(manager):
 
         @property
         def _pool(self):
-            link = self._tier._link
+            link = self._tier.link
             return SimpleNamespace(
                 _load_q=link.actor._loads.waiting,
                 _store_q=link.actor._stores.waiting,

@@ -83,7 +83,7 @@ class KVOffloadManager(base.OffloadingManager):
         self._close = close
         self._is_closed = False
         self._promoted: dict[str, set[OffloadKey]] = {}
-        self._promotion_source = _source_of(tier.medium for tier in manager.secondary_tiers)
+        self._promotion_source = _source_of(tier.medium for tier in manager.planner.tiers)
         self._jobs_in_flight = 0
         self._awaits_flush = False
         self._counts = EngineCounts(manager)
@@ -210,8 +210,7 @@ class KVOffloadManager(base.OffloadingManager):
         so the end of any later job implies it.
         """
         self.manager.reset_cache()
-        for tier in self.manager.secondary_tiers:
-            tier.announce_anew()  # vLLM announces to event consumers that all blocks are gone
+        self.manager.announce_anew()  # vLLM tells consumers of events that everything is gone
         self._promoted.clear()
         if _VLLM_TELLS_OF_FLUSH:
             return

@@ -222,8 +222,8 @@ class AsyncDriver:
         return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
-        """Return the first tier in lookup order that has the key."""
-        *others, last = zip(self._tier_names, self._manager.secondary_tiers, strict=True)
+        """Return the tier that has the key, the first one in the order of lookup."""
+        *others, last = zip(self._tier_names, self._manager.planner.tiers, strict=True)
         for name, tier in others:
             if tier.lookup(key, request.ctx) is LookupResult.HIT:
                 return name

@@ -222,7 +222,7 @@ def test_secrets_of_the_environment_are_hidden_in_what_the_library_says(monkeypa
         config |= {"url": connection.url, **connection.options}
         view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
         tier = SecondaryTierFactory.create_secondary_tier(config, view, None)
-        inner = tier._link.actor._tier
+        inner = tier.link.actor._tier
         tier.shutdown(5.0)
     said = inner._settings.redact(f"a long text with {SESSION_TOKEN} and {SIGNATURE}")
     check(said + caplog.text + repr(inner) + repr(inner.gauges()))
