@@ -350,6 +350,10 @@ class Cascades:
         """What is pending for each tier. To be read only."""
         self.parking: dict[ReqContext, RequestState] = {}
         """The requests with keys that another request is writing."""
+        self._parked_for: dict[OffloadKey, list[RequestState]] = {}
+        """Parked key -> the requests that wait for the end of its write."""
+        self._written: list[OffloadKey] = []
+        """Parked keys whose writes have ended in this step."""
         self._is_closed = False
 
     @property
@@ -416,9 +420,12 @@ class Cascades:
             if answer is LookupResult.HIT:
                 readable.append(key)
             elif answer is LookupResult.HIT_PENDING and key not in new:
+                if key not in request.parked:
+                    self._parked_for.setdefault(key, []).append(request)
                 request.parked[key] = None
         if request.parked:
             self.parking[request.ctx] = request
+            self._primary.on_write_ended = self._note_written
         self._send_to_request_level(request, readable, now_s)
 
     def defer(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> int:
@@ -439,20 +446,29 @@ class Cascades:
     # -- steps ----------------------------------------------------------------------------------
 
     def retry_parked(self, now_s: float) -> list[RequestState]:
-        """Send what was parked and is readable; return the requests that wait for nothing more."""
-        done = []
-        for request in list(self.parking.values()):
-            readable = []
-            for key in list(request.parked):
-                answer = self._primary.lookup(key)
-                if answer is not LookupResult.HIT_PENDING:
-                    del request.parked[key]
+        """Send the parked blocks whose writes have ended since the last call.
+
+        Returns:
+            The requests that have no parked blocks any more.
+        """
+        written, self._written = self._written, []
+        readable: dict[RequestState, list[OffloadKey]] = {}
+        for key in dict.fromkeys(written):
+            answer = self._primary.lookup(key)
+            if answer is LookupResult.HIT_PENDING:
+                continue  # its write has failed, and another one has begun
+            for request in self._parked_for.pop(key):
+                keys = readable.setdefault(request, [])
+                del request.parked[key]
                 if answer is LookupResult.HIT:
-                    readable.append(key)
-            self._send_to_request_level(request, readable, now_s)
-            if not request.parked:
-                del self.parking[request.ctx]
-                done.append(request)
+                    keys.append(key)
+        for request, keys in readable.items():
+            self._send_to_request_level(request, keys, now_s)
+        done = [request for request in readable if not request.parked]
+        for request in done:
+            del self.parking[request.ctx]
+        if not self.parking:
+            self._primary.on_write_ended = None
         return done
 
     def send_pending(self, now_s: float) -> None:
@@ -572,9 +588,15 @@ class Cascades:
         for request in self.parking.values():
             request.parked.clear()
         self.parking.clear()
+        self._parked_for.clear()
+        self._written.clear()
+        self._primary.on_write_ended = None
         for tier, queue in zip(self._tiers, self.queues, strict=True):
             tier.counters.drop(reason, queue.clear())
         self._watch_evictions()
+
+    def _note_written(self, keys: Sequence[OffloadKey]) -> None:
+        self._written += [key for key in keys if key in self._parked_for]
 
     def _watch_evictions(self) -> None:
         """Have the primary tell of evictions, as long as something is pending."""

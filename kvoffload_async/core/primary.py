@@ -355,13 +355,18 @@ class ResidentBlocks:
 
     Attributes:
         decided: Told of keys whose writes have ended, well or not, other than by a reset.
+        on_write_ended: The same, for the planner; set while it waits for such writes.
+        room_made: How many times a slot has become free or evictable so far. A store that found no
+            room can place at most as many blocks as this has grown since.
         counters: What it has done so far.
     """
 
     decided: OnResolved | None = None
+    on_write_ended: OnResolved | None = None
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
         """Start empty; the policy is owned from now on."""
+        self.room_made = 0
         self._policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
@@ -438,6 +443,7 @@ class ResidentBlocks:
                 released.append(slot)
         self._idle += len(released)
         self._protected -= len(released)
+        self.room_made += len(released)
         self._last_to_go.discard(released)
         self._policy.released(released)
 
@@ -547,6 +553,7 @@ class ResidentBlocks:
                 released.append(slot)
         self._idle += num_idle
         self._protected += len(released) - num_idle
+        self.room_made += len(released)
         self._policy.released(released)
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -722,11 +729,13 @@ class Primary(ResidentBlocks):
             if not wanted:
                 self.counters.refused_stores += 1
                 return None
+        room_made = self.room_made
         self._hold(unpinned)
         try:
             granted = self._reserve(wanted, ctx)
         finally:
             self._unhold(unpinned)
+            self.room_made = room_made  # they were evictable before
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -814,9 +823,10 @@ class Primary(ResidentBlocks):
         self._pool.hold(slots)
         return slots
 
-    def release_slots(self, slots: Iterable[int]) -> None:
+    def release_slots(self, slots: Sequence[int]) -> None:
         """Free held slots."""
         self._pool.release(slots)
+        self.room_made += len(slots)
 
     def reset(self, still_touched: Iterable[int] = ()) -> None:
         """Forget every key, pin and write; live requests stay known.
@@ -836,6 +846,7 @@ class Primary(ResidentBlocks):
         self._pool.reset(still_touched)
         self._last_to_go.clear()
         self._idle = self._protected = self._writing = 0
+        self.room_made += self.num_slots
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -941,6 +952,7 @@ class Primary(ResidentBlocks):
         if not success:
             self._forget(keys, slots)
             self._pool.free(slots)
+            self.room_made += len(slots)
             return
         refs, writers = self._refs, self._writers
         for slot in slots:
@@ -948,10 +960,10 @@ class Primary(ResidentBlocks):
             writers.pop(slot, None)
         self._writing -= len(slots)
         self._idle += len(slots)
+        self.room_made += len(slots)
         self._policy.released(slots)
         self.event_log.add(keys, removed=False)
-        if self.decided is not None:
-            self.decided(keys)
+        self._tell_ended(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
@@ -960,5 +972,10 @@ class Primary(ResidentBlocks):
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self.event_log.add(keys, removed=True, metadata_only=True)
+        self._tell_ended(keys)
+
+    def _tell_ended(self, keys: Sequence[OffloadKey]) -> None:
+        if self.on_write_ended is not None:
+            self.on_write_ended(keys)
         if self.decided is not None:
             self.decided(keys)

@@ -110,6 +110,38 @@ class Generation:
                 )
 
 
+class RoomWatch:
+    """Says how much of a store that left blocks out is worth offering again.
+
+    Offering all of it whenever there may be room would cost as much as the whole store each time.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing left out."""
+        self._seen: int | None = None
+
+    def most_blocks(self, room_made: int) -> int | None:
+        """Return for how many blocks there may be new room; None: no blocks were left out.
+
+        Args:
+            room_made: See `OffloadingManager.room_made`.
+        """
+        return None if self._seen is None else room_made - self._seen
+
+    def blocks_left_out(self, room_made: int) -> None:
+        """Note an offer that left blocks out, and `room_made` right after it."""
+        self._seen = room_made
+
+    def blocks_placed(self, count: int) -> None:
+        """Note an offer of `most_blocks` that was granted, with the slots that it took."""
+        if self._seen is not None:
+            self._seen += count
+
+    def clear(self) -> None:
+        """Note that no blocks are left out any more."""
+        self._seen = None
+
+
 class OffloadingManager(ABC):
     """Accounts for offloaded blocks on behalf of a scheduler.
 
@@ -123,6 +155,15 @@ class OffloadingManager(ABC):
     """
 
     generation = Generation()
+
+    @property
+    @abstractmethod
+    def room_made(self) -> int:
+        """How many times a slot has become free or evictable so far.
+
+        After a `prepare_store` that left blocks out, at most as many of them can be placed as this
+        has grown since.
+        """
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -159,7 +200,7 @@ class OffloadingManager(ABC):
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
         With None nothing is stored and nothing evicted. If there is room for a head only, that may
-        be granted: what `keys_left_out` names is to be offered again.
+        be granted: offer what `keys_left_out` names again when `room_made` has grown.
 
         Args:
             keys: Grouped by KV-cache group, head to tail in each; `ReqContext.key_positions` tells

@@ -256,6 +256,10 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
         return self._primary.get_primary_kv_view()
 
+    @property
+    def room_made(self) -> int:
+        return self.planner.primary.room_made
+
     # -- a request's life -----------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -12,7 +12,7 @@ from kvoffload_async.facade.connector.protocol import (
     SchedulerRequest,
     TransferJobSpec,
 )
-from kvoffload_async.facade.manager import Generation
+from kvoffload_async.facade.manager import Generation, RoomWatch
 from kvoffload_async.types import (
     JobId,
     OffloadKey,
@@ -73,6 +73,7 @@ class ConnectorRequest:
         waits_below: It waits for loads of its blocks by others, with job ids below this one:
             those that were under way when it first asked. None: it has not waited yet.
         transfer_jobs: Its jobs in flight.
+        room_watch: How many of the chunks that there was no room for are offered again.
         may_load: Whether no load of it has failed; one that failed is computed instead.
         has_ended: Whether the scheduler has ended it.
         finish_signalled: Whether the manager knows that, too.
@@ -90,6 +91,7 @@ class ConnectorRequest:
         "offered_tokens",
         "policy",
         "request",
+        "room_watch",
         "transfer_jobs",
         "waits_below",
     )
@@ -111,6 +113,7 @@ class ConnectorRequest:
         self.offered_tokens = 0
         self.waits_below: JobId | None = None
         self.transfer_jobs: set[JobId] = set()
+        self.room_watch = RoomWatch()
         self.may_load = True
         self.has_ended = False
         self.finish_signalled = False
@@ -119,6 +122,7 @@ class ConnectorRequest:
         """Forget the block tables: the request has no device blocks but a prefix, if any."""
         self.local_tokens = local_tokens
         self.offered_tokens = 0
+        self.room_watch.clear()
         for group in self.groups:
             group.block_ids = []
             group.next_chunk = 0
@@ -162,6 +166,7 @@ class ConnectorRequest:
         But of a sliding window nothing that it does not reach any more: where that was stored,
         nobody noticed whether it was allocated anew.
         """
+        self.room_watch.clear()
         for index, group in enumerate(self.groups):
             shape = geometry.groups[index]
             if shape.sliding_window_tokens is not None:
