@@ -226,7 +226,7 @@ class OffloadEngine(EngineLifecycle):
         claimed, generation = request.slots, request.primary_generation
         deadline_s = self._loop.time() + timeout_s
         async with self._transfers.permit(Direction.LOAD, deadline_s, request.ctx) as permit:
-            await self._ready(deadline_s)
+            await self._steps.ready(deadline_s)
             self._require_valid(request)
             if request.slots is not claimed:
                 raise StateError("the prefix was let go while the load waited for a permit")
@@ -315,8 +315,8 @@ class OffloadEngine(EngineLifecycle):
         self._require_open()
         limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
         deadline_s = self._loop.time() + limit_s
-        await self._ready(deadline_s)
-        self._resetting = ended = self._loop.create_future()
+        await self._steps.ready(deadline_s)
+        self._steps.resetting = ended = self._loop.create_future()
         planner = self._manager.planner
         planner.promotions_paused = True
         try:
@@ -330,7 +330,7 @@ class OffloadEngine(EngineLifecycle):
             for request in self._requests:
                 request.invalidate()
         finally:
-            self._resetting = None
+            self._steps.resetting = None
             ended.set_result(None)
             self._manager.on_reset_flushed()
             self._steps.note_progress()
