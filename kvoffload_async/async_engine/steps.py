@@ -126,7 +126,9 @@ class Steps:
         self._is_due = False
         if self._manager is not None:
             self._finish(self._manager)
-            self._schedule_later(self._manager.wakes_in_s())
+            wakes_in_s = self._manager.wakes_in_s()
+            if self._later is not None or wakes_in_s < math.inf:
+                self._schedule_later(wakes_in_s)
 
     def _finish(self, manager: TieringOffloadingManager) -> None:
         """Hand over what the step has decided; tell who waits for that, but only if there is news.
@@ -290,7 +292,8 @@ class Stores:
         deadline_s: float,
     ) -> PrepareStoreOutput | None:
         """Store the blocks that there is room for now, and return them; None: there is no room."""
-        await self._steps.ready(deadline_s)
+        if self._steps.resetting is not None:
+            await self._steps.ready(deadline_s)
         keys = left.begin_offer(self._primary.room_made)
         if not keys:
             self._pass_room_on()
@@ -305,7 +308,7 @@ class Stores:
                 await self._transfers.run(
                     Direction.STORE,
                     blocks,
-                    granted.store_spec.block_ids.tolist(),
+                    granted.store_spec,
                     ctx=request.ctx,
                     permit=permit,
                     ended=partial(self._ended, granted, request, request.occupy(blocks)),
@@ -329,14 +332,16 @@ class Stores:
 
     def _pass_room_on(self) -> None:
         """Give the next store that waits for room its turn, if there is room left."""
-        if self._primary.room:
-            self._steps.waiters.room_left()
+        waiters = self._steps.waiters
+        if waiters.for_room and self._primary.room:
+            waiters.room_left()
 
     async def _wait_for_room(self, request: EngineRequest, deadline_s: float) -> bool:
         """Wait, without a permit, until there may be room; return False at the deadline."""
         with self._transfers.waiting(Direction.STORE), request.call() as waiter:
             waiter.expect_room()
             await waiter.wait(deadline_s)
+        self._steps.ensure_open()
         return asyncio.get_running_loop().time() < deadline_s
 
     def _ended(

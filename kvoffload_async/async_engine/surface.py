@@ -13,12 +13,13 @@ from typing import Any
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.lifecycle import EngineLifecycle
-from kvoffload_async.async_engine.request import EngineRequest, Waiter
+from kvoffload_async.async_engine.request import NO_BLOCKS, EngineRequest, Waiter
 from kvoffload_async.core.external_tier import ExternalTierState
 from kvoffload_async.errors import InvalidatedError, StateError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.types import (
+    CPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -231,12 +232,12 @@ class OffloadEngine(EngineLifecycle):
             if request.slots is not claimed:
                 raise StateError("the prefix was let go while the load waited for a permit")
             keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
-            request.prefix_blocks, request.slots = 0, ()  # the copy holds them from now on
+            request.prefix_blocks, request.slots = 0, NO_BLOCKS  # the copy holds them from now on
             self._manager.complete_load(rest, request.ctx, generation)
             await self._transfers.run(
                 Direction.LOAD,
                 device_blocks,
-                claimed[:count],
+                CPULoadStoreSpec(claimed[:count]),
                 ctx=request.ctx,
                 permit=permit,
                 ended=partial(
@@ -389,7 +390,7 @@ class OffloadEngine(EngineLifecycle):
         request.is_invalidated = False
         if count:
             spec = self._manager.prepare_load(request.keys[:count], request.ctx)
-            request.slots, request.primary_generation = spec.block_ids.tolist(), spec.generation
+            request.slots, request.primary_generation = spec.block_ids, spec.generation
         request.prefix_blocks = count
         self._stop_waiting(request)
         return count
@@ -399,7 +400,7 @@ class OffloadEngine(EngineLifecycle):
             self._steps.note_progress()
 
     def _unpin(self, request: EngineRequest) -> None:
-        count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, ()
+        count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, NO_BLOCKS
         if count:
             self._manager.complete_load(
                 request.keys[:count], request.ctx, request.primary_generation

@@ -93,13 +93,13 @@ class WriteBackQueue:
         is_shut: Whether the tier was out of order when it was asked last.
         is_wanted: Whether the tier is in order: its pending blocks are protected.
         paused_until_s: When the tier, which has refused or failed, is tried again.
+        heeding_from: The slot from which on `heed` has still to look at blocks; None: at none.
     """
 
     def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
         """Start empty, over the primary's slots."""
         self._protect = protect
         self._unprotect = unprotect
-        self._num_heeded = num_slots
         self._oldest_first = NumberLists(num_slots)
         self._marks = small_integers(num_slots)
         self._pause_s = _FIRST_PAUSE_S
@@ -108,6 +108,7 @@ class WriteBackQueue:
         self.new_blocks = 0
         self.is_shut = False
         self.is_wanted = True
+        self.heeding_from: int | None = None
         self.paused_until_s = 0.0
 
     # -- blocks ---------------------------------------------------------------------------------
@@ -195,21 +196,16 @@ class WriteBackQueue:
 
     # -- protection -----------------------------------------------------------------------------
 
-    @property
-    def is_heeding(self) -> bool:
-        """Whether more calls of `heed` are needed."""
-        return self._num_heeded < len(self._marks)
-
     def heed(self, *, is_wanted: bool) -> None:
         """Protect what is pending, or stop doing so, as far as a step may take: slot by slot."""
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
-            self._num_heeded = 0
-        if not self.is_heeding:
+            self.heeding_from = 0
+        if self.heeding_from is None:
             return
         marks = self._marks
-        slots = range(self._num_heeded, min(self._num_heeded + _SLOTS_A_STEP, len(marks)))
-        self._num_heeded = slots.stop
+        slots = range(self.heeding_from, min(self.heeding_from + _SLOTS_A_STEP, len(marks)))
+        self.heeding_from = slots.stop if slots.stop < len(marks) else None
         pending = [slot for slot in slots if marks[slot] & _PENDING]
         if not is_wanted:
             self._stop_protecting(pending)
@@ -262,7 +258,7 @@ class WriteBackQueue:
                 yield f"slot {slot} is protected, but not pending"
             if (
                 slot in pending
-                and not self.is_heeding
+                and self.heeding_from is None
                 and self.is_wanted != bool(mark & _PROTECTED)
             ):
                 yield f"slot {slot} has mark {mark}, but is_wanted is {self.is_wanted}"
@@ -377,14 +373,14 @@ class Cascades:
         None: nothing is pending, or only what waits for the end of another job. 0: also if the step
         has not looked at all blocks pending for a tier that has failed or works again.
         """
-        if any(queue.is_heeding for queue in self.queues):
-            return 0.0
-        waits = [
-            max(0.0, queue.paused_until_s - now_s)
-            for index, queue in enumerate(self.queues)
-            if queue.count and self.room(index)
-        ]
-        return min(waits, default=None)
+        soonest_s: float | None = None
+        for index, queue in enumerate(self.queues):
+            if queue.heeding_from is not None:
+                return 0.0
+            if queue.count and self.room(index):
+                wait_s = max(0.0, queue.paused_until_s - now_s)
+                soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
+        return soonest_s
 
     # -- what is stored -------------------------------------------------------------------------
 
@@ -477,7 +473,9 @@ class Cascades:
         Blocks pending for a failed tier are not protected from eviction until it works again.
         """
         for index, queue in enumerate(self.queues):
-            queue.heed(is_wanted=self._tiers[index].wants_blocks)
+            is_wanted = self._tiers[index].wants_blocks
+            if is_wanted is not queue.is_wanted or queue.heeding_from is not None:
+                queue.heed(is_wanted=is_wanted)
             most = LATE_BLOCKS_A_STEP + queue.new_blocks
             queue.new_blocks = 0
             if queue.count and now_s >= queue.paused_until_s:
@@ -655,13 +653,14 @@ class Touches:
         self._tiers = tiers
         self._cascades = cascades
         self._own = own
-        self._used: list[Sequence[OffloadKey]] = []
+        self.used: list[Sequence[OffloadKey]] = []
+        """The keys that requests have used in this step."""
         self._recent = [RecentKeys() for _ in tiers]
 
     def note(self, keys: Sequence[OffloadKey]) -> None:
         """Note keys that one request has used, head to tail."""
         if keys and self._tiers:
-            self._used.append(keys)
+            self.used.append(keys)
 
     def flush(self, now_s: float) -> None:
         """Touch the blocks in every tier that has them, and offer the others to those without.
@@ -669,11 +668,9 @@ class Touches:
         A tier whose contents are not known here is told of all, but seldom: for it, a touch may be
         a system call or a message.
         """
-        if not self._used:
-            return
         # A tier takes the first as the most recent: the latest request goes first.
-        keys = list(dict.fromkeys(chain.from_iterable(reversed(self._used))))
-        self._used.clear()
+        keys = list(dict.fromkeys(chain.from_iterable(reversed(self.used))))
+        self.used.clear()
         for index, tier in enumerate(self._tiers):
             if tier.is_exact:
                 lacking = tier.lacks(keys)

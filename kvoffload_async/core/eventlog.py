@@ -96,6 +96,8 @@ class EventLog:
         The batch is detached before anything is yielded, so that an iterator consumed in part
         cannot replay. A metadata-only removal loses the keys that have been allocated anew.
         """
+        if not self._entries:
+            return iter(())
         batch, self._entries = self._entries, deque()
         self._num_keys = 0
         return iter(self._events(batch, is_allocated))

@@ -44,12 +44,11 @@ class Snapshot(NamedTuple):
 
 def take_snapshot(planner: Planner) -> Snapshot:
     """Copy what `read_primary`, `read_planner` and `read_tier` show. Thread: owner."""
-    queues = planner.cascades.queues
-    return Snapshot(
-        take_primary(planner.primary),
-        _PLANNER.take(planner, len(planner.requests)),
-        tuple([take_tier(t, b.count) for t, b in zip(planner.tiers, queues, strict=True)]),
-    )
+    tiers = []
+    for tier, queue in zip(planner.tiers, planner.cascades.queues, strict=True):
+        tiers.append(_TIER.take(tier, queue.count))
+    planned = _PLANNER.take(planner, len(planner.requests))
+    return Snapshot(_PRIMARY.take(planner.primary), planned, tuple(tiers))
 
 
 def take_primary(primary: Primary) -> Figures:
@@ -179,8 +178,10 @@ class _FigureSet:
 
     def take(self, source: object, *given: object) -> Figures:
         """Copy the figures of an object."""
-        others = [how(get(source)) for get, how in self._others]
-        return (*self._get_numbers(source), *others, *given)
+        figures = [*self._get_numbers(source)]
+        for get, how in self._others:
+            figures.append(how(get(source)))
+        return (*figures, *given)
 
     def named(self, taken: Figures) -> dict[str, Any]:
         """Return figures that were taken, by name."""
@@ -199,7 +200,7 @@ _PRIMARY: Final = _FigureSet(
 _PLANNER: Final = _FigureSet(
     PlannerCounters,
     "counters.",
-    gauges={"retained_blocks": "retention.retained_slots"},
+    gauges={"retained_blocks": "shares.retained_slots"},
     given=["requests"],
 )
 _TIER: Final = _FigureSet(

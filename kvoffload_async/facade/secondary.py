@@ -361,7 +361,8 @@ class SecondaryTierManager:
         """End a step: take in what the tier did; its existence probes and submitted jobs start."""
         if self._link.inbox:
             self._link.pump(_KEYS_A_STEP)
-        self.tier_state.tell_time(self._bridge.runner.now_s)
+        if self.tier_state.cost_gated is not None:
+            self.tier_state.tell_time(self._bridge.runner.now_s)
         self.tier_state.end_step()
         if self.flushes_on_poll:
             self._bridge.flush()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvoffload_async.core.health import BreakerSettings, TierHealth
+from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Figures
 from kvoffload_async.core.tier_state import TierState
@@ -37,7 +37,7 @@ class BreakerLog:
             health = tier.health
             for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
                 is_known = (index, direction) in self._suspended
-                if breaker.is_closed is not is_known:
+                if (breaker.state is BreakerState.CLOSED) is not is_known:
                     continue
                 if is_known:
                     self._suspended.remove((index, direction))
@@ -103,6 +103,8 @@ class TierGroup:
 
     def polls_in_s(self) -> float:
         """Return in how many seconds external tiers, which announce nothing, are to be polled."""
+        if not self._external:
+            return math.inf
         has_work = any(
             jobs.unfinished_count or jobs.orphaned_count or external.guard.has_pending_work()
             for external in self._external.values()

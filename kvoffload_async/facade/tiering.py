@@ -113,7 +113,7 @@ class OwnerSteps:
 
     def ended(self, since_s: float) -> None:
         """Note the end of the step, which has kept the thread since then, and publish."""
-        self.spent(since_s)
+        self._step_s += self._clock() - since_s
         self._durations.observe(self._step_s)
         self._longest_s = max(self._longest_s, self._step_s)
         self._step_s = 0.0
@@ -362,7 +362,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:
             return
-        self.begin_step()
+        if not self._polled_this_step:
+            self.begin_step()
         self._polled_this_step = False
         began_s = self._clock()
         self.planner.end_step(() if context is None else context.new_req_ids)
@@ -373,14 +374,17 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         if self._bridge is not None:
             self._bridge.flush()
         self._steps.ended(began_s)
-        self._hand_timelines_over()
+        if self.recorder is not None:
+            self._hand_timelines_over()
         if self._check_invariants:
             check_state(self.planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events of the primary and of every tier."""
-        of_tiers = (event for guard in self._tiers.guards for event in guard.take_events())
-        return iter([*self._primary.take_events(), *of_tiers])
+        events = [*self.planner.primary.take_events()]
+        for guard in self._tiers.guards:
+            events += guard.take_events()
+        return iter(events)
 
     @property
     def dropped_events(self) -> int:

@@ -73,6 +73,8 @@ class ThreadsafeRunner:
         self._progress = threading.Event()
         self._is_waited_for = False
         self._closed = False
+        self.now_s: Callable[[], float] = time.monotonic
+        """See `LoopRunner.now_s`; the clock itself, as each step reads it several times."""
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """See `LoopRunner.call_soon`. Thread: any."""
@@ -129,10 +131,6 @@ class ThreadsafeRunner:
         """See `LoopRunner.has_ended`."""
         return self._loop.is_closed()
 
-    def now_s(self) -> float:
-        """See `LoopRunner.now_s`."""
-        return time.monotonic()
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Hand nothing over any more; the loop itself is its runner's to stop."""
         self._closed = True
@@ -148,7 +146,7 @@ class SameLoopRunner(ThreadsafeRunner):
         """Call `on_progress` on the loop's thread whenever a tier has something to report."""
         super().__init__(loop)
         self._on_progress = on_progress
-        self._clock = clock_of(loop)
+        self.now_s = clock_of(loop)  # by which its callers set their deadlines
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """See `LoopRunner.call_soon`: on the loop's own thread, without a system call."""
@@ -156,10 +154,6 @@ class SameLoopRunner(ThreadsafeRunner):
             self._loop.call_soon(callback, *args)
         else:
             super().call_soon(callback, *args)
-
-    def now_s(self) -> float:
-        """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
-        return self._clock()
 
     def notify(self) -> None:
         """See `LoopRunner.notify`."""
