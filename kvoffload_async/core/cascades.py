@@ -201,10 +201,8 @@ class WriteBackQueue:
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
             self.heeding_from = 0
-        if self.heeding_from is None:
-            return
-        marks = self._marks
-        slots = range(self.heeding_from, min(self.heeding_from + _SLOTS_A_STEP, len(marks)))
+        marks, first = self._marks, self.heeding_from or 0
+        slots = range(first, min(first + _SLOTS_A_STEP, len(marks)))
         self.heeding_from = slots.stop if slots.stop < len(marks) else None
         pending = [slot for slot in slots if marks[slot] & _PENDING]
         if not is_wanted:

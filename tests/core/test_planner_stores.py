@@ -162,6 +162,7 @@ def test_parked_blocks_are_looked_up_when_their_write_has_ended_and_not_before()
     for name in names:
         world.offer(first, name)
     world.offer(second, names)
+    world.offer(second, names)
     asked = []
     lookup = world.primary.lookup
     world.primary.lookup = lambda key: asked.append(key) or lookup(key)
