@@ -98,8 +98,6 @@ class EngineLifecycle:
         self._closing: asyncio.Task[None] | None = None
         self._requests: dict[EngineRequest, None] = {}
         """Those that have begun and not ended."""
-        self._resetting: asyncio.Future[None] | None = None
-        """Ends with the reset that is under way."""
 
     async def __aenter__(self) -> Self:
         """Map the memory, open the tiers and the transport.
@@ -126,7 +124,7 @@ class EngineLifecycle:
             recorder=self._manager.recorder,
             block_bytes=self._config.block_bytes,
         )
-        self._stores = Stores(self._manager, self._steps, self._transfers, self._ready)
+        self._stores = Stores(self._manager, self._steps, self._transfers)
         self._is_open = True
         self._steps.begin(self._manager)
         guard_forks(self, _is_open=False)
@@ -191,13 +189,6 @@ class EngineLifecycle:
         if not self._is_open:
             raise ClosedError("the engine is not open")
         self._steps.ensure_open()
-
-    async def _ready(self, deadline_s: float) -> None:
-        """Wait until no reset is under way; TimeoutError at the deadline, ClosedError if closed."""
-        while self._resetting is not None:
-            async with asyncio.timeout_at(deadline_s):
-                await asyncio.shield(self._resetting)
-        self._require_open()
 
     def _start(self) -> None:
         """Thread: a helper's, while the loop's awaits it."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Final, Self
 
-from kvoffload_async.types import OffloadKey, ReqContext
+from kvoffload_async.types import OffloadKey, ReqContext, as_block_ids
+
+NO_BLOCKS: Final = as_block_ids(())
 
 
 class Waiters:
@@ -158,7 +160,7 @@ class EngineRequest:
         self.ctx = ctx
         self.keys = keys
         self.prefix_blocks = 0
-        self.slots: Sequence[int] = ()
+        self.slots = NO_BLOCKS
         self.primary_generation = 0
         self.left_out: Sequence[OffloadKey] = ()
         self.is_invalidated = False
@@ -207,7 +209,7 @@ class EngineRequest:
 
     def invalidate(self) -> None:
         """Learn that what the request has found is gone, and of what it has begun to load."""
-        self.prefix_blocks, self.slots = 0, ()
+        self.prefix_blocks, self.slots = 0, NO_BLOCKS
         self.is_invalidated = True
 
     @contextmanager

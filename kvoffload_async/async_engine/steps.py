@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction
@@ -18,6 +18,7 @@ from kvoffload_async.core.index import OnResolved
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
+from kvoffload_async.facade.manager import RoomWatch
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.types import OffloadingEvent, OffloadKey, PrepareStoreOutput
 
@@ -36,6 +37,8 @@ class Steps:
         """Ends when there are events for the readers, or none any more."""
         self._unread_events = unread_events
         self._readers: dict[int, deque[OffloadingEvent]] = {}
+        self.resetting: asyncio.Future[None] | None = None
+        """Ends with the reset that is under way."""
         self.missed_events = 0
         """Events that readers have missed, as they were slower; once for each reader."""
         self._manager: TieringOffloadingManager | None = None
@@ -63,6 +66,13 @@ class Steps:
         finally:
             self._has_ended = True
             self._tell_readers()
+
+    async def ready(self, deadline_s: float) -> None:
+        """Wait until no reset is under way; TimeoutError at the deadline, ClosedError if closed."""
+        while self.resetting is not None:
+            async with asyncio.timeout_at(deadline_s):
+                await asyncio.shield(self.resetting)
+        self.ensure_open()
 
     def ensure_open(self) -> None:
         """Raise ClosedError before the begin and after the stop, StateError after a defect."""
@@ -116,7 +126,9 @@ class Steps:
         self._is_due = False
         if self._manager is not None:
             self._finish(self._manager)
-            self._schedule_later(self._manager.wakes_in_s())
+            wakes_in_s = self._manager.wakes_in_s()
+            if self._later is not None or wakes_in_s < math.inf:
+                self._schedule_later(wakes_in_s)
 
     def _finish(self, manager: TieringOffloadingManager) -> None:
         """Hand over what the step has decided; tell who waits for that, but only if there is news.
@@ -165,6 +177,48 @@ def watch_keys(planner: Planner, decided: OnResolved) -> None:
 _IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
 
 
+class _KeysLeft:
+    """The blocks of a store that are not stored yet, head to tail.
+
+    All of them are offered at first, and then the head that there may be new room for.
+
+    Attributes:
+        offered: The blocks that are offered now.
+    """
+
+    def __init__(self, keys: Sequence[OffloadKey]) -> None:
+        self.offered = keys
+        self._rest: deque[OffloadKey] = deque()
+        self._watch = RoomWatch()
+
+    def __len__(self) -> int:
+        return len(self.offered) + len(self._rest)
+
+    def all_keys(self) -> Sequence[OffloadKey]:
+        """Return them all."""
+        return (*self.offered, *self._rest)
+
+    def begin_offer(self, room_made: int) -> Sequence[OffloadKey]:
+        """Return the blocks to offer now; none if no room was made for any."""
+        most = self._watch.most_blocks(room_made)
+        if most is not None:
+            self.end_offer(self.offered)
+            self.offered = [self._rest.popleft() for _ in range(min(most, len(self._rest)))]
+        return self.offered
+
+    def note_answer(self, granted: PrepareStoreOutput | None, room_made: int) -> None:
+        """Note what was granted of the offer, and `room_made` right after it."""
+        if granted is None or granted.keys_left_out:
+            self._watch.blocks_left_out(room_made)
+        else:
+            self._watch.blocks_placed(len(granted.keys_to_store))
+
+    def end_offer(self, left_out: Sequence[OffloadKey]) -> None:
+        """Note that all blocks of the offer are stored but for these."""
+        self._rest.extendleft(reversed(left_out))
+        self.offered = ()
+
+
 class Stores:
     """Reserves room and copies into it.
 
@@ -176,11 +230,9 @@ class Stores:
         manager: TieringOffloadingManager,
         steps: Steps,
         transfers: Transfers,
-        ready: Callable[[float], Awaitable[None]],
     ) -> None:
-        """Take calls; `ready` waits for the end of a reset, and raises if the engine is closed."""
+        """Take calls."""
         self._manager = manager
-        self._ready = ready
         self._primary = manager.planner.primary
         self._steps = steps
         self._transfers = transfers
@@ -208,16 +260,19 @@ class Stores:
             TimeoutError: The deadline passed; a copy that has begun goes on.
             TransportError: A copy failed; those before it stay stored.
         """
-        request.left_out = left = keys
+        request.left_out = keys
+        left = _KeysLeft(keys)
         stored = 0
         per_key = len(device_blocks) // max(1, len(keys))
-        blocks = {key: device_blocks[i * per_key :][:per_key] for i, key in enumerate(keys)}
+        blocks = {
+            key: device_blocks[i * per_key : i * per_key + per_key] for i, key in enumerate(keys)
+        }
         try:
             while left:
                 granted = await self._store_head(request, left, blocks, deadline_s)
                 if granted is not None:
+                    left.end_offer(granted.keys_left_out)
                     stored += len(granted.keys_to_store)
-                    request.left_out = left = granted.keys_left_out
                 elif stored and not _may_have_room(self._primary, request):
                     break  # there will be no room for the rest
                 elif not await self._wait_for_room(request, deadline_s):
@@ -225,29 +280,35 @@ class Stores:
                         break
                     raise BusyError(_no_room(self._primary, len(left)))
         finally:
+            request.left_out = left.all_keys()
             self._pass_room_on()
         return stored
 
     async def _store_head(
         self,
         request: EngineRequest,
-        keys: Sequence[OffloadKey],
+        left: _KeysLeft,
         blocks_of: Mapping[OffloadKey, Sequence[int]],
         deadline_s: float,
     ) -> PrepareStoreOutput | None:
-        """Store what there is room for now, and return that; None: there is no room."""
-        await self._ready(deadline_s)
+        """Store the blocks that there is room for now, and return them; None: there is no room."""
+        if self._steps.resetting is not None:
+            await self._steps.ready(deadline_s)
+        keys = left.begin_offer(self._primary.room_made)
+        if not keys:
+            self._pass_room_on()
+            return None
         if self._has_all(keys):  # nothing is to be copied: no permit is waited for
-            return self._prepare(request, keys)
+            return self._prepare(request, left)
         with await self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
-            await self._ready(deadline_s)
-            granted = self._prepare(request, keys)
+            await self._steps.ready(deadline_s)
+            granted = self._prepare(request, left)
             if granted is not None and granted.keys_to_store:
                 blocks = [block for key in granted.keys_to_store for block in blocks_of[key]]
                 await self._transfers.run(
                     Direction.STORE,
                     blocks,
-                    granted.store_spec.block_ids.tolist(),
+                    granted.store_spec,
                     ctx=request.ctx,
                     permit=permit,
                     ended=partial(self._ended, granted, request, request.occupy(blocks)),
@@ -261,11 +322,10 @@ class Stores:
         current = self._manager.generation.current(keys)
         return all(self._primary.state_of(key) is not BlockState.ABSENT for key in current)
 
-    def _prepare(
-        self, request: EngineRequest, keys: Sequence[OffloadKey]
-    ) -> PrepareStoreOutput | None:
-        """Reserve room; what is granted belongs to the caller, who must use it before it awaits."""
-        granted = self._manager.prepare_store(keys, request.ctx)
+    def _prepare(self, request: EngineRequest, left: _KeysLeft) -> PrepareStoreOutput | None:
+        """Reserve slots for the offered blocks; the caller must use them before it awaits."""
+        granted = self._manager.prepare_store(left.offered, request.ctx)
+        left.note_answer(granted, self._primary.room_made)
         has_news = granted is None or granted.evicted_keys or not granted.keys_to_store
         if has_news or self._steps.waiters.everybody:
             self._steps.schedule()  # else the step ends with the copy
@@ -274,14 +334,16 @@ class Stores:
 
     def _pass_room_on(self) -> None:
         """Give the next store that waits for room its turn, if there is room left."""
-        if self._primary.room:
-            self._steps.waiters.room_left()
+        waiters = self._steps.waiters
+        if waiters.for_room and self._primary.room:
+            waiters.room_left()
 
     async def _wait_for_room(self, request: EngineRequest, deadline_s: float) -> bool:
         """Wait, without a permit, until there may be room; return False at the deadline."""
         with self._transfers.waiting(Direction.STORE), request.call() as waiter:
             waiter.expect_room()
             await waiter.wait(deadline_s)
+        self._steps.ensure_open()
         return asyncio.get_running_loop().time() < deadline_s
 
     def _ended(
@@ -302,8 +364,10 @@ def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
     if primary.protected_blocks:
         return True
     counts = primary.counts
-    own = sum(primary.state_of(key) in _IN_USE for key in request.keys)
-    return counts["pinned"] + counts["writing"] > own
+    in_use = counts["pinned"] + counts["writing"]
+    if not in_use or in_use > len(request.keys):
+        return in_use > 0
+    return in_use > sum(primary.state_of(key) in _IN_USE for key in request.keys)
 
 
 def _no_room(primary: Primary, wanted: int) -> str:

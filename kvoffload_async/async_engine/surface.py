@@ -13,11 +13,12 @@ from typing import Any
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.lifecycle import EngineLifecycle
-from kvoffload_async.async_engine.request import EngineRequest, Waiter
+from kvoffload_async.async_engine.request import NO_BLOCKS, EngineRequest, Waiter
 from kvoffload_async.errors import InvalidatedError, StateError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.types import (
+    CPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -225,17 +226,17 @@ class OffloadEngine(EngineLifecycle):
         claimed, generation = request.slots, request.primary_generation
         deadline_s = self._loop.time() + timeout_s
         with await self._transfers.permit(Direction.LOAD, deadline_s, request.ctx) as permit:
-            await self._ready(deadline_s)
+            await self._steps.ready(deadline_s)
             self._require_valid(request)
             if request.slots is not claimed:
                 raise StateError("the prefix was let go while the load waited for a permit")
             keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
-            request.prefix_blocks, request.slots = 0, ()  # the copy holds them from now on
+            request.prefix_blocks, request.slots = 0, NO_BLOCKS  # the copy holds them from now on
             self._manager.complete_load(rest, request.ctx, generation)
             await self._transfers.run(
                 Direction.LOAD,
                 device_blocks,
-                claimed[:count],
+                CPULoadStoreSpec(claimed[:count]),
                 ctx=request.ctx,
                 permit=permit,
                 ended=partial(
@@ -314,8 +315,8 @@ class OffloadEngine(EngineLifecycle):
         self._require_open()
         limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
         deadline_s = self._loop.time() + limit_s
-        await self._ready(deadline_s)
-        self._resetting = ended = self._loop.create_future()
+        await self._steps.ready(deadline_s)
+        self._steps.resetting = ended = self._loop.create_future()
         planner = self._manager.planner
         planner.promotions_paused = True
         try:
@@ -329,7 +330,7 @@ class OffloadEngine(EngineLifecycle):
             for request in self._requests:
                 request.invalidate()
         finally:
-            self._resetting = None
+            self._steps.resetting = None
             ended.set_result(None)
             self._manager.on_reset_flushed()
             self._steps.note_progress()
@@ -388,7 +389,7 @@ class OffloadEngine(EngineLifecycle):
         request.is_invalidated = False
         if count:
             spec = self._manager.prepare_load(request.keys[:count], request.ctx)
-            request.slots, request.primary_generation = spec.block_ids.tolist(), spec.generation
+            request.slots, request.primary_generation = spec.block_ids, spec.generation
         request.prefix_blocks = count
         self._stop_waiting(request)
         return count
@@ -398,7 +399,7 @@ class OffloadEngine(EngineLifecycle):
             self._steps.note_progress()
 
     def _unpin(self, request: EngineRequest) -> None:
-        count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, ()
+        count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, NO_BLOCKS
         if count:
             self._manager.complete_load(
                 request.keys[:count], request.ctx, request.primary_generation

@@ -119,7 +119,7 @@ class Transfers:
         self,
         direction: Direction,
         device_blocks: Sequence[int],
-        slots: Sequence[int],
+        host: CPULoadStoreSpec,
         *,
         ctx: ReqContext,
         permit: Permit,
@@ -131,7 +131,7 @@ class Transfers:
         Args:
             direction: Which way.
             device_blocks: Device blocks, those of whole chunks.
-            slots: One a chunk.
+            host: The slots, one a chunk.
             ctx: The request that copies.
             permit: Held by the caller.
             ended: Called once, with whether it succeeded, when the bytes have stopped moving.
@@ -150,10 +150,10 @@ class Transfers:
             ended(error is None)
 
         began_s = self._clock()
-        record_end = self._record(ctx, direction, len(slots), began_s)
+        record_end = self._record(ctx, direction, len(host.block_ids), began_s)
         try:
             device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
-            copies = BlockCopies(direction, device, CPULoadStoreSpec(as_block_ids(slots)))
+            copies = BlockCopies(direction, device, host)
             transfer = self._transport.submit(copies, self._transport.record_compute())
             landing = self._running.start(transfer, landed)
         except BaseException as error:

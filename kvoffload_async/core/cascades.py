@@ -91,13 +91,13 @@ class WriteBackQueue:
         is_shut: Whether the tier was out of order when it was asked last.
         is_wanted: Whether the tier is in order: its pending blocks are protected.
         paused_until_s: When the tier, which has refused or failed, is tried again.
+        heeding_from: The slot from which on `heed` has still to look at blocks; None: at none.
     """
 
     def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
         """Start empty, over the primary's slots."""
         self._protect = protect
         self._unprotect = unprotect
-        self._num_heeded = num_slots
         self._oldest_first = NumberLists(num_slots)
         self._marks = small_integers(num_slots)
         self._pause_s = _FIRST_PAUSE_S
@@ -106,6 +106,7 @@ class WriteBackQueue:
         self.new_blocks = 0
         self.is_shut = False
         self.is_wanted = True
+        self.heeding_from: int | None = None
         self.paused_until_s = 0.0
 
     # -- blocks ---------------------------------------------------------------------------------
@@ -193,21 +194,14 @@ class WriteBackQueue:
 
     # -- protection -----------------------------------------------------------------------------
 
-    @property
-    def is_heeding(self) -> bool:
-        """Whether more calls of `heed` are needed."""
-        return self._num_heeded < len(self._marks)
-
     def heed(self, *, is_wanted: bool) -> None:
         """Protect what is pending, or stop doing so, as far as a step may take: slot by slot."""
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
-            self._num_heeded = 0
-        if not self.is_heeding:
-            return
-        marks = self._marks
-        slots = range(self._num_heeded, min(self._num_heeded + _SLOTS_A_STEP, len(marks)))
-        self._num_heeded = slots.stop
+            self.heeding_from = 0
+        marks, first = self._marks, self.heeding_from or 0
+        slots = range(first, min(first + _SLOTS_A_STEP, len(marks)))
+        self.heeding_from = slots.stop if slots.stop < len(marks) else None
         pending = [slot for slot in slots if marks[slot] & _PENDING]
         if not is_wanted:
             self._stop_protecting(pending)
@@ -260,7 +254,7 @@ class WriteBackQueue:
                 yield f"slot {slot} is protected, but not pending"
             if (
                 slot in pending
-                and not self.is_heeding
+                and self.heeding_from is None
                 and self.is_wanted != bool(mark & _PROTECTED)
             ):
                 yield f"slot {slot} has mark {mark}, but is_wanted is {self.is_wanted}"
@@ -348,6 +342,10 @@ class Cascades:
         """What is pending for each tier. To be read only."""
         self.parking: dict[ReqContext, RequestState] = {}
         """The requests with keys that another request is writing."""
+        self._parked_for: dict[OffloadKey, list[RequestState]] = {}
+        """Parked key -> the requests that wait for the end of its write."""
+        self._written: list[OffloadKey] = []
+        """Parked keys whose writes have ended in this step."""
         self._is_closed = False
 
     @property
@@ -371,9 +369,9 @@ class Cascades:
         None: nothing is pending, or only what waits for the end of another job. 0: also if the step
         has not looked at all blocks pending for a tier that has failed or works again.
         """
-        soonest_s = None
+        soonest_s: float | None = None
         for index, queue in enumerate(self.queues):
-            if queue.is_heeding:
+            if queue.heeding_from is not None:
                 return 0.0
             if queue.count and self.room(index):
                 wait_s = max(0.0, queue.paused_until_s - now_s)
@@ -414,9 +412,12 @@ class Cascades:
             if answer is LookupResult.HIT:
                 readable.append(key)
             elif answer is LookupResult.HIT_PENDING and key not in new:
+                if key not in request.parked:
+                    self._parked_for.setdefault(key, []).append(request)
                 request.parked[key] = None
         if request.parked:
             self.parking[request.ctx] = request
+            self._primary.on_write_ended = self._note_written
         self._send_to_request_level(request, readable, now_s)
 
     def defer(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> int:
@@ -437,20 +438,29 @@ class Cascades:
     # -- steps ----------------------------------------------------------------------------------
 
     def retry_parked(self, now_s: float) -> list[RequestState]:
-        """Send what was parked and is readable; return the requests that wait for nothing more."""
-        done = []
-        for request in list(self.parking.values()):
-            readable = []
-            for key in list(request.parked):
-                answer = self._primary.lookup(key)
-                if answer is not LookupResult.HIT_PENDING:
-                    del request.parked[key]
+        """Send the parked blocks whose writes have ended since the last call.
+
+        Returns:
+            The requests that have no parked blocks any more.
+        """
+        written, self._written = self._written, []
+        readable: dict[RequestState, list[OffloadKey]] = {}
+        for key in dict.fromkeys(written):
+            answer = self._primary.lookup(key)
+            if answer is LookupResult.HIT_PENDING:
+                continue  # its write has failed, and another one has begun
+            for request in self._parked_for.pop(key):
+                keys = readable.setdefault(request, [])
+                del request.parked[key]
                 if answer is LookupResult.HIT:
-                    readable.append(key)
-            self._send_to_request_level(request, readable, now_s)
-            if not request.parked:
-                del self.parking[request.ctx]
-                done.append(request)
+                    keys.append(key)
+        for request, keys in readable.items():
+            self._send_to_request_level(request, keys, now_s)
+        done = [request for request in readable if not request.parked]
+        for request in done:
+            del self.parking[request.ctx]
+        if not self.parking:
+            self._primary.on_write_ended = None
         return done
 
     def send_pending(self, now_s: float) -> None:
@@ -459,7 +469,9 @@ class Cascades:
         Blocks pending for a failed tier are not protected from eviction until it works again.
         """
         for index, queue in enumerate(self.queues):
-            queue.heed(is_wanted=self._tiers[index].wants_blocks)
+            is_wanted = self._tiers[index].wants_blocks
+            if is_wanted is not queue.is_wanted or queue.heeding_from is not None:
+                queue.heed(is_wanted=is_wanted)
             most = LATE_BLOCKS_A_STEP + queue.new_blocks
             queue.new_blocks = 0
             if queue.count and now_s >= queue.paused_until_s:
@@ -570,9 +582,15 @@ class Cascades:
         for request in self.parking.values():
             request.parked.clear()
         self.parking.clear()
+        self._parked_for.clear()
+        self._written.clear()
+        self._primary.on_write_ended = None
         for tier, queue in zip(self._tiers, self.queues, strict=True):
             tier.counters.drop(reason, queue.clear())
         self._watch_evictions()
+
+    def _note_written(self, keys: Sequence[OffloadKey]) -> None:
+        self._written += [key for key in keys if key in self._parked_for]
 
     def _watch_evictions(self) -> None:
         """Have the primary tell of evictions, as long as something is pending."""
@@ -631,13 +649,14 @@ class Touches:
         self._tiers = tiers
         self._cascades = cascades
         self._own = own
-        self._used: list[Sequence[OffloadKey]] = []
+        self.used: list[Sequence[OffloadKey]] = []
+        """The keys that requests have used in this step."""
         self._recent = [RecentKeys() for _ in tiers]
 
     def note(self, keys: Sequence[OffloadKey]) -> None:
         """Note keys that one request has used, head to tail."""
         if keys and self._tiers:
-            self._used.append(keys)
+            self.used.append(keys)
 
     def flush(self, now_s: float) -> None:
         """Touch the blocks in every tier that has them, and offer the others to those without.
@@ -645,11 +664,9 @@ class Touches:
         A tier whose contents are not known here is told of all, but seldom: for it, a touch may be
         a system call or a message.
         """
-        if not self._used:
-            return
         # A tier takes the first as the most recent: the latest request goes first.
-        keys = list(dict.fromkeys(chain.from_iterable(reversed(self._used))))
-        self._used.clear()
+        keys = list(dict.fromkeys(chain.from_iterable(reversed(self.used))))
+        self.used.clear()
         for index, tier in enumerate(self._tiers):
             if tier.is_exact:
                 lacking = tier.lacks(keys)

@@ -97,6 +97,8 @@ class EventLog:
         The events are removed before the first is yielded, so a partly consumed iterator cannot
         replay them. Metadata-only removals omit keys that have been allocated again.
         """
+        if not self.entries:
+            return iter(())
         batch, self.entries = self.entries, deque()
         self._num_keys = 0
         return iter(self._events(batch, is_allocated))

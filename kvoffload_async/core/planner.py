@@ -234,13 +234,15 @@ class Planner:
         for req_id in scheduled:
             if req_id in self._newest:
                 self._proceed(self._newest[req_id])
-        for tier, request, keys, slots in self.promotions.flush():
-            self._submit(tier, request.ctx, keys, slots, is_promotion=True)
-            self._end_if_done(request)
+        if self.promotions.has_unflushed:
+            for tier, request, keys, slots in self.promotions.flush():
+                self._submit(tier, request.ctx, keys, slots, is_promotion=True)
+                self._end_if_done(request)
         if self.cascades.parking:
             for request in self.cascades.retry_parked(self.now_s):
                 self._end_if_done(request)
-        self._touches.flush(self.now_s)
+        if self._touches.used:
+            self._touches.flush(self.now_s)
         self._search.end_step(self.now_s)
         self.cascades.send_pending(self.now_s)
         self._asking = None

@@ -218,23 +218,27 @@ class SlotPool:
 
     Never-used slots are handed out first, in increasing order, so that a fresh pool gives
     neighbouring rows, which tiers can join into one call.
+
+    Attributes:
+        unused: The free slots. To be read only.
+        holds: Held slot -> how many copies may touch it. To be read only.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._states = bytearray(num_slots)
-        self._free = FreeNumbers(num_slots)
-        self._holds: dict[int, int] = {}
+        self.unused = FreeNumbers(num_slots)
+        self.holds: dict[int, int] = {}
 
     @property
     def free_count(self) -> int:
         """Slots that `allocate` can hand out."""
-        return self._free.count
+        return self.unused.count
 
     @property
     def retained_count(self) -> int:
         """Slots that wait for an orphaned copy."""
-        return len(self._holds)
+        return len(self.holds)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` slots.
@@ -242,9 +246,9 @@ class SlotPool:
         Raises:
             InvariantError: Fewer are free.
         """
-        if count > self._free.count:
-            raise InvariantError(f"{count} slots asked for, {self._free.count} free")
-        slots = self._free.take(count)
+        if count > self.unused.count:
+            raise InvariantError(f"{count} slots asked for, {self.unused.count} free")
+        slots = self.unused.take(count)
         states = self._states
         for slot in slots:
             states[slot] = _TAKEN
@@ -257,42 +261,42 @@ class SlotPool:
             if states[slot] != _TAKEN:  # asked here: a call a slot takes longer than the rest
                 self._expect(slot, _TAKEN)
             states[slot] = _FREE
-        self._free.give_back(slots)
+        self.unused.give_back(slots)
 
     def hold(self, slots: Iterable[int]) -> None:
         """Keep taken slots from everybody until `release`."""
         for slot in slots:
             self._expect(slot, _TAKEN)
             self._states[slot] = _HELD
-            self._holds[slot] = 1
+            self.holds[slot] = 1
 
     def release(self, slots: Iterable[int]) -> None:
         """Undo one hold of each slot; after the last one the slot is free."""
         for slot in slots:
             self._expect(slot, _HELD)
-            self._holds[slot] -= 1
-            if not self._holds[slot]:
-                del self._holds[slot]
+            self.holds[slot] -= 1
+            if not self.holds[slot]:
+                del self.holds[slot]
                 self._states[slot] = _FREE
-                self._free.give_back([slot])
+                self.unused.give_back([slot])
 
     def reset(self, still_touched: Iterable[int]) -> None:
         """Free every slot but the held ones and `still_touched`, each entry one more hold."""
         for slot in still_touched:
-            self._holds[slot] = self._holds.get(slot, 0) + 1
+            self.holds[slot] = self.holds.get(slot, 0) + 1
         self._states = bytearray(self.num_slots)
-        for slot in self._holds:
+        for slot in self.holds:
             self._states[slot] = _HELD
         every = reversed(range(self.num_slots))
-        self._free.reset(slot for slot in every if slot not in self._holds)
+        self.unused.reset(slot for slot in every if slot not in self.holds)
 
     def free_slots(self) -> list[int]:
         """Return the free slots. For invariants and inspection."""
-        return list(self._free)
+        return list(self.unused)
 
     def retained_slots(self) -> list[int]:
         """Return the held slots. For invariants and inspection."""
-        return list(self._holds)
+        return list(self.holds)
 
     def _expect(self, slot: int, state: int) -> None:
         if self._states[slot] != state:
@@ -355,13 +359,18 @@ class ResidentBlocks:
 
     Attributes:
         decided: Told of keys whose writes have ended, well or not, other than by a reset.
+        on_write_ended: The same, for the planner; set while it waits for such writes.
+        room_made: How many times a slot has become free or evictable so far. A store that found no
+            room can place at most as many blocks as this has grown since.
         counters: What it has done so far.
     """
 
     decided: OnResolved | None = None
+    on_write_ended: OnResolved | None = None
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
         """Start empty; the policy is owned from now on."""
+        self.room_made = 0
         self._policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
@@ -438,6 +447,7 @@ class ResidentBlocks:
                 released.append(slot)
         self._idle += len(released)
         self._protected -= len(released)
+        self.room_made += len(released)
         self._last_to_go.discard(released)
         self._policy.released(released)
 
@@ -547,6 +557,7 @@ class ResidentBlocks:
                 released.append(slot)
         self._idle += num_idle
         self._protected += len(released) - num_idle
+        self.room_made += len(released)
         self._policy.released(released)
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -722,11 +733,7 @@ class Primary(ResidentBlocks):
             if not wanted:
                 self.counters.refused_stores += 1
                 return None
-        self._hold(unpinned)
-        try:
-            granted = self._reserve(wanted, ctx)
-        finally:
-            self._unhold(unpinned)
+        granted = self._reserve_beside(unpinned, wanted, ctx)
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -742,7 +749,7 @@ class Primary(ResidentBlocks):
     @property
     def room(self) -> int:
         """How many blocks can be reserved now."""
-        return self._pool.free_count + self._idle + self.drops_pending * self._protected
+        return self._pool.unused.count + self._idle + self.drops_pending * self._protected
 
     @property
     def protected_blocks(self) -> int:
@@ -790,8 +797,8 @@ class Primary(ResidentBlocks):
         slots: list[int] = []
         if generation not in {None, self.generation}:
             return mine
-        for key in dict.fromkeys(keys):
-            slot = self._blocks.get(key)
+        unique = list(dict.fromkeys(keys))
+        for key, slot in zip(unique, self._blocks.find(unique), strict=True):
             if slot is not None and writers.get(slot) is ctx:
                 mine.append(key)
                 slots.append(slot)
@@ -814,9 +821,10 @@ class Primary(ResidentBlocks):
         self._pool.hold(slots)
         return slots
 
-    def release_slots(self, slots: Iterable[int]) -> None:
+    def release_slots(self, slots: Sequence[int]) -> None:
         """Free held slots."""
         self._pool.release(slots)
+        self.room_made += len(slots)
 
     def reset(self, still_touched: Iterable[int] = ()) -> None:
         """Forget every key, pin and write; live requests stay known.
@@ -836,6 +844,7 @@ class Primary(ResidentBlocks):
         self._pool.reset(still_touched)
         self._last_to_go.clear()
         self._idle = self._protected = self._writing = 0
+        self.room_made += self.num_slots
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -851,13 +860,13 @@ class Primary(ResidentBlocks):
     @property
     def counts(self) -> dict[str, int]:
         """Slots by use: free, writing, idle, pinned and held; they add up to `num_slots`."""
-        free, held = self._pool.free_count, self._pool.retained_count
-        idle = self._idle + self._protected
+        pool, idle = self._pool, self._idle + self._protected
+        free, held = pool.unused.count, len(pool.holds)
         return {
             "free": free,
             "writing": self._writing,
             "idle": idle,
-            "pinned": self.num_slots - free - held - idle - self._writing,
+            "pinned": pool.num_slots - free - held - idle - self._writing,
             "held": held,
         }
 
@@ -886,6 +895,20 @@ class Primary(ResidentBlocks):
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _reserve_beside(
+        self, unpinned: Collection[int], missing: Sequence[OffloadKey], writer: ReqContext
+    ) -> tuple[list[int], list[OffloadKey]] | None:
+        """Do what `_reserve` does, but do not evict the unpinned blocks in some slots."""
+        if not unpinned:
+            return self._reserve(missing, writer)
+        room_made = self.room_made
+        self._hold(unpinned)
+        try:
+            return self._reserve(missing, writer)
+        finally:
+            self._unhold(unpinned)
+            self.room_made = room_made  # they were evictable before
+
     def _reserve(
         self, missing: Sequence[OffloadKey], writer: ReqContext | None
     ) -> tuple[list[int], list[OffloadKey]] | None:
@@ -897,16 +920,12 @@ class Primary(ResidentBlocks):
         victims = self._make_room(missing, max(0, len(missing) - self._pool.free_count))
         if victims is None:
             return None
-        if self.on_evicted is not None and victims:
-            self.on_evicted(victims)
-        evicted = self._blocks.remove(victims)
-        self._idle -= len(victims)
-        self.counters.evicted_blocks += len(victims)
-        self.event_log.add(evicted, removed=True)
+        evicted = self._evict(victims) if victims else []
         if len(victims) == len(missing):
             slots = victims[::-1]  # what freeing and allocating them would give
         else:
-            self._pool.free(victims)
+            if victims:
+                self._pool.free(victims)
             slots = self._pool.allocate(len(missing))
         self._blocks.add(missing, slots)
         refs = self._refs
@@ -917,6 +936,16 @@ class Primary(ResidentBlocks):
         self._writing += len(missing)
         self._policy.admit(missing, slots)
         return slots, evicted
+
+    def _evict(self, victims: Sequence[int]) -> list[OffloadKey]:
+        """Forget the blocks in slots that the policy has given up; return their keys."""
+        if self.on_evicted is not None:
+            self.on_evicted(victims)
+        evicted = self._blocks.remove(victims)
+        self._idle -= len(victims)
+        self.counters.evicted_blocks += len(victims)
+        self.event_log.add(evicted, removed=True)
+        return evicted
 
     def _make_room(self, missing: Sequence[OffloadKey], deficit: int) -> list[int] | None:
         """Return the slots that were given up; protected ones only where no others are left."""
@@ -941,6 +970,7 @@ class Primary(ResidentBlocks):
         if not success:
             self._forget(keys, slots)
             self._pool.free(slots)
+            self.room_made += len(slots)
             return
         refs, writers = self._refs, self._writers
         for slot in slots:
@@ -948,10 +978,10 @@ class Primary(ResidentBlocks):
             writers.pop(slot, None)
         self._writing -= len(slots)
         self._idle += len(slots)
+        self.room_made += len(slots)
         self._policy.released(slots)
         self.event_log.add(keys, removed=False)
-        if self.decided is not None:
-            self.decided(keys)
+        self._tell_ended(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
@@ -960,5 +990,10 @@ class Primary(ResidentBlocks):
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self.event_log.add(keys, removed=True, metadata_only=True)
+        self._tell_ended(keys)
+
+    def _tell_ended(self, keys: Sequence[OffloadKey]) -> None:
+        if self.on_write_ended is not None:
+            self.on_write_ended(keys)
         if self.decided is not None:
             self.decided(keys)

@@ -56,6 +56,11 @@ class Promotions:
         self._in_vain_s = [0.0] * len(tiers)
 
     @property
+    def has_unflushed(self) -> bool:
+        """Whether slots were reserved in this step."""
+        return bool(self._batches)
+
+    @property
     def outstanding_slots(self) -> int:
         """Slots that count against the cap."""
         return self._retention.in_flight + self._retention.retained_slots

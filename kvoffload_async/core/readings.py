@@ -47,11 +47,8 @@ def take_snapshot(planner: Planner) -> Snapshot:
     tiers = []
     for tier, queue in zip(planner.tiers, planner.cascades.queues, strict=True):
         tiers.append(_TIER.take(tier, queue.count))
-    return Snapshot(
-        _PRIMARY.take(planner.primary),
-        _PLANNER.take(planner, len(planner.requests)),
-        tuple(tiers),
-    )
+    planned = _PLANNER.take(planner, len(planner.requests))
+    return Snapshot(_PRIMARY.take(planner.primary), planned, tuple(tiers))
 
 
 def take_primary(primary: Primary) -> Figures:
@@ -178,10 +175,10 @@ class _FigureSet:
 
     def take(self, source: object, *given: object) -> Figures:
         """Copy the figures of an object."""
-        taken = [*self._get_numbers(source)]
+        figures = [*self._get_numbers(source)]
         for get, how in self._others:
-            taken.append(how(get(source)))
-        return (*taken, *given)
+            figures.append(how(get(source)))
+        return (*figures, *given)
 
     def named(self, taken: Figures) -> dict[str, Any]:
         """Return figures that were taken, by name."""
@@ -200,7 +197,7 @@ _PRIMARY: Final = _FigureSet(
 _PLANNER: Final = _FigureSet(
     PlannerCounters,
     "counters.",
-    gauges={"retained_blocks": "retention.retained_slots"},
+    gauges={"retained_blocks": "shares.retained_slots"},
     given=["requests"],
 )
 _TIER: Final = _FigureSet(

@@ -32,7 +32,7 @@ from kvoffload_async.abc.events import (
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.counters import TierCounters, TierObservations
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.health import BreakerSettings, TierHealth
+from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, KeyIndex
 from kvoffload_async.core.ledger import (
     JobAbandoned,
@@ -138,6 +138,7 @@ class TierState:
         self.effects: list[TierEffect] = []
         self.is_available = True
         self._closed = False
+        self._may_probe = self.cost_gated is not None or not index.is_exact
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class TierState:
 
         Of a load neither: overdue copies may occupy all of the tier's share.
         """
-        works = self.is_available and self.health.stores.is_closed
+        works = self.is_available and self.health.stores.state is BreakerState.CLOSED
         return works and not self.jobs.orphaned_count
 
     @property
@@ -275,7 +276,7 @@ class TierState:
 
     def end_step(self) -> None:
         """Queue the probe for what was asked in this step, unless the tier is suspended."""
-        if self._closed:
+        if self._closed or not self._may_probe:
             return
         if not self.health.permits_probe():
             self.index.left_alone()

@@ -110,6 +110,38 @@ class Generation:
                 )
 
 
+class RoomWatch:
+    """Limits the part of a partly granted store that is offered again.
+
+    Offering all left-out blocks at every step would cost as much as the whole store each time.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing left out."""
+        self._seen: int | None = None
+
+    def most_blocks(self, room_made: int) -> int | None:
+        """Return the number of blocks that may fit now; None: no blocks were left out.
+
+        Args:
+            room_made: See `OffloadingManager.room_made`.
+        """
+        return None if self._seen is None else room_made - self._seen
+
+    def blocks_left_out(self, room_made: int) -> None:
+        """Note an offer that left blocks out, and `room_made` right after it."""
+        self._seen = room_made
+
+    def blocks_placed(self, count: int) -> None:
+        """Note an offer of `most_blocks` that was granted, with the slots that it took."""
+        if self._seen is not None:
+            self._seen += count
+
+    def clear(self) -> None:
+        """Note that no blocks are left out any more."""
+        self._seen = None
+
+
 class OffloadingManager(ABC):
     """Tracks offloaded blocks on behalf of a scheduler.
 
@@ -124,6 +156,15 @@ class OffloadingManager(ABC):
     """
 
     generation = Generation()
+
+    @property
+    @abstractmethod
+    def room_made(self) -> int:
+        """Number of times that a slot has become free or evictable.
+
+        After a `prepare_store` that left blocks out, at most as many of them can be placed as this
+        has grown since.
+        """
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -161,7 +202,7 @@ class OffloadingManager(ABC):
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
         With None, nothing is stored and nothing evicted. If only a prefix fits, it may be granted
-        alone; offer the keys in `keys_left_out` again.
+        alone; offer the keys in `keys_left_out` again when `room_made` has grown.
 
         Args:
             keys: Grouped by KV-cache group, in prompt order within each;

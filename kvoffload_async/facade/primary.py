@@ -87,6 +87,10 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             raise ClosedError("this manager has no buffer")
         return self._buffer.view
 
+    @property
+    def room_made(self) -> int:
+        return self.core.room_made
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self.core.open_request(req_context)
         return RequestOffloadingContext()

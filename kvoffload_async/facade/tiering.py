@@ -234,7 +234,7 @@ class Explaining:
 
     def _give_timelines_up(self) -> None:
         """Hand every timeline over, also those that are not complete: nothing will follow."""
-        if self.recorder is not None:
+        if self._listeners:
             self._hand_timelines_over()
             self.recorder.give_up()
             self._hand_timelines_over()
@@ -354,6 +354,10 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def get_primary_kv_view(self) -> memoryview:
         """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
         return self._primary.get_primary_kv_view()
+
+    @property
+    def room_made(self) -> int:
+        return self.planner.primary.room_made
 
     # -- a request's life -----------------------------------------------------------------------
 

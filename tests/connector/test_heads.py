@@ -58,6 +58,38 @@ def test_a_prompt_larger_than_the_primary_keeps_its_head_however_long_it_decodes
     assert not desk.table
 
 
+def test_chunks_without_room_are_offered_again_only_as_far_as_room_was_made():
+    """Each step of a decode offered all of them: 11 ms at 20,000 chunks."""
+    text = "abcdefghijklmnopqrstuvwx"
+    desk = Desk(manager=Scripted(num_blocks=8))
+    busy = [desk.store(letter, [1, 2], req_id=f"busy{letter}") for letter in "ABCD"]
+    readers = [Request(f"reader{letter}", letter + "_") for letter in "ABCD"]
+    loads = [desk.load(reader, [3, 4, 5]) for reader in readers]
+    request = Request("r", text, extra=0)
+    job_id, job = only(desk.prefill(request, list(range(10, 34))).store_jobs)
+    assert len(busy) == len(job.device.block_ids) == 4
+    offered = desk.manager.offered
+    del offered[:]
+    for _ in range(10):
+        assert not desk.step({request: 1}).store_jobs
+    assert offered == [], "no room was made"
+    for _, load_id, _ in loads[:2]:
+        desk.report(load_id)
+    again, job = only(desk.step({request: 1}).store_jobs)
+    assert offered == [keys(text)[4:6]]
+    assert blocks_of(job) == [14, 15]
+    for _ in range(10):
+        assert not desk.step({request: 1}).store_jobs
+    assert len(offered) == 1, "the room that was made is used up"
+    desk.report(job_id, again)
+    desk.step({request: 1})
+    assert offered[1] == keys(text)[6:12], "as many as have become evictable"
+    desk.end(request)
+    desk.step()
+    assert offered[2] == keys(text)[6:], "the last chance of all of them"
+    assert desk.connector.counters.lost_blocks == 18
+
+
 def test_a_manager_may_leave_out_what_it_likes_from_some_token_on():
     class Choosy(Scripted):
         def prepare_store(self, keys, req_context):
@@ -68,8 +100,11 @@ def test_a_manager_may_leave_out_what_it_likes_from_some_token_on():
 
     desk = Desk(manager=Choosy())
     request = Request("r", "abcd")
-    _, job = only(desk.prefill(request, [1, 2, 3, 4, 5]).store_jobs)
+    job_id, job = only(desk.prefill(request, [1, 2, 3, 4, 5]).store_jobs)
     assert blocks_of(job) == [1, 2, 3]
+    assert not desk.step({request: 1}).store_jobs
+    assert desk.manager.offered == [keys("abc")], "no room was made since"
+    desk.report(job_id)
     assert not desk.step({request: 1}).store_jobs
     assert desk.manager.offered == [keys("abc"), []]
 

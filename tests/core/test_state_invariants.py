@@ -66,11 +66,11 @@ def damage_p3_count(world):
 
 
 def damage_p3_free(world):
-    world.primary.pool._free.give_back([0])
+    world.primary.pool.unused.give_back([0])
 
 
 def damage_p3_range(world):
-    world.primary.pool._free.give_back([99])
+    world.primary.pool.unused.give_back([99])
 
 
 def damage_p3_key(world):

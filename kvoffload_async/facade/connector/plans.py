@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.protocol import (
@@ -173,10 +174,12 @@ class StoreOffer:
     Attributes:
         keys: The keys to store, grouped by KV-cache group.
         ends: For each group, the index after its last chunk.
+        is_limited: Whether further full chunks are left for a later offer.
     """
 
     keys: tuple[OffloadKey, ...]
     ends: tuple[int, ...]
+    is_limited: bool = False
 
 
 def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens: int) -> CopyPlan:
@@ -214,25 +217,49 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
     return CopyPlan(tuple(keys), _device_spec(blocks, sizes, indices))
 
 
-def offer_store(state: ConnectorRequest, geometry: ConnectorGeometry, tokens: int) -> StoreOffer:
-    """Return the chunks that are full at `tokens` tokens and were not offered before.
+def offer_store(
+    state: ConnectorRequest,
+    geometry: ConnectorGeometry,
+    tokens: int,
+    most_chunks: int | None = None,
+) -> StoreOffer:
+    """Return the chunks that are full at `tokens` tokens and were not stored before.
 
     A chunk is full if it has a key and all its device blocks. Chunks with null blocks are skipped.
+
+    Args:
+        state: The request.
+        geometry: Geometry of the device blocks.
+        tokens: Number of tokens, from the start of the request, whose KV is in the device blocks.
+        most_chunks: Maximum number of chunks per group, from the first one on; all groups end at
+            the same token. None: no limit.
     """
     tokens = min(tokens, _token_limit(state.request, geometry))
     per_chunk = geometry.blocks_per_chunk
-    keys: list[OffloadKey] = []
+    sizes = [geometry.tokens_per_chunk(index) for index in range(len(state.groups))]
+    offered: list[list[int]] = []
     ends: list[int] = []
-    for index, group in enumerate(state.groups):
-        full = tokens // geometry.tokens_per_chunk(index)
-        end = min(full, len(group.keys), len(group.block_ids) // per_chunk)
-        keys += [
-            group.keys[chunk]
+    last_token = tokens
+    for group, size in zip(state.groups, sizes, strict=True):
+        end = min(tokens // size, len(group.keys), len(group.block_ids) // per_chunk)
+        full = (
+            chunk
             for chunk in range(group.next_chunk, end)
             if NULL_BLOCK not in _blocks_of(group.block_ids, chunk, per_chunk)
-        ]
+        )
+        chunks = list(islice(full, most_chunks))
+        if len(chunks) == most_chunks:
+            last_token = min(last_token, (chunks[-1] + 1) * size)
+        offered.append(chunks)
         ends.append(end)
-    return StoreOffer(tuple(keys), tuple(ends))
+    cut = [min(end, last_token // size) for end, size in zip(ends, sizes, strict=True)]
+    keys = [
+        group.keys[chunk]
+        for group, chunks, end in zip(state.groups, offered, cut, strict=True)
+        for chunk in chunks
+        if chunk < end
+    ]
+    return StoreOffer(tuple(keys), tuple(cut), is_limited=cut != ends)
 
 
 def ends_before(

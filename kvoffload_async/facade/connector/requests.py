@@ -12,7 +12,7 @@ from kvoffload_async.facade.connector.protocol import (
     SchedulerRequest,
     TransferJobSpec,
 )
-from kvoffload_async.facade.manager import Generation
+from kvoffload_async.facade.manager import Generation, RoomWatch
 from kvoffload_async.types import (
     JobId,
     OffloadKey,
@@ -73,6 +73,7 @@ class ConnectorRequest:
         waits_below: The request waits for other requests' loads of its blocks that were in flight
             at its first lookup: those with job ids below this one. None: it has not waited yet.
         transfer_jobs: Its jobs in flight.
+        room_watch: Limits how many of the chunks that found no room are offered again.
         may_load: False after a failed load; the blocks are then computed.
         has_ended: Whether the scheduler has ended it.
         finish_signalled: Whether the manager was informed of the end.
@@ -90,6 +91,7 @@ class ConnectorRequest:
         "offered_tokens",
         "policy",
         "request",
+        "room_watch",
         "transfer_jobs",
         "waits_below",
     )
@@ -111,6 +113,7 @@ class ConnectorRequest:
         self.offered_tokens = 0
         self.waits_below: JobId | None = None
         self.transfer_jobs: set[JobId] = set()
+        self.room_watch = RoomWatch()
         self.may_load = True
         self.has_ended = False
         self.finish_signalled = False
@@ -119,6 +122,7 @@ class ConnectorRequest:
         """Clear the block tables; on the device the request has at most a prefix."""
         self.local_tokens = local_tokens
         self.offered_tokens = 0
+        self.room_watch.clear()
         for group in self.groups:
             group.block_ids = []
             group.next_chunk = 0
@@ -161,6 +165,7 @@ class ConnectorRequest:
 
         For these it is unknown whether their blocks were reallocated since they were stored.
         """
+        self.room_watch.clear()
         for index, group in enumerate(self.groups):
             shape = geometry.groups[index]
             if shape.sliding_window_tokens is not None:

@@ -170,8 +170,8 @@ class ConnectorCounters:
     Attributes:
         loaded_tokens: Tokens whose load was begun.
         stored_blocks: Chunks whose store was begun.
-        stores_refused: Stores that there was no room for; they are offered again.
-        stores_cut: Stores of which there was room for a head only; the rest is offered again.
+        stores_refused: Offers of chunks that there was no room for.
+        stores_cut: Offers of chunks of which there was room for the head only.
         lost_blocks: Chunks of requests that ended before there was room for them.
         failed_loads: Loads that failed.
         failed_stores: Stores that failed.
@@ -454,6 +454,7 @@ class OffloadingConnectorScheduler:
         for state in self._ending:
             # Signalled: a reset came first. Loading: it was aborted before its blocks had bytes.
             if not state.finish_signalled and not self._jobs.has_load(state):
+                state.room_watch.clear()
                 left_out = self._store(state, final_tokens(state.request), jobs)
                 self.counters.lost_blocks += len(left_out)
         return jobs
@@ -470,17 +471,27 @@ class OffloadingConnectorScheduler:
     def _store(
         self, state: ConnectorRequest, tokens: int, jobs: dict[JobId, TransferJobSpec]
     ) -> Sequence[OffloadKey]:
-        """Store what fits of what was not stored; return the rest, to be offered again."""
+        """Offer the chunks that were not stored; return those that there was no room for.
+
+        After an offer without room for all chunks, a step offers as many as there may be new room
+        for.
+        """
         if self._jobs.has_stale:
             return ()  # copies from before a reset may still touch the slots that would be granted
+        watch = state.room_watch
+        new_room = watch.most_blocks(self.manager.room_made)
+        if new_room == 0:
+            return ()
         state.extend_keys(self.geometry)
-        offer = offer_store(state, self.geometry, tokens)
+        offer = offer_store(state, self.geometry, tokens, new_room)
         left_out: Sequence[OffloadKey] = ()
         if offer.keys:
             granted = self.manager.prepare_store(offer.keys, state.ctx)
             if granted is None:
                 self.counters.stores_refused += 1
+                watch.blocks_left_out(self.manager.room_made)
                 return offer.keys
+            watch.blocks_placed(len(granted.keys_to_store))
             left_out = granted.keys_left_out
             self.counters.stores_cut += bool(left_out)
             if granted.keys_to_store:
@@ -489,6 +500,10 @@ class OffloadingConnectorScheduler:
                 job_id = self._jobs.add(state, plan.keys, blocks, is_store=True)
                 jobs[job_id] = TransferJobSpec(plan.device, granted.store_spec, state.ctx.req_id)
                 self.counters.stored_blocks += len(plan.keys)
+        if left_out:
+            watch.blocks_left_out(self.manager.room_made)
+        elif not offer.is_limited:
+            watch.clear()
         ends = ends_before(state, self.geometry, offer.ends, left_out)
         for group, end in zip(state.groups, ends, strict=True):
             group.next_chunk = max(group.next_chunk, end)

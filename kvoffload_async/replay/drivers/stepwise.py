@@ -50,6 +50,10 @@ class RequestLevelManager(OffloadingManager):
         self._manager = manager
         self.refused: set[str] = set()
 
+    @property
+    def room_made(self) -> int:
+        return self._manager.room_made
+
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._manager.on_new_request(req_context)
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)

@@ -370,11 +370,16 @@ class Catalog:
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
         may_go = self._may_go if self._pins else _always
-        coming = [*incoming, *placeholders(count - len(incoming))]
-        slots = self._ranking.policy.make_room(coming, count, may_go) or []
-        freed = [self._place_of[slot] for slot in slots]
-        victims = self._ranking.remove(slots)
-        self._give_back(freed)
+        coming = incoming
+        if count > len(incoming):
+            coming = [*incoming, *placeholders(count - len(incoming))]
+        freed: list[SlotAddress] = []
+        victims: list[OffloadKey] = []
+        slots = self._ranking.policy.make_room(coming, count, may_go)
+        if slots:
+            freed = [self._place_of[slot] for slot in slots]
+            victims = self._ranking.remove(slots)
+            self._give_back(freed)
         taken = self._free.take(min(len(incoming), self.num_free))
         self._claimed.update(taken)
         return taken, victims, freed
