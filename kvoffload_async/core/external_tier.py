@@ -53,9 +53,11 @@ class ExternalTierState(TierState):
         self._source = source
         self._given_up: set[JobId] = set()
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return what the tier says."""
-        return self._source.lookup(key, req_context)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        """Return the manager's answers."""
+        return self._source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
 
     @property
     def is_exact(self) -> bool:

@@ -68,10 +68,12 @@ _GONE = (BlockMissingError, CorruptBlockError)
 
 
 class TierLookup(Protocol):
-    """What is asked in the middle of a lookup: a question to memory, no I/O."""
+    """Answers lookups in a tier, from memory: no I/O."""
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT, MISS or RETRY at once."""
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        """Return HIT, MISS or RETRY for each key; see `KeyIndex.lookup_many`."""
         ...
 
 
@@ -143,9 +145,11 @@ class TierState:
 
     # -- questions ------------------------------------------------------------------------------
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT, MISS or RETRY, from memory."""
-        return self.index.lookup(key, req_context)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        """Return HIT, MISS or RETRY for each key; see `KeyIndex.lookup_many`."""
+        return self.index.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
 
     def skips_load(self, ctx: ReqContext, now_s: float) -> SkipReason | None:
         """Return why a request cannot be promoted from here now; None: it can."""
@@ -204,9 +208,9 @@ class TierState:
         """Note the time; from the first call on the breakers are heeded for probes too."""
         self.health.now_s = now_s
 
-    def reserve_slot(self) -> None:
-        """Count a slot that was reserved for a promotion."""
-        self.promotion_slots += 1
+    def reserve_slots(self, count: int) -> None:
+        """Count slots that were reserved for a promotion."""
+        self.promotion_slots += count
         self.health.promotion_reserved()
 
     def reset(self) -> None:

@@ -245,9 +245,16 @@ class ExternalTier:
         self._clock = clock
         share_knowledge(self.state, manager)
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return what the manager says."""
-        return self.guard.lookup(key, req_context)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        """Ask the manager for each key."""
+        answers: list[LookupResult] = []
+        for key in keys:
+            answers.append(self.guard.lookup(key, req_context))
+            if stop_at_miss and answers[-1] is LookupResult.MISS:
+                break
+        return answers
 
     def poll_tier(self) -> None:
         """Have the state hold what the manager has to report; what is wrong is only logged."""

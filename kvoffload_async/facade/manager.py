@@ -129,8 +129,21 @@ class OffloadingManager(ABC):
         """Begin a request; once, before anything else is said of it."""
 
     @abstractmethod
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
+    ) -> Sequence[LookupResult]:
+        """Return what is known of blocks, in key order; pins nothing, may queue promotions.
+
+        Args:
+            keys: The keys; where there is room for a part of the promotions, the first ones get it.
+            req_context: The request.
+            stop_at_miss: Whether the answers end with the first MISS, as for a prefix: the keys
+                behind it are not looked up.
+        """
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return what is known of a block; pins nothing, may queue its promotion."""
+        """Return the answer of `lookup_many` for one key."""
+        return self.lookup_many((key,), req_context)[0]
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

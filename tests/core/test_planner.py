@@ -94,16 +94,16 @@ def test_lookups_ask_the_sources_which_may_be_observed():
         def __init__(self, source):
             self.source = source
 
-        def lookup(self, key, req_context):
-            answer = self.source.lookup(key, req_context)
-            heard.append((self.source.name, key, req_context, answer))
-            return answer
+        def lookup_many(self, keys, req_context, *, stop_at_miss):
+            answers = self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+            heard.append((self.source.name, keys, req_context, answers))
+            return answers
 
     world.planner.sources[:] = [Observed(source) for source in world.planner.sources]
     assert world.lookup(ctx, "a") is PENDING
     names = [tier.name for tier in world.planner.tiers]
     answers = zip(names, [MISS, HIT], strict=True)
-    assert heard == [(name, k("a"), ctx, answer) for name, answer in answers]
+    assert heard == [(name, ks("a"), ctx, [answer]) for name, answer in answers]
     world.step()
     world.settle()
     world.wind_down()

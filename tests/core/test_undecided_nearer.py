@@ -32,7 +32,7 @@ class Chain:
             locality=Locality.REMOTE,
         )
         self.told = []
-        self.index.decided = self.told.extend
+        self.index.watch(self.told.extend)
         primary = Primary(100, LruPolicy(100))
         self.planner = Planner(primary, [self.near, self.far], LIMITS)
         self.now_s = 0.0
@@ -146,7 +146,7 @@ def test_a_request_whose_missing_blocks_were_few_is_not_held_up_by_what_it_asks_
     chain.step()
     assert chain.look_up(ctx, "abc") == [MISS]
     assert [chain.planner.lookup(key, ctx) for key in ks("dabc")] == [RETRY, MISS, MISS, MISS]
-    assert chain.index._unknown == {}
+    assert chain.index.unknown == {}
 
 
 def test_a_near_tier_that_is_not_asked_any_more_is_not_waited_for(chain):
@@ -175,7 +175,7 @@ def test_a_request_that_ends_while_the_near_tier_is_asked_leaves_nothing_behind(
     chain.look_up(ctx, "abcde")
     chain.step()
     chain.planner.on_request_finished(ctx)
-    assert [chain.index._unknown, chain.index._missed, chain.index._deferred] == [{}, {}, {}]
+    assert [chain.index.unknown, chain.index._missed, chain.index._deferred] == [{}, {}, {}]
     assert not chain.index.is_waiting
 
 
@@ -185,8 +185,8 @@ def test_of_a_third_partys_tier_only_what_it_says_at_a_lookup_is_known():
 
         unknown = frozenset(ks("de"))
 
-        def lookup(self, key, _ctx):
-            return RETRY if key in self.unknown else MISS
+        def lookup_many(self, keys, _ctx, *, stop_at_miss):
+            return [RETRY if key in self.unknown else MISS for key in keys]
 
     chain = Chain(ExternalTierState("near", Slow()))
     ctx = chain.begin()

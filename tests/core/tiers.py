@@ -123,12 +123,14 @@ class ExternalTier(ScriptedTier):
         self.state = ExternalTierState(name, self, **options)
         self.stray: LookupResult | None = None
 
-    def lookup(self, key, req_context):
+    def lookup_many(self, keys, req_context, *, stop_at_miss):
         if self.stray is not None:
-            return self.stray
-        if self.is_probing:
-            return RETRY
-        return HIT if key in self.contents else MISS
+            answers = [self.stray] * len(keys)
+        elif self.is_probing:
+            answers = [RETRY] * len(keys)
+        else:
+            answers = [HIT if key in self.contents else MISS for key in keys]
+        return answers[: answers.index(MISS) + 1] if stop_at_miss and MISS in answers else answers
 
     def lose(self, key, *, announced):
         """Drop a block; nobody has to be told."""
