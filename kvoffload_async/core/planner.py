@@ -117,6 +117,11 @@ class Planner:
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
         """Return the answer of `lookup_many` for one key."""
+        request = self._asking
+        is_asking = request is not None and request.ctx is ctx and not request.is_finished
+        if request is not None and is_asking and self.primary.lookup(key) is _HIT:
+            self._found.append(key)
+            return self._count_lookups((key,), (_HIT,), (_HIT,), request)[0]
         return self.lookup_many((key,), ctx)[0]
 
     def lookup_many(

@@ -315,7 +315,7 @@ class Retention:
         if request.is_behind:
             return
         retained, holders = request.retained, self._holders
-        wanted = [key for key in keys if key not in retained]
+        wanted = [key for key in dict.fromkeys(keys) if key not in retained]
         if not wanted:
             return
         new: list[OffloadKey] = []
