@@ -690,9 +690,9 @@ class CostGatedIndex(KeyIndex):
         """Tell whether a request is told MISS because it misses too few blocks."""
         return request in self._missed and request not in self._deferred
 
-    def expect(self, keys: Iterable[OffloadKey], request: Hashable) -> None:
+    def expect(self, keys: Sequence[OffloadKey], request: Hashable) -> None:
         """Note that a request may miss blocks of which a nearer tier does not know yet."""
-        if request in self._worthwhile or self.declines(request):
+        if not keys or request in self._worthwhile or self.declines(request):
             return
         unknown = self.unknown.get(request)
         if unknown is None:

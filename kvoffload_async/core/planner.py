@@ -359,18 +359,20 @@ class Planner:
         self, keys: Sequence[OffloadKey], request: RequestState, *, stop_at_miss: bool
     ) -> list[LookupResult]:
         in_primary = self.primary.lookup_many(keys)
-        told: list[LookupResult | MissReason] = list(in_primary)
+        outcomes: list[LookupResult | MissReason] = list(in_primary)
         if _MISS in in_primary:
-            told = self._look_below(keys, in_primary, request, stop_at_miss=stop_at_miss)
+            outcomes = self._look_below(keys, in_primary, request, stop_at_miss=stop_at_miss)
         else:
-            self._found += [key for key, found in zip(keys, told, strict=True) if found is _HIT]
-        if (_PENDING in told or LookupResult.RETRY in told) and not self._search.defer(
+            self._found += [key for key, found in zip(keys, outcomes, strict=True) if found is _HIT]
+        if (_PENDING in outcomes or LookupResult.RETRY in outcomes) and not self._search.defer(
             request, self.now_s, self.limits.deferral_s
         ):
-            told = [it if it is _HIT or isinstance(it, str) else "expired" for it in told]
+            outcomes = [
+                each if each is _HIT or isinstance(each, str) else "expired" for each in outcomes
+            ]
             if stop_at_miss:
-                told = told[: told.index("expired") + 1]
-        return self._count_lookups(keys, in_primary, told, request)
+                outcomes = outcomes[: outcomes.index("expired") + 1]
+        return self._count_lookups(keys, in_primary, outcomes, request)
 
     def _look_below(
         self,
@@ -392,29 +394,29 @@ class Planner:
         last, verdict = next(reversed(verdicts.items()))
         if stop_at_miss and isinstance(verdict, str):
             keys = keys[: keys.index(last) + 1]
-        # Promotions keep what the step has found: so it is noted before they evict anything.
+        # Noted before the promotions, which evict nothing that the step has found.
         found_now = zip(keys, in_primary, strict=False)
         self._found += [key for key, found in found_now if found is _HIT]
         below = self._search.promote(verdicts, request, stop_at_miss=stop_at_miss)
-        told: list[LookupResult | MissReason] = []
+        outcomes: list[LookupResult | MissReason] = []
         for key, found in zip(keys, in_primary, strict=False):
-            told.append(below[key] if found is _MISS else found)
-            if stop_at_miss and isinstance(told[-1], str):
+            outcomes.append(below[key] if found is _MISS else found)
+            if stop_at_miss and isinstance(outcomes[-1], str):
                 break
-        return told
+        return outcomes
 
     def _count_lookups(
         self,
         keys: Sequence[OffloadKey],
         in_primary: Sequence[LookupResult],
-        told: Sequence[LookupResult | MissReason],
+        outcomes: Sequence[LookupResult | MissReason],
         request: RequestState,
     ) -> list[LookupResult]:
         """Count what was looked up; return the answers, without the reasons of misses."""
         counters = self.counters
         answers: list[LookupResult] = []
         missing: list[OffloadKey] = []
-        for key, answer in zip(keys, told, strict=False):
+        for key, answer in zip(keys, outcomes, strict=False):
             if isinstance(answer, str):
                 counters.misses[answer] += 1
                 missing.append(key)

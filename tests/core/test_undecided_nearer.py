@@ -222,3 +222,38 @@ def test_lookups_that_are_answered_are_not():
     assert (counters.hits, counters.misses) == (1, 1)
     assert counters.skipped_lookups["too_few"] == 0
     assert chain.planner.counters.misses["absent"] == 1
+
+
+def test_a_step_asks_the_near_tier_only_for_requests_with_news(chain):
+    requests = [chain.begin(f"r{number}") for number in range(20)]
+    for number, ctx in enumerate(requests):
+        chain.planner.lookup_many(ks([f"{number}.{block}" for block in range(3)]), ctx)
+    first = chain.step()["near"]
+    peeked = []
+    peek = chain.near.index.peek
+    chain.near.index.peek = lambda key: peeked.append(key) or peek(key)
+    chain.step()
+    chain.step()
+    assert peeked == []
+    chain.answer(chain.near, first)
+    chain.step()
+    assert peeked == ks(["0.0", "0.1", "0.2"])
+
+
+def test_of_two_requests_that_wait_for_a_block_one_may_end(chain):
+    first, second = chain.begin("r"), chain.begin("s")
+    for ctx in first, second:
+        chain.look_up(ctx, "abcd")
+    probe = chain.step()["near"]
+    chain.planner.on_request_finished(first)
+    chain.answer(chain.near, probe)
+    rest = chain.step()["near"]
+    chain.answer(chain.near, rest)
+    assert chain.look_up(second, "abcd") == [RETRY] * 4
+    assert chain.step()["far"].keys == tuple(ks("abcd"))
+
+
+def test_news_of_a_block_that_nobody_waits_for_is_nothing(chain):
+    chain.index.resolved(ks("a"))
+    chain.index.expect((), chain.begin())
+    assert chain.index.unknown == {}
