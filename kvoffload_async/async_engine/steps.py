@@ -171,7 +171,7 @@ def watch_keys(planner: Planner, decided: OnResolved) -> None:
     """Have `decided` called with keys whose writes have ended, or that a probe has answered."""
     planner.primary.decided = decided
     for tier in planner.tiers:
-        tier.index.decided = decided
+        tier.index.watch(decided)
 
 
 _IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})

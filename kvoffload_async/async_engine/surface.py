@@ -6,7 +6,7 @@ anything. A *step* of the core is one turn of the loop in which something happen
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -28,16 +28,16 @@ from kvoffload_async.types import (
 
 
 class PrefixSearch:
-    """Asks for every block once, and again only for one of which something has happened.
+    """Looks up every block once, and again only when something has happened to that block.
 
-    What was readable in an earlier turn is asked for once more at the end: until it is pinned, it
-    may have been evicted.
+    A block that was readable in an earlier turn of the loop is looked up once more at the end: it
+    may have been evicted, since nothing pins it before.
     """
 
     def __init__(
         self, manager: TieringOffloadingManager, request: EngineRequest, waiter: Waiter
     ) -> None:
-        """Ask for all blocks up to the first that is missing; so all promotions start at once."""
+        """Look up all blocks up to the first missing one, so that all promotions start at once."""
         self._manager = manager
         self._keys = request.keys
         self._ctx = request.ctx
@@ -47,47 +47,47 @@ class PrefixSearch:
         self._end = len(self._keys)
         self._undecided: dict[OffloadKey, None] = {}
         self._current: set[OffloadKey] = set()
-        """The keys that were asked for in this turn of the loop."""
-        self._ask(self._keys)
+        """The keys that were looked up in this turn of the loop."""
+        self._look_up(self._keys)
 
     def look_again(self, changed: Collection[OffloadKey]) -> None:
-        """Ask for undecided blocks: for those that were decided, or for all if none is named."""
+        """Look up those of the undecided blocks that have changed; all of them if none is named."""
         positions = self._ctx.key_positions
         self._current.clear()
         named = (
             self._undecided.keys() & set(changed) if changed and self._is_told else self._undecided
         )
-        self._ask(sorted(named, key=positions.__getitem__))
+        self._look_up(sorted(named, key=positions.__getitem__))
         rest = next((key for key in self._undecided if key not in self._current), None)
         if rest is not None:
-            self._ask([rest])  # what it has found is retained as long as it is deferred
+            self._look_up([rest])  # the blocks found are retained while the request is deferred
 
     def settled(self) -> int | None:
         """Return the blocks of the prefix, all readable now; None while some are undecided."""
         if not self._undecided:
             stale = [key for key in self._keys[: self._end] if key not in self._current]
-            self._ask(stale)
+            self._look_up(stale)
         return None if self._undecided else self._end
 
     def readable(self) -> int:
-        """Return how many blocks at the head are readable now."""
-        for count, key in enumerate(self._keys):
-            if self._manager.lookup(key, self._ctx) is not LookupResult.HIT:
-                return count
-        return len(self._keys)
+        """Return how many blocks before the first undecided one are readable now."""
+        count = min(map(self._ctx.key_positions.__getitem__, self._undecided)) - 1
+        answers = self._manager.lookup_many(self._keys[:count], self._ctx, stop_at_miss=True)
+        is_hit = [answer is LookupResult.HIT for answer in answers]
+        return count if all(is_hit) else is_hit.index(False)
 
-    def _ask(self, keys: Iterable[OffloadKey]) -> None:
-        """Ask for keys, head to tail; those behind a miss are of no use."""
-        lookup, ctx = self._manager.lookup, self._ctx
-        current, undecided = self._current, self._undecided
-        for key in keys:
-            answer = lookup(key, ctx)
-            current.add(key)
+    def _look_up(self, keys: Sequence[OffloadKey]) -> None:
+        """Look up keys, head to tail; those behind a miss are of no use."""
+        if not keys:
+            return
+        undecided = self._undecided
+        answers = self._manager.lookup_many(keys, self._ctx, stop_at_miss=True)
+        self._current.update(keys[: len(answers)])
+        for key, answer in zip(keys, answers, strict=False):
             if answer is LookupResult.HIT:
                 undecided.pop(key, None)
             elif answer is LookupResult.MISS:
                 self._end_before(key)
-                return
             else:
                 undecided[key] = None
                 self._waiter.expect(key)

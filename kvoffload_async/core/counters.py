@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +21,7 @@ from kvoffload_async.statistics import (
     MissReason,
     SkipReason,
 )
-from kvoffload_async.types import JobMetadata, JobResult
+from kvoffload_async.types import JobMetadata, JobResult, LookupResult
 
 
 class Histogram:
@@ -73,6 +73,13 @@ class PrimaryCounters:
     loaded_blocks: int = 0
     evicted_blocks: int = 0
     refused_stores: int = 0
+
+    def count_lookups(self, answers: Sequence[LookupResult]) -> None:
+        """Count lookups by the primary's answers."""
+        self.lookups += len(answers)
+        self.hits += answers.count(LookupResult.HIT)
+        self.pending_hits += answers.count(LookupResult.HIT_PENDING)
+        self.misses += answers.count(LookupResult.MISS)
 
 
 @dataclass(slots=True)

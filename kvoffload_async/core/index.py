@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from heapq import heappush, heapreplace
 from itertools import islice, repeat
 from math import inf
@@ -282,7 +282,7 @@ class _Line:
 
 
 OnResolved = Callable[[Sequence[OffloadKey]], object]
-"""Told of keys of which more is known now; must call nothing of the core."""
+"""Called with keys whose answer has changed or become known; must not call back into the core."""
 
 
 class KeyIndex(ABC):
@@ -291,16 +291,30 @@ class KeyIndex(ABC):
     Thread: owner.
 
     Attributes:
-        decided: Told of the keys that a probe has answered.
-        notifies: Whether `decided` is called for every key that was answered with RETRY.
+        listeners: Each is called with the keys of every probe that was answered.
+        notifies: Whether the listeners are called for every key that was answered with RETRY.
     """
 
-    decided: OnResolved | None = None
     notifies: bool = True
 
+    def __init__(self) -> None:
+        self.listeners: list[OnResolved] = []
+
     @abstractmethod
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        """Return HIT, MISS or RETRY for each key, in order.
+
+        Args:
+            keys: The keys, without duplicates.
+            request: Who asks.
+            stop_at_miss: Whether the answers end with the first MISS; later keys are not asked for.
+        """
+
     def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
-        """Return HIT, MISS or RETRY."""
+        """Return the answer of `lookup_many` for one key."""
+        return self.lookup_many((key,), request)[0]
 
     @abstractmethod
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
@@ -333,6 +347,15 @@ class KeyIndex(ABC):
     def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor remembers who asked
         """A request ended."""
 
+    def watch(self, listener: OnResolved) -> None:
+        """Call `listener` with the keys of every probe that is answered from now on; idempotent."""
+        if listener not in self.listeners:
+            self.listeners.append(listener)
+
+    def _notify(self, keys: Sequence[OffloadKey]) -> None:
+        for listener in self.listeners:
+            listener(keys)
+
     @property
     def is_exact(self) -> bool:
         """Whether all of the tier's contents are known here."""
@@ -357,11 +380,16 @@ class ExactIndex(KeyIndex):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._present = KeyMap()
 
-    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
-        """Return HIT or MISS."""
-        return LookupResult.MISS if self._present.get(key) is None else LookupResult.HIT
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        """Return HIT or MISS for each key."""
+        hit, miss = LookupResult.HIT, LookupResult.MISS
+        answers = [miss if number is None else hit for number in self._present.find(keys)]
+        return answers[: answers.index(miss) + 1] if stop_at_miss and miss in answers else answers
 
     def peek(self, key: OffloadKey) -> LookupResult:
         """Return HIT or MISS."""
@@ -429,6 +457,7 @@ class ProbedIndex(KeyIndex):
             keeps_order: Whether probes say which keys are a chain; see `_chains`.
             keys_before: How many of the keys before each chain they say, at most; see `_before`.
         """
+        super().__init__()
         self._concurrent_probes = concurrent_probes
         self._keys_per_probe = keys_per_probe
         self._keeps_order = keeps_order
@@ -442,19 +471,29 @@ class ProbedIndex(KeyIndex):
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
-    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
-        """Return HIT, MISS, or RETRY while a probe is queued or under way."""
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = _PENDING
-            self._pending[key] = request
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        """Return HIT, MISS, or RETRY while a probe is queued or in flight, for each key."""
         asked = self._by_request.setdefault(request, {})
-        if key not in asked:
-            asked[key] = None
-            self._verdicts.set(key, verdict + _PHASES)
-        phase = verdict % _PHASES
-        self._is_awaited |= phase == _PENDING
-        return _ANSWERS[phase]
+        new: list[OffloadKey] = []
+        new_verdicts: list[int] = []
+        answers: list[LookupResult] = []
+        for key, known in zip(keys, self._verdicts.find(keys), strict=True):
+            verdict = _PENDING if known is None else known
+            if known is None:
+                self._pending[key] = request
+            if key not in asked:
+                asked[key] = None
+                new.append(key)
+                new_verdicts.append(verdict + _PHASES)
+            phase = verdict % _PHASES
+            answers.append(_ANSWERS[phase])
+            self._is_awaited |= phase == _PENDING
+            if stop_at_miss and phase == _ABSENT:
+                break
+        self._verdicts.update(new, new_verdicts)
+        return answers
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Flip the verdicts that live requests hold to present."""
@@ -466,7 +505,8 @@ class ProbedIndex(KeyIndex):
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those for which a live request has the answer that they are absent."""
-        return [key for key, verdict in self._known(keys) if verdict % _PHASES == _ABSENT]
+        known = self._known(keys).items()
+        return [key for key, verdict in known if verdict % _PHASES == _ABSENT]
 
     def peek(self, key: OffloadKey) -> LookupResult:
         """Return what live requests have found out, MISS where none has asked."""
@@ -491,25 +531,26 @@ class ProbedIndex(KeyIndex):
         """Resolve the keys that were asked in this generation and are still waiting for it."""
         keys = self._in_flight.pop(generation, ())
         self._enter([key for key in keys if key in present], _PRESENT)
-        self._enter([key for key in keys if key not in present], _ABSENT)
+        absent = [key for key in keys if key not in present]
+        if absent:
+            self._enter(absent, _ABSENT)
         self._forget_unasked(keys)
-        if self.decided is not None:
-            self.decided(keys)
+        self._notify(keys)
 
     def left_alone(self) -> None:
         """Let who waits for queued keys ask again, once; the keys stay queued.
 
         Told in every step, who waits for one of them elsewhere would ask in every step.
         """
-        if self._is_awaited and self.decided is not None:
+        if self._is_awaited:
             self._is_awaited = False
-            self.decided(tuple(self._pending))
+            self._notify(tuple(self._pending))
 
     def forget_request(self, request: Hashable) -> None:
         """Drop the request's share of every verdict; a probe in flight is kept."""
         keys = list(self._by_request.pop(request, ()))
-        for key, verdict in self._known(keys):
-            self._verdicts.set(key, verdict - _PHASES)
+        known = self._known(keys)
+        self._verdicts.update(tuple(known), [verdict - _PHASES for verdict in known.values()])
         self._forget_unasked(keys)
 
     @property
@@ -557,125 +598,146 @@ class ProbedIndex(KeyIndex):
             for (request, group, _), chain in chains.items()
         )
 
-    def _known(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[OffloadKey, int]]:
-        """Yield those of the keys that have a verdict, with it."""
-        for key, verdict in zip(keys, self._verdicts.find(keys), strict=True):
-            if verdict is not None:
-                yield key, verdict
+    def _known(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the verdicts of those of the keys that have one."""
+        found = zip(keys, self._verdicts.find(keys), strict=True)
+        return {key: verdict for key, verdict in found if verdict is not None}
 
     def _enter(self, keys: Sequence[OffloadKey], phase: int) -> None:
-        for key, verdict in self._known(keys):
-            self._verdicts.set(key, verdict - verdict % _PHASES + phase)
+        known = self._known(keys)
+        verdicts = [verdict - verdict % _PHASES + phase for verdict in known.values()]
+        self._verdicts.update(tuple(known), verdicts)
 
     def _flip(self, keys: Sequence[OffloadKey], phase: int) -> None:
-        resolved = [key for key, verdict in self._known(keys) if verdict % _PHASES >= _ABSENT]
-        self._enter(resolved, phase)
+        known = self._known(keys).items()
+        self._enter([key for key, verdict in known if verdict % _PHASES >= _ABSENT], phase)
 
     def _forget_unasked(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget the verdicts that no request holds any more, unless a probe is to bring them."""
-        for key, verdict in self._known(keys):
-            if verdict < _PHASES and verdict != _IN_FLIGHT:
-                self._verdicts.discard([key])
-                self._pending.pop(key, None)
+        """Forget the verdicts that no request holds any more, unless a probe is in flight."""
+        known = self._known(keys).items()
+        unasked = [key for key, verdict in known if verdict < _PHASES and verdict != _IN_FLIGHT]
+        self._verdicts.discard(unasked)
+        for key in unasked:
+            self._pending.pop(key, None)
 
 
 class CostGatedIndex(KeyIndex):
-    """Asks another index for those requests alone that miss at least so many blocks.
+    """Asks another index only for requests that miss enough blocks for a load to pay.
 
-    What reaches a tier's index is what the primary and the nearer tiers lack. How much that is
-    for a request shows at the end of the step in which it first asks, or later, as long as nearer
-    tiers do not know all of its blocks yet: until then it is told RETRY, and afterwards MISS if it
-    is too little. A request that turns out to miss more later is answered from then on.
+    A lookup reaches this index with the keys that the primary and the nearer tiers lack. The number
+    of missed blocks of a request is known at the end of the step of its first lookup, or later
+    while a nearer tier does not know all keys yet. Until then the answer is RETRY; afterwards it is
+    MISS for a request that misses too few blocks. If such a request misses more blocks in a later
+    lookup, it is answered from then on.
 
     Thread: owner.
 
     Attributes:
-        break_even: What tells, beside the configured number, how many blocks are enough; None:
-            nothing does.
-        has_decided: Whether the end of the last step has changed the answer of some request.
+        break_even: Measures how many blocks a load needs to pay, beside the configured minimum;
+            None: only the minimum counts.
+        has_decided: Whether the end of the last step has changed the answer for a request.
+        unknown: By request, the keys that a nearer tier does not know yet. To be read only.
     """
 
     def __init__(
         self, index: KeyIndex, min_blocks: int, break_even: BreakEven | None = None
     ) -> None:
-        """Ask nothing yet.
+        """Start with no request.
 
         Args:
-            index: Who knows; owned by this object from now on.
+            index: The index to ask; owned by this object from now on.
             min_blocks: Blocks that a request must miss, at least.
             break_even: See the class.
         """
+        self.listeners = index.listeners
         self.break_even = break_even
         self.has_decided = False
+        self.unknown: dict[Hashable, dict[OffloadKey, None]] = {}
         self._index = index
         self._min_blocks = min_blocks
         self._needed_blocks: float = min_blocks
         self._worthwhile: set[Hashable] = set()
         self._missed: dict[Hashable, dict[OffloadKey, None]] = {}
-        """What requests have asked for that have not missed enough."""
+        """By request that has not missed enough blocks: the keys that it has asked for."""
         self._deferred: dict[Hashable, dict[OffloadKey, None]] = {}
-        """By request, what was answered with RETRY because of too few blocks so far, and has to be
-        asked for again: of those that are not decided yet, or have been since the last step ended.
-        """
-        self._unknown: dict[Hashable, dict[OffloadKey, None]] = {}
-        """By request, what a nearer tier does not know yet."""
+        """By undecided request: the keys that were answered with RETRY because they are too few,
+        and have to be asked for again. A decided request stays until the end of the step."""
+        self._news: dict[Hashable, None] = {}
+        """Requests in `unknown` for which `settle` has to ask the nearer tiers."""
+        self._blocked: dict[OffloadKey, dict[Hashable, None]] = {}
+        """First unknown key -> the other requests in `unknown`, which wait for that key."""
         self._explorer: Hashable = None
-
-    @property
-    def decided(self) -> OnResolved | None:
-        """Told of the keys that a probe has answered, and of those that get another answer now."""
-        return self._index.decided
-
-    @decided.setter
-    def decided(self, decided: OnResolved | None) -> None:
-        self._index.decided = decided
 
     @property
     def needed_blocks(self) -> float:
         """Blocks that a request must miss now; infinity: no number is enough."""
         return self._needed_blocks
 
-    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
-        """Return what the other index says; RETRY, then MISS, where too few blocks are missed."""
-        if request in self._worthwhile:
-            return self._index.lookup(key, request)
-        missed = self._missed.get(request)
-        if missed is None:
-            missed = self._missed[request] = self._deferred[request] = {}
-        if len(missed) + (key not in missed) < self._needed_blocks:
-            missed[key] = None
-            return LookupResult.MISS if self.declines(request) else LookupResult.RETRY
-        self._ask(request)
-        return self._index.lookup(key, request)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        """Return the other index's answers; RETRY, then MISS, where too few blocks are missed."""
+        if request not in self._worthwhile:
+            missed = self._missed.get(request)
+            if missed is None:
+                missed = self._missed[request] = self._deferred[request] = {}
+            if len(missed.keys() | keys) < self._needed_blocks:
+                missed.update(dict.fromkeys(keys))
+                if not self.declines(request):
+                    return [LookupResult.RETRY] * len(keys)
+                return [LookupResult.MISS] * (1 if stop_at_miss else len(keys))
+            self._ask(request)
+        return self._index.lookup_many(keys, request, stop_at_miss=stop_at_miss)
 
     def declines(self, request: Hashable) -> bool:
         """Tell whether a request is told MISS because it misses too few blocks."""
         return request in self._missed and request not in self._deferred
 
-    def expect(self, key: OffloadKey, request: Hashable) -> None:
-        """Note that a request may miss a block, of which a nearer tier does not know yet."""
-        if request not in self._worthwhile and not self.declines(request):
-            self._unknown.setdefault(request, {})[key] = None
+    def expect(self, keys: Sequence[OffloadKey], request: Hashable) -> None:
+        """Note that a request may miss blocks of which a nearer tier does not know yet."""
+        if not keys or request in self._worthwhile or self.declines(request):
+            return
+        unknown = self.unknown.get(request)
+        if unknown is None:
+            unknown = self.unknown[request] = {}
+            self._news[request] = None
+        unknown.update(dict.fromkeys(keys))
 
-    def settle(self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult]) -> None:
-        """Take in what nearer tiers have found out; before each end of a step.
+    def resolved(self, keys: Sequence[OffloadKey]) -> None:
+        """Learn that a nearer tier knows more of these keys now."""
+        if self._blocked:
+            for key in keys:
+                self._news.update(self._blocked.pop(key, {}))
+
+    def settle(
+        self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult], *, all_requests: bool
+    ) -> None:
+        """Count the blocks that nearer tiers were found to lack; before each end of a step.
 
         Args:
-            ask_nearer: Returns what they know of a key; RETRY: one does not know yet.
+            ask_nearer: Returns what the nearer tiers know of a key; RETRY: one does not know yet.
+            all_requests: Whether to ask for all requests; else for those with news.
         """
-        for request, unknown in list(self._unknown.items()):
-            known = []
-            for key in unknown:
-                answer = ask_nearer(key, request)
-                if answer is LookupResult.RETRY:
-                    break
-                known.append(key)
-                if answer is LookupResult.MISS and request in self._missed:
-                    self._missed[request][key] = None
-            for key in known:
-                del unknown[key]
-            if not unknown:
-                del self._unknown[request]
+        news, self._news = self._news, {}
+        if all_requests:
+            news = dict.fromkeys(self.unknown)
+            self._blocked.clear()
+        for request in news:
+            self._settle(request, ask_nearer)
+
+    def _settle(
+        self, request: Hashable, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult]
+    ) -> None:
+        unknown = self.unknown[request]
+        for key in tuple(unknown):
+            answer = ask_nearer(key, request)
+            if answer is LookupResult.RETRY:
+                self._blocked.setdefault(key, {})[request] = None
+                return
+            del unknown[key]
+            if answer is LookupResult.MISS and request in self._missed:
+                self._missed[request][key] = None
+        del self.unknown[request]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Blocks were stored, or found."""
@@ -712,7 +774,7 @@ class CostGatedIndex(KeyIndex):
         self._worthwhile.discard(request)
         self._missed.pop(request, None)
         self._deferred.pop(request, None)
-        self._unknown.pop(request, None)
+        self._forget_unknown(request)
         if self.break_even is not None and request == self._explorer:
             self._explorer = None
             self.break_even.exploration_ended()
@@ -741,7 +803,7 @@ class CostGatedIndex(KeyIndex):
         told: dict[OffloadKey, None] = {}
         declined: dict[Hashable, int] = {}
         for request, missed in deferred.items():
-            if request in self._unknown:
+            if request in self.unknown:
                 self._deferred[request] = missed
                 continue
             told |= missed
@@ -754,15 +816,25 @@ class CostGatedIndex(KeyIndex):
         if may_explore and declined:
             self._explore(declined)
         self.has_decided = bool(told)
-        if told and self.decided is not None:
-            self.decided(tuple(told))
+        if told:
+            self._notify(tuple(told))
 
     def _ask(self, request: Hashable) -> None:
         """Ask for what a request has missed so far, and from now on for all of it."""
         self._worthwhile.add(request)
-        self._unknown.pop(request, None)
-        for key in self._missed.pop(request):
-            self._index.lookup(key, request)
+        self._forget_unknown(request)
+        self._index.lookup_many(tuple(self._missed.pop(request)), request)
+
+    def _forget_unknown(self, request: Hashable) -> None:
+        unknown = self.unknown.pop(request, None)
+        if unknown is None:
+            return
+        self._news.pop(request, None)
+        first = next(iter(unknown))
+        blocked = self._blocked.get(first, {})
+        blocked.pop(request, None)
+        if not blocked:
+            self._blocked.pop(first, None)
 
     def _explore(self, declined: Mapping[Hashable, int]) -> None:
         """Ask for the largest of the requests that are declined, if what was measured is old."""
@@ -794,12 +866,20 @@ class AskedIndex(KeyIndex):
             ask: Returns HIT, MISS or RETRY at once, for a key and the request that looks it up.
             request_ended: Called with each request for which nothing more will be submitted.
         """
+        super().__init__()
         self._ask = ask
         self._request_ended = request_ended
 
-    def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
-        """Return the tier's answer."""
-        return self._ask(key, request)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        """Return the tier's answer for each key."""
+        answers: list[LookupResult] = []
+        for key in keys:
+            answers.append(self._ask(key, request))
+            if stop_at_miss and answers[-1] is LookupResult.MISS:
+                break
+        return answers
 
     def peek(self, key: OffloadKey) -> LookupResult:
         """Return HIT: the tier may have the key."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from itertools import repeat
+from typing import Final
 
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
 from kvoffload_async.core.counters import PlannerCounters
@@ -17,7 +19,8 @@ from kvoffload_async.core.promotions import Promotions, TierSearch
 from kvoffload_async.core.requests import Lines, RequestState, Retention
 from kvoffload_async.core.tier_state import PlannerLimits, Shares, TierLookup, TierState
 from kvoffload_async.errors import StateError
-from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
+from kvoffload_async.statistics import MissReason
+from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     JobId,
@@ -29,6 +32,12 @@ from kvoffload_async.types import (
     ReqContext,
     as_block_ids,
 )
+
+_HIT: Final = LookupResult.HIT
+_PENDING: Final = LookupResult.HIT_PENDING
+_MISS: Final = LookupResult.MISS
+_KEYS_AT_ONCE: Final = 256
+"""A lookup asks for so many keys at once: no more are asked for in vain behind a miss."""
 
 
 class Planner:
@@ -106,36 +115,38 @@ class Planner:
         self._end_if_done(request)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
-        """Return what is known of a key; may reserve a slot and queue a promotion.
+        """Return the answer of `lookup_many` for one key."""
+        request = self._asking
+        is_asking = request is not None and request.ctx is ctx and not request.is_finished
+        if request is not None and is_asking and self.primary.lookup(key) is _HIT:
+            self._found.append(key)
+            return self._count_lookups((key,), (_HIT,), (_HIT,), request)[0]
+        return self.lookup_many((key,), ctx)[0]
+
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        """Return what is known of blocks; may reserve slots and queue promotions.
+
+        Args:
+            keys: The keys; room for promotions goes to the first ones.
+            ctx: The request.
+            stop_at_miss: Whether the answers end with the first MISS; later keys are not looked up.
 
         Raises:
-            StateError: The request is unknown or has finished, or the key has not a key's length.
+            StateError: The request is unknown or has finished, or a key has not a key's length.
         """
         request = self._live_request(ctx)
-        if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-            require_keys([key])
-        counters, in_primary = self.counters, self.primary.counters
+        require_keys(keys)
         if request is not self._asking:
             self._begin_round(request)
-        counters.lookups += 1
-        in_primary.lookups += 1
-        answer = self.primary.lookup(key)
-        if answer is LookupResult.HIT:
-            counters.hits += 1
-            in_primary.hits += 1
-            counters.block_hits += request.decides(key)
-            self._found.append(key)
-            return answer
-        if answer is LookupResult.HIT_PENDING:
-            in_primary.pending_hits += 1
-        else:
-            in_primary.misses += 1
-            answer = self._search.look(key, request, self.now_s, is_paused=self.promotions_paused)
-        if answer is not LookupResult.MISS:
-            answer = self._search.defer(answer, request, self.now_s, self.limits.deferral_s)
-        if answer is LookupResult.MISS:
-            counters.block_misses += request.decides(key)
-        return answer
+        answers: list[LookupResult] = []
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            part = keys[start : start + _KEYS_AT_ONCE]
+            answers += self._look_up(part, request, stop_at_miss=stop_at_miss)
+            if stop_at_miss and answers[-1] is LookupResult.MISS:
+                break
+        return answers
 
     def prepare_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> list[int]:
         """Pin keys that were HIT in this step; return their slots, in key order."""
@@ -330,16 +341,95 @@ class Planner:
             self.promotions.orphan(failed)
         else:
             self.promotions.land(index, landed, request)
-            self.promotions.fail(index, failed)
+            if failed:
+                self.promotions.fail(index, failed)
             self.cascades.offer_faster(index, landed, self.now_s)
         if request is not None:
-            request.failed.update((index, key) for key in failed)
+            request.failed.update(zip(repeat(index), failed))
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:
             self.primary.release_slots(record.job.block_ids.tolist())
         else:
             self.cascades.released(index, record, self.now_s)
+
+    def _look_up(
+        self, keys: Sequence[OffloadKey], request: RequestState, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        in_primary = self.primary.lookup_many(keys)
+        outcomes: list[LookupResult | MissReason] = list(in_primary)
+        if _MISS in in_primary:
+            outcomes = self._look_below(keys, in_primary, request, stop_at_miss=stop_at_miss)
+        else:
+            self._found += [key for key, found in zip(keys, outcomes, strict=True) if found is _HIT]
+        if (_PENDING in outcomes or LookupResult.RETRY in outcomes) and not self._search.defer(
+            request, self.now_s, self.limits.deferral_s
+        ):
+            outcomes = [
+                each if each is _HIT or isinstance(each, str) else "expired" for each in outcomes
+            ]
+            if stop_at_miss:
+                outcomes = outcomes[: outcomes.index("expired") + 1]
+        return self._count_lookups(keys, in_primary, outcomes, request)
+
+    def _look_below(
+        self,
+        keys: Sequence[OffloadKey],
+        in_primary: Sequence[LookupResult],
+        request: RequestState,
+        *,
+        stop_at_miss: bool,
+    ) -> list[LookupResult | MissReason]:
+        """Return the answers for keys of which the primary lacks some."""
+        absent = [key for key, found in zip(keys, in_primary, strict=True) if found is _MISS]
+        verdicts = self._search.ask(
+            tuple(dict.fromkeys(absent)),
+            request,
+            self.now_s,
+            is_paused=self.promotions_paused,
+            stop_at_miss=stop_at_miss,
+        )
+        last, verdict = next(reversed(verdicts.items()))
+        if stop_at_miss and isinstance(verdict, str):
+            keys = keys[: keys.index(last) + 1]
+        # Noted before the promotions, which evict nothing that the step has found.
+        found_now = zip(keys, in_primary, strict=False)
+        self._found += [key for key, found in found_now if found is _HIT]
+        below = self._search.promote(verdicts, request, stop_at_miss=stop_at_miss)
+        outcomes: list[LookupResult | MissReason] = []
+        for key, found in zip(keys, in_primary, strict=False):
+            outcomes.append(below[key] if found is _MISS else found)
+            if stop_at_miss and isinstance(outcomes[-1], str):
+                break
+        return outcomes
+
+    def _count_lookups(
+        self,
+        keys: Sequence[OffloadKey],
+        in_primary: Sequence[LookupResult],
+        outcomes: Sequence[LookupResult | MissReason],
+        request: RequestState,
+    ) -> list[LookupResult]:
+        """Count what was looked up; return the answers, without the reasons of misses."""
+        counters = self.counters
+        answers: list[LookupResult] = []
+        missing: list[OffloadKey] = []
+        for key, answer in zip(keys, outcomes, strict=False):
+            if isinstance(answer, str):
+                counters.misses[answer] += 1
+                missing.append(key)
+                answers.append(_MISS)
+            else:
+                answers.append(answer)
+        hits = [key for key, answer in zip(keys, answers, strict=False) if answer is _HIT]
+        counters.lookups += len(answers)
+        counters.hits += len(hits)
+        counters.pending_hits += answers.count(_PENDING)
+        counters.retries += answers.count(LookupResult.RETRY)
+        counters.block_hits += request.decides(hits)
+        counters.block_misses += request.decides(missing)
+        self.primary.counters.count_lookups(in_primary[: len(answers)])
+        return answers
 
     def _begin_round(self, request: RequestState) -> None:
         """Note that a request asks, and that others, or nobody, have asked before it."""

@@ -116,7 +116,7 @@ class Loads:
         """
         loads = self._loads.get(ctx, Counter())
         known = asked = Counter(keys)
-        if any(count > loads.get(key, 0) for key, count in asked.items()):
+        if [key for key, count in asked.items() if count > loads.get(key, 0)]:
             if not may_be_unknown:
                 raise StateError(f"request {ctx.req_id!r} completes a load that it did not prepare")
             known = asked & loads
@@ -394,6 +394,13 @@ class ResidentBlocks:
         if slot is None:
             return LookupResult.MISS
         return LookupResult.HIT if self._refs[slot] >= 0 else LookupResult.HIT_PENDING
+
+    def lookup_many(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Return HIT, HIT_PENDING or MISS for each key."""
+        refs, hit = self._refs, LookupResult.HIT
+        pending, miss = LookupResult.HIT_PENDING, LookupResult.MISS
+        slots = self._blocks.find(keys)
+        return [miss if s is None else hit if refs[s] >= 0 else pending for s in slots]
 
     def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Keep readable keys in place; return their slots, in key order.
@@ -753,7 +760,7 @@ class Primary(ResidentBlocks):
 
     @property
     def protected_blocks(self) -> int:
-        """Blocks that would be idle if tiers were not pending them."""
+        """Blocks that would be idle if they were not pending for tiers."""
         return self._protected
 
     def _room_beside(self, unpinned: Collection[int]) -> int:
@@ -762,22 +769,23 @@ class Primary(ResidentBlocks):
             return self.room - len(unpinned)
         return self.room - sum(not self._refs[slot] for slot in unpinned)
 
-    def reserve(self, key: OffloadKey) -> int | None:
-        """Reserve a slot for one absent key, evicting at most one other.
+    def reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Reserve slots for as many absent keys as fit, evicting other blocks if need be.
+
+        Args:
+            keys: The keys, without duplicates; the first ones get the slots.
 
         Returns:
-            The slot, or None if there is no room: then nothing has changed.
+            The slots, one per key that got one, in key order.
 
         Raises:
-            StateError: The key is present.
+            StateError: A key is present; nothing has changed.
         """
-        if key in self._blocks:
-            raise StateError(f"block {key.hex()} is present already")
-        granted = self._reserve([key], None)
-        if granted is None:
-            return None
-        (slot,), _ = granted
-        return slot
+        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
+            if slot is not None:
+                raise StateError(f"block {key.hex()} is present already")
+        granted = self._reserve(keys[: self.room], None)
+        return [] if granted is None else granted[0]
 
     def complete_store(
         self,

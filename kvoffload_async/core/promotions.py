@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
+from operator import itemgetter
+from typing import Final
 
 from kvoffload_async.core.counters import PlannerCounters
+from kvoffload_async.core.index import CostGatedIndex
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import Lines, RequestState, Retention
 from kvoffload_async.core.tier_state import Shares, TierLookup, TierState
+from kvoffload_async.statistics import MissReason
 from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
 
 _Batch = tuple[RequestState, list[OffloadKey], list[int]]
@@ -73,28 +77,36 @@ class Promotions:
         for (tier, _), (_, keys, slots) in self._batches.items():
             yield from zip(repeat(tier), keys, slots)
 
-    def reserve(self, tier: int, request: RequestState, key: OffloadKey) -> LookupResult:
-        """Reserve a slot for an absent key and queue it.
+    def reserve(
+        self, tier: int, request: RequestState, keys: Sequence[OffloadKey]
+    ) -> tuple[int, LookupResult]:
+        """Reserve slots for as many absent keys as fit, and queue their promotion.
+
+        Args:
+            tier: Where the blocks are.
+            request: Who asked for them.
+            keys: The keys, without duplicates; the first ones get the slots.
 
         Returns:
-            HIT_PENDING; or RETRY: the request is in line for the room; or MISS: there will be none.
+            How many keys have a slot, and the answer for the others: RETRY: they wait in line for
+            room; MISS: there will be none.
         """
         lines = self.lines
         first = lines.first(tier)
         if first is not None and first is not request and self._room(tier):
             if not lines.has_stalled(tier, request.asked_at_s):
-                return self._wait(tier, request, key)
+                return 0, self._wait(tier, request, keys)
             lines.leave(first)
             first = lines.first(tier)
+        count = 0
         if first is None or first is request:
-            slot = self._reserve(tier, key)
-            if slot is not None:
-                self._take(tier, request, key, slot)
-                return LookupResult.HIT_PENDING
-            if not self._room_may_come(tier, request):
-                lines.served(tier, request, key)
-                return LookupResult.MISS
-        return self._wait(tier, request, key)
+            count = self._reserve(tier, request, keys)
+            if count < len(keys) and not self._room_may_come(tier, request):
+                lines.served(tier, request, keys[count:])
+                return count, LookupResult.MISS
+        if count == len(keys):
+            return count, LookupResult.HIT_PENDING
+        return count, self._wait(tier, request, keys[count:])
 
     def flush(self) -> Iterator[tuple[int, RequestState, Sequence[OffloadKey], Sequence[int]]]:
         """Detach the step's batches: (tier, request, keys, slots)."""
@@ -129,8 +141,7 @@ class Promotions:
             is_in_vain = not (room or self._room_may_come(tier, first))
             if is_in_vain and self._in_vain[tier] is first:
                 if first.asked_at_s > self._in_vain_s[tier]:
-                    for key in list(first.refused[tier]):
-                        lines.served(tier, first, key)
+                    lines.served(tier, first, tuple(first.refused[tier]))
                 continue
             self._in_vain[tier], self._in_vain_s[tier] = (first if is_in_vain else None), now_s
             if (is_in_vain or room > told) and self._primary.decided is not None:
@@ -161,25 +172,30 @@ class Promotions:
         room = min(self._shares.room_to_load(tier), self._retention.spare_slots)
         return min(room, self._primary.room)
 
-    def _reserve(self, tier: int, key: OffloadKey) -> int | None:
-        if not self._shares.room_to_load(tier) or not self._retention.spare_slots:
-            return None
-        if not self._primary.pool.free_count:
+    def _reserve(self, tier: int, request: RequestState, keys: Sequence[OffloadKey]) -> int:
+        """Reserve slots for as many keys as fit; return for how many."""
+        room = min(len(keys), self._shares.room_to_load(tier), self._retention.spare_slots)
+        if room > self._primary.pool.free_count:
             self._retention.pin_step_hits()
-        return self._primary.reserve(key)
+        slots = self._primary.reserve(keys[:room]) if room else []
+        count = len(slots)
+        if not count:
+            return 0
+        keys = keys[:count]
+        _, batched_keys, batched_slots = self._batches.setdefault(
+            (tier, request.ctx), (request, [], [])
+        )
+        batched_keys.extend(keys)
+        batched_slots.extend(slots)
+        request.unflushed_promotions += count
+        request.promoting += count
+        self._retention.in_flight += count
+        self._tiers[tier].reserve_slots(count)
+        self.lines.served(tier, request, keys)
+        return count
 
-    def _take(self, tier: int, request: RequestState, key: OffloadKey, slot: int) -> None:
-        batch = self._batches.setdefault((tier, request.ctx), (request, [], []))
-        batch[1].append(key)
-        batch[2].append(slot)
-        request.unflushed_promotions += 1
-        request.promoting += 1
-        self._retention.in_flight += 1
-        self._tiers[tier].reserve_slot()
-        self.lines.served(tier, request, key)
-
-    def _wait(self, tier: int, request: RequestState, key: OffloadKey) -> LookupResult:
-        self.lines.join(tier, request, key)
+    def _wait(self, tier: int, request: RequestState, keys: Sequence[OffloadKey]) -> LookupResult:
+        self.lines.join(tier, request, keys)
         if request.is_behind:
             self._retention.give_back(request)
         return LookupResult.RETRY
@@ -215,9 +231,10 @@ class Promotions:
     def _first_without_room(self, tier: int) -> RequestState | None:
         """Return the first in line whose blocks nobody else has brought; those before it leave."""
         while (first := self.lines.first(tier)) is not None:
-            for key in list(first.refused[tier]):
-                if self._primary.lookup(key) is not LookupResult.MISS:
-                    self.lines.served(tier, first, key)
+            keys = tuple(first.refused[tier])
+            answers = zip(keys, self._primary.lookup_many(keys), strict=True)
+            present = [key for key, answer in answers if answer is not LookupResult.MISS]
+            self.lines.served(tier, first, present)
             if self.lines.first(tier) is first:
                 break
         return first
@@ -227,11 +244,18 @@ class Promotions:
         self._tiers[tier].promotion_slots -= len(keys)
 
 
-class TierSearch:
-    """Asks the tiers in order; the first that has the block promotes it.
+_RETRY: Final = LookupResult.RETRY
 
-    A remote tier, whose answer costs a request of its own, is asked only for what all tiers before
-    it are known to lack: while one of them does not know yet, it has to wait.
+Verdict = int | LookupResult | MissReason
+"""Where a block is: the tier that has it, or RETRY; or why the lookup is a miss."""
+
+
+class TierSearch:
+    """Asks the tiers in order for what the primary lacks; the first that has a block promotes it.
+
+    A remote tier is asked over the network. So it is asked only for keys that all tiers before it
+    are known to lack, and waits while one of them does not know yet. While a request waits, no tier
+    is asked again for a key that it lacks.
 
     Thread: owner.
 
@@ -246,85 +270,178 @@ class TierSearch:
         self._promotions = promotions
         self._counters = counters
         self.sources: list[TierLookup] = list(tiers)
+        self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
+        """By tier: which of the tiers before it were in use when `settle` was called last."""
 
-    def look(
-        self, key: OffloadKey, request: RequestState, now_s: float, *, is_paused: bool
-    ) -> LookupResult:
-        """Return HIT_PENDING if the block is promoted now, else RETRY or MISS; count a MISS.
+    def ask(
+        self,
+        keys: Sequence[OffloadKey],
+        request: RequestState,
+        now_s: float,
+        *,
+        is_paused: bool,
+        stop_at_miss: bool,
+    ) -> dict[OffloadKey, Verdict]:
+        """Return the verdict on each key, in order.
 
-        RETRY: a tier does not know yet, or has the block and there will be room for it.
+        Args:
+            keys: Keys that are absent from the primary, without duplicates.
+            request: Who asks.
+            now_s: When.
+            is_paused: Whether nothing may be promoted now.
+            stop_at_miss: Whether the verdicts end with the first miss.
         """
         if request.is_expired or is_paused:
-            self._counters.misses["expired" if request.is_expired else "paused"] += 1
-            return LookupResult.MISS
-        return self._ask(key, request, now_s)
+            reason: MissReason = "expired" if request.is_expired else "paused"
+            return dict.fromkeys(keys[:1] if stop_at_miss else keys, reason)
+        known, skipped = self._ask_tiers(keys, request, now_s, stop_at_miss=stop_at_miss)
+        verdicts: dict[OffloadKey, Verdict] = {}
+        for key in keys:
+            verdict = known.get(key)
+            if verdict is None:
+                verdict = "skipped" if key in skipped else "absent"
+            verdicts[key] = verdict
+            if stop_at_miss and isinstance(verdict, str):
+                break
+        return verdicts
 
-    def defer(
-        self, answer: LookupResult, request: RequestState, now_s: float, limit_s: float
-    ) -> LookupResult:
-        """Return the answer to a lookup that defers its request, if it still may; count it."""
-        counters = self._counters
-        counters.deferrals_expired += request.defer(now_s, limit_s)
+    def promote(
+        self, verdicts: dict[OffloadKey, Verdict], request: RequestState, *, stop_at_miss: bool
+    ) -> dict[OffloadKey, LookupResult | MissReason]:
+        """Promote the blocks that tiers have; return the answers, in order.
+
+        HIT_PENDING: the block is promoted. RETRY: a tier does not know yet, or has the block and
+        there will be room for it.
+        """
+        answers: dict[OffloadKey, LookupResult | MissReason] = {}
+        for verdict, run in groupby(verdicts.items(), itemgetter(1)):
+            keys = [key for key, _ in run]
+            if not isinstance(verdict, int):
+                answers.update(dict.fromkeys(keys, verdict))
+                continue
+            count, answer = self._promotions.reserve(verdict, request, keys)
+            answers.update(dict.fromkeys(keys[:count], LookupResult.HIT_PENDING))
+            refused = keys[count:]
+            if answer is not LookupResult.MISS:
+                answers.update(dict.fromkeys(refused, answer))
+                continue
+            if stop_at_miss:
+                refused = refused[:1]
+            self._counters.promotions_refused += len(refused)
+            answers.update(dict.fromkeys(refused, "no_room"))
+            if stop_at_miss:
+                break
+        return answers
+
+    def defer(self, request: RequestState, now_s: float, limit_s: float) -> bool:
+        """Note a deferred lookup; return whether its request may still be deferred."""
+        self._counters.deferrals_expired += request.defer(now_s, limit_s)
         if request.is_expired:
             self._promotions.lines.leave(request)
-            counters.misses["expired"] += 1
-            return LookupResult.MISS
-        if answer is LookupResult.RETRY:
-            counters.retries += 1
-        else:
-            counters.pending_hits += 1
-        return answer
+        return not request.is_expired
 
     def end_step(self, now_s: float) -> None:
         """Tell tiers that wait for nearer ones what these have found out in this step."""
         for index, tier in enumerate(self._tiers):
-            if tier.cost_gated is not None:
-                nearer = self._tiers[:index]
-                tier.cost_gated.settle(partial(_ask_nearer, nearer, now_s))
+            if tier.cost_gated is not None and tier.cost_gated.unknown:
+                self._settle(tier.cost_gated, index, now_s)
 
-    def _ask(self, key: OffloadKey, request: RequestState, now_s: float) -> LookupResult:
-        unknown = skipped = False
+    def _settle(self, cost_gated: CostGatedIndex, index: int, now_s: float) -> None:
+        nearer = self._tiers[:index]
+        for tier in nearer:
+            tier.index.watch(cost_gated.resolved)
+        in_use = [(tier.is_available, tier.health.loads.permits(now_s)) for tier in nearer]
+        has_changed = in_use != self._nearer_in_use[index]
+        self._nearer_in_use[index] = in_use
+        cost_gated.settle(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
+
+    def _ask_tiers(
+        self,
+        keys: Sequence[OffloadKey],
+        request: RequestState,
+        now_s: float,
+        *,
+        stop_at_miss: bool,
+    ) -> tuple[dict[OffloadKey, Verdict], set[OffloadKey]]:
+        """Return the verdicts but for misses, in any order, and the keys that a tier skipped."""
+        verdicts: dict[OffloadKey, Verdict] = {}
+        skipped: set[OffloadKey] = set()
+        unknown: set[OffloadKey] = set()
+        last = len(self._tiers) - 1
         for index, tier in enumerate(self._tiers):
-            if unknown and tier.locality is Locality.REMOTE:
+            asked = [key for key in keys if verdicts.get(key, _RETRY) is _RETRY]
+            is_remote = tier.locality is Locality.REMOTE
+            if unknown and is_remote:
                 if tier.cost_gated is not None:
-                    tier.cost_gated.expect(key, request.ctx)
+                    tier.cost_gated.expect([key for key in asked if key in unknown], request.ctx)
+                asked = [key for key in asked if key not in unknown]
+            if not asked or self._skips(index, asked, request, now_s, skipped):
                 continue
-            counters = tier.counters
-            reason = tier.skips_load(request.ctx, now_s)
-            if reason is None and (index, key) in request.failed:
-                reason = "failed"
-            if reason is not None:
-                counters.skipped_lookups[reason] += 1
-                skipped = True
-                continue
-            answer = self.sources[index].lookup(key, request.ctx)
-            if answer is LookupResult.MISS:
-                if tier.cost_gated is not None and tier.cost_gated.declines(request.ctx):
-                    counters.skipped_lookups["too_few"] += 1
-                    skipped = True
-                else:
-                    counters.lookups += 1
-                    counters.misses += 1
-                continue
-            counters.lookups += 1
-            if answer is LookupResult.HIT:
-                counters.hits += 1
-                return self._promote(index, request, key)
-            counters.undecided += (
-                1  # a tier has no pending hits; one that says so does not know yet
-            )
-            unknown = True
-        if unknown:
-            return LookupResult.RETRY
-        self._counters.misses["skipped" if skipped else "absent"] += 1
-        return LookupResult.MISS
+            is_final = stop_at_miss and index == last and (is_remote or not unknown)
+            found = self._ask_tier(index, asked, request, skipped, stop_at_miss=is_final)
+            verdicts.update(found)
+            unknown.update([key for key, verdict in found.items() if verdict is _RETRY])
+        return verdicts, skipped
 
-    def _promote(self, tier: int, request: RequestState, key: OffloadKey) -> LookupResult:
-        answer = self._promotions.reserve(tier, request, key)
-        if answer is LookupResult.MISS:
-            self._counters.promotions_refused += 1
-            self._counters.misses["no_room"] += 1
-        return answer
+    def _skips(
+        self,
+        index: int,
+        asked: list[OffloadKey],
+        request: RequestState,
+        now_s: float,
+        skipped: set[OffloadKey],
+    ) -> bool:
+        """Tell whether a tier is not asked at all; move keys that it skips to `skipped`."""
+        tier = self._tiers[index]
+        reason = tier.skips_load(request.ctx, now_s)
+        left_out = asked
+        if reason is None:
+            if not request.failed:
+                return False
+            reason = "failed"
+            left_out = [key for key in asked if (index, key) in request.failed]
+            asked[:] = [key for key in asked if (index, key) not in request.failed]
+        tier.counters.skipped_lookups[reason] += len(left_out)
+        skipped.update(left_out)
+        return left_out is asked or not asked
+
+    def _ask_tier(
+        self,
+        index: int,
+        keys: Sequence[OffloadKey],
+        request: RequestState,
+        skipped: set[OffloadKey],
+        *,
+        stop_at_miss: bool,
+    ) -> dict[OffloadKey, Verdict]:
+        """Return one tier's verdicts but for misses; add keys that it declines to `skipped`."""
+        tier, lacking = self._tiers[index], request.lacking.setdefault(index, set())
+        if stop_at_miss and not lacking.isdisjoint(keys):
+            keys = keys[: [key in lacking for key in keys].index(True)]
+        elif lacking:
+            keys = [key for key in keys if key not in lacking]
+        if not keys:
+            return {}
+        answers = self.sources[index].lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
+        verdicts: dict[OffloadKey, Verdict] = {}
+        missing: list[OffloadKey] = []
+        for key, answer in zip(keys, answers, strict=False):  # the answers may end with a miss
+            if answer is LookupResult.MISS:
+                missing.append(key)
+            else:
+                verdicts[key] = index if answer is LookupResult.HIT else _RETRY
+        counters, hits = tier.counters, answers.count(LookupResult.HIT)
+        counters.lookups += len(verdicts)
+        counters.hits += hits
+        counters.undecided += len(verdicts) - hits
+        if missing and tier.cost_gated is not None and tier.cost_gated.declines(request.ctx):
+            counters.skipped_lookups["too_few"] += len(missing)
+            skipped.update(missing)
+        else:
+            counters.lookups += len(missing)
+            counters.misses += len(missing)
+            lacking.update(missing)
+        return verdicts
 
 
 def _ask_nearer(

@@ -29,6 +29,7 @@ class RequestState:
         "is_deferred",
         "is_expired",
         "is_finished",
+        "lacking",
         "parked",
         "promoting",
         "refused",
@@ -68,6 +69,8 @@ class RequestState:
         """When it last looked something up."""
         self.failed: set[tuple[int, OffloadKey]] = set()
         """Promotions that failed: not tried again for this request."""
+        self.lacking: dict[int, set[OffloadKey]] = {}
+        """Tier -> keys that it lacks: it is not asked for them again while the request waits."""
         self._deferred_s = 0.0
         self._deferred_at_s: float | None = None
         self._undecided_since_s: float | None = None
@@ -104,13 +107,11 @@ class RequestState:
         if self._undecided_since_s is None:
             self._undecided_since_s = now_s
 
-    def decides(self, key: OffloadKey) -> bool:
-        """Note that a key is certainly found, or not; return whether that is new."""
-        decided = self._decided
-        if key in decided:
-            return False
-        decided.add(key)
-        return True
+    def decides(self, keys: Iterable[OffloadKey]) -> int:
+        """Note that keys were found, or are missing, for certain; return how many are new."""
+        before = len(self._decided)
+        self._decided.update(keys)
+        return len(self._decided) - before
 
     def proceed(self) -> float | None:
         """Note that the request was scheduled: it is not being deferred any more.
@@ -120,6 +121,7 @@ class RequestState:
         """
         since_s, self._undecided_since_s = self._undecided_since_s, None
         self._deferred_at_s = None
+        self.lacking.clear()
         return since_s
 
     def forget_blocks(self) -> None:
@@ -159,23 +161,24 @@ class Lines:
         return next(iter(self._lines[tier]), None)
 
     def firsts(self) -> list[tuple[int, RequestState]]:
-        """Return each tier that somebody waits for, with the first in its line."""
+        """Return each tier that has a line, with the first request in the line."""
         return [(tier, next(iter(line))) for tier, line in enumerate(self._lines) if line]
 
-    def join(self, tier: int, request: RequestState, key: OffloadKey) -> None:
-        """Have a request wait for room for a key, behind who waits already."""
+    def join(self, tier: int, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """Have a request wait for room for keys, behind the requests that wait already."""
         line = self._lines[tier]
         if not line:
             self.has_new_first[tier] = True
         line.setdefault(request)
-        request.refused.setdefault(tier, {})[key] = None
+        request.refused.setdefault(tier, {}).update(dict.fromkeys(keys))
         self._look_ahead(request)
 
-    def served(self, tier: int, request: RequestState, key: OffloadKey) -> None:
-        """Learn that a key of a request waits no more: it has room, or never gets any."""
+    def served(self, tier: int, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """Learn that keys of a request wait no more: they have room, or never get any."""
         refused = request.refused.get(tier)
         if refused is not None:
-            refused.pop(key, None)
+            for key in keys:
+                refused.pop(key, None)
             if not refused:
                 self._leave(tier, request)
 
@@ -312,14 +315,15 @@ class Retention:
         if request.is_behind:
             return
         retained, holders = request.retained, self._holders
+        wanted = [key for key in dict.fromkeys(keys) if key not in retained]
+        if not wanted:
+            return
         new: list[OffloadKey] = []
         spare = self.spare_slots
-        for key in keys:
-            if key in retained:
-                continue
+        for key, found in zip(wanted, self._primary.lookup_many(wanted), strict=True):
             if key not in holders:
                 # A store may have evicted what the cap did not protect.
-                if not spare or self._primary.lookup(key) is not LookupResult.HIT:
+                if not spare or found is not LookupResult.HIT:
                     break
                 spare -= 1
                 new.append(key)
@@ -401,25 +405,28 @@ class Retention:
                 continue
             if request.is_deferred:
                 self.retain(request, found)
-            elif request.retained:  # it is decided: it cannot use what lies behind a missing block
-                useful = frozenset(found)
-                self._release(request, [key for key in request.retained if key not in useful])
+            else:
+                request.lacking.clear()
+                if request.retained:  # a decided request has no use for blocks behind a miss
+                    useful = frozenset(found)
+                    self._release(request, [key for key in request.retained if key not in useful])
             request.is_deferred = False
             self._waiting.pop(request.ctx, None)
             self._waiting[request.ctx] = request
         self._forget_step()
 
     def _found_by_request(self) -> Iterable[tuple[RequestState, Sequence[OffloadKey]]]:
-        """Return the requests that asked in this step, each with what it has found."""
-        starts = [*(start for _, start in self._rounds), len(self.found)]
+        """Return the requests that asked in this step, each with the keys it has found."""
+        ends = [start for _, start in self._rounds[1:]] + [len(self.found)]
         rounds: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
-        for (request, start), end in zip(self._rounds, starts[1:], strict=True):
+        for (request, start), end in zip(self._rounds, ends, strict=False):
             rounds.setdefault(id(request), (request, []))[1].extend(self.found[start:end])
         return rounds.values()
 
     def _forget_step(self) -> None:
-        self._primary.unpin(self._guarded)
-        self._guarded.clear()
+        if self._guarded:
+            self._primary.unpin(self._guarded)
+            self._guarded.clear()
         self.found.clear()
         self._rounds.clear()
         self._proceeding.clear()

@@ -70,8 +70,10 @@ _GONE = (BlockMissingError, CorruptBlockError)
 class TierLookup(Protocol):
     """Answers whether a tier has a key, during a lookup and without I/O."""
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT, MISS or RETRY at once."""
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        """Return HIT, MISS or RETRY for each key; see `KeyIndex.lookup_many`."""
         ...
 
 
@@ -147,9 +149,11 @@ class TierState:
         """The name that tells the tier apart from the others of its engine."""
         return self.event_log.ownership or self.name
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT, MISS or RETRY, from memory."""
-        return self.index.lookup(key, req_context)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        """Return HIT, MISS or RETRY for each key; see `KeyIndex.lookup_many`."""
+        return self.index.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
 
     def skips_load(self, ctx: ReqContext, now_s: float) -> SkipReason | None:
         """Return why a request cannot be promoted from here now; None: it can."""
@@ -208,9 +212,9 @@ class TierState:
         """Note the time; from the first call on the breakers are heeded for probes too."""
         self.health.now_s = now_s
 
-    def reserve_slot(self) -> None:
-        """Count a slot that was reserved for a promotion."""
-        self.promotion_slots += 1
+    def reserve_slots(self, count: int) -> None:
+        """Count slots that were reserved for a promotion."""
+        self.promotion_slots += count
         self.health.promotion_reserved()
 
     def reset(self) -> None:
@@ -353,7 +357,8 @@ class TierState:
         Args:
             opened: The state that the tier was opened with; it has no jobs.
         """
-        opened.index.decided = self.index.decided
+        for listener in self.index.listeners:
+            opened.index.watch(listener)
         self.index, self.cost_gated = opened.index, opened.cost_gated
         self.event_log, self.observed = opened.event_log, opened.observed
         self.medium, self.locality = opened.medium, opened.locality

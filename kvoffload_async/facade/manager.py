@@ -171,8 +171,21 @@ class OffloadingManager(ABC):
         """Begin a request; exactly once, before any other call for it."""
 
     @abstractmethod
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
+    ) -> Sequence[LookupResult]:
+        """Look blocks up; return the answers in key order. Pins nothing; may queue promotions.
+
+        Args:
+            keys: The keys. If there is room for some promotions only, the first ones get it.
+            req_context: The request.
+            stop_at_miss: Whether the answers end with the first MISS, as for a prefix: the keys
+                behind it are not looked up.
+        """
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Look a block up; pins nothing, and may queue the block's promotion."""
+        """Return the answer of `lookup_many` for one key."""
+        return self.lookup_many((key,), req_context)[0]
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

@@ -95,16 +95,14 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.core.open_request(req_context)
         return RequestOffloadingContext()
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        counters, answer = self.core.counters, self.core.lookup(key)
-        counters.lookups += 1
-        if answer is LookupResult.HIT:
-            counters.hits += 1
-        elif answer is LookupResult.MISS:
-            counters.misses += 1
-        else:
-            counters.pending_hits += 1
-        return answer
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        answers = self.core.lookup_many(keys)
+        if stop_at_miss and LookupResult.MISS in answers:
+            answers = answers[: answers.index(LookupResult.MISS) + 1]
+        self.core.counters.count_lookups(answers)
+        return answers
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         return CPULoadStoreSpec(

@@ -267,10 +267,10 @@ class SecondaryTierManager:
         """
         if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
             require_keys([key])
-        answer = self.tier_state.lookup(key, req_context)
+        answer = self.tier_state.index.lookup(key, req_context)
         if answer is LookupResult.RETRY and self.link.inbox:  # its verdict may be in there
             self.link.pump()
-            answer = self.tier_state.lookup(key, req_context)
+            answer = self.tier_state.index.lookup(key, req_context)
         return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:

@@ -234,7 +234,7 @@ class Explaining:
 
     def _give_timelines_up(self) -> None:
         """Hand every timeline over, also those that are not complete: nothing will follow."""
-        if self._listeners:
+        if self.recorder is not None:
             self._hand_timelines_over()
             self.recorder.give_up()
             self._hand_timelines_over()
@@ -307,7 +307,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             explain_requests: How many requests to keep for `explain`.
         """
         self.generation = Generation(generation)
-        self._is_tagged = bool(self.generation.tag)
         self._primary = primary
         self._bridge = bridge
         self._clock = clock
@@ -380,13 +379,23 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     # -- loads ----------------------------------------------------------------------------------
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return what is known of a block; a hit in a secondary tier queues its promotion."""
-        if not self._polled_this_step:  # asked for every key
-            self.begin_step()
-        if self._is_tagged and not self.generation.has(key):
-            return LookupResult.MISS
-        return self.planner.lookup(key, req_context)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
+    ) -> list[LookupResult]:
+        """Return what is known of blocks; a hit in a secondary tier queues its promotion."""
+        self.begin_step()
+        current = self.generation.current(keys)
+        if len(current) == len(keys):
+            return self.planner.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+        answers: list[LookupResult] = []
+        for key in keys:
+            is_current = self.generation.has(key)
+            answers.append(
+                self.planner.lookup(key, req_context) if is_current else LookupResult.MISS
+            )
+            if stop_at_miss and answers[-1] is LookupResult.MISS:
+                break
+        return answers
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         self.generation.require(keys)
@@ -535,7 +544,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         """
         self._ensure_open()
         self.generation = Generation(parse_generation(generation, "generation"))
-        self._is_tagged = True
 
     # -- the calls that wait --------------------------------------------------------------------
 

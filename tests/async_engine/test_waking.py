@@ -37,13 +37,14 @@ class Counted:
         self.keys = []
         self.waiters = world.engine._steps.waiters
         self.before = self.waiters.wake_ups
-        lookup = world.engine.manager.lookup
+        lookup_many = world.engine.manager.lookup_many
 
-        def counted(key, ctx):
-            self.keys.append(key)
-            return lookup(key, ctx)
+        def counted(keys, ctx, *, stop_at_miss):
+            answers = lookup_many(keys, ctx, stop_at_miss=stop_at_miss)
+            self.keys += keys[: len(answers)]
+            return answers
 
-        world.engine.manager.lookup = counted
+        world.engine.manager.lookup_many = counted
 
     @property
     def wake_ups(self):
@@ -119,7 +120,7 @@ async def test_the_head_that_is_evicted_while_the_tail_comes_is_brought_back():
         others, task = start(world, "o", "xy"), start(world, "r", "abcd")
         await turns()
         assert retained(world) == 0
-        assert world.core.primary.reserve(key("ZY")) is not None
+        assert world.core.primary.reserve([key("ZY")])
         world.core.primary.complete_write([key("ZY")], success=True)
         theirs, mine = world.tiers[0].parked
         world.tiers[0].settle(theirs)

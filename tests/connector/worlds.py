@@ -133,9 +133,15 @@ class Scripted(CPUPrimaryTierOffloadingManager):
         context = super().on_new_request(req_context)
         return self.policy or context
 
-    def lookup(self, key, req_context):
-        self.asked.append(key)
-        return self.answers.get(key) or super().lookup(key, req_context)
+    def lookup_many(self, keys, req_context, *, stop_at_miss=False):
+        answers = []
+        for key in keys:
+            self.asked.append(key)
+            told = self.answers.get(key)
+            answers += [told] if told else super().lookup_many([key], req_context)
+            if stop_at_miss and answers[-1] is MISS:
+                break
+        return answers
 
     def prepare_store(self, keys, req_context):
         self.offered.append(list(keys))

@@ -88,7 +88,7 @@ class Counted:
     def reserve(self, key):
         """Make room for one block, which comes at once; return what had to go for it."""
         before = set(self.primary.ranked())
-        assert self.primary.reserve(key) is not None
+        assert self.primary.reserve([key])
         self.primary.complete_write([key], success=True)
         return before - set(self.primary.ranked())
 
@@ -103,7 +103,7 @@ def test_promotions_ask_about_each_pinned_block_once(policy, num_twice):
     cache = Counted(policy, twice=K[:num_twice])
     cache.primary.pin(K[:NUM_PINNED])
     for key in NEW[:1000]:
-        assert cache.primary.reserve(key) is not None
+        assert cache.primary.reserve([key])
     assert cache.num_questions <= NUM_PINNED + 2 * 1000
 
 

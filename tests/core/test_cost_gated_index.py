@@ -68,8 +68,8 @@ def test_a_short_request_takes_nothing_from_a_long_one_that_shares_its_blocks():
 
 def test_who_was_told_to_wait_is_told_that_the_answer_is_there():
     index, told = cost_gated(), []
-    index.decided = told.append
-    assert index.decided == told.append
+    index.watch(told.append)
+    index.watch(told.append)
     answers(index, "ab")
     index.next_probe()
     index.next_probe()
@@ -78,7 +78,7 @@ def test_who_was_told_to_wait_is_told_that_the_answer_is_there():
 
 def test_who_waits_for_few_blocks_is_told_where_no_probe_may_be_started():
     index, told = cost_gated(), []
-    index.decided = told.append
+    index.watch(told.append)
     answers(index, "a", "short")
     answers(index, "xyz", "long")
     index.left_alone()
@@ -140,6 +140,26 @@ class CostGatedMachine(RuleBasedStateMachine):
                     self.plain.lookup(earlier, request)
                 expected = self.plain.lookup(key, request)
             assert self.index.lookup(key, request) is expected
+
+    @rule(
+        request=REQUESTS,
+        names=st.lists(NAMES, min_size=1, max_size=4, unique=True),
+        stop=st.booleans(),
+    )
+    def look_up_at_once(self, request, names, stop):
+        keys = ks(names)
+        earlier = dict(self.missed.get(request, {}))
+        was_worthwhile = self.is_worthwhile(request)
+        self.missed.setdefault(request, {}).update(dict.fromkeys(keys))
+        if self.is_worthwhile(request):
+            if not was_worthwhile:
+                self.plain.lookup_many(tuple(earlier), request)
+            expected = self.plain.lookup_many(keys, request, stop_at_miss=stop)
+        elif request in self.decided:
+            expected = [MISS] if stop else [MISS] * len(keys)
+        else:
+            expected = [RETRY] * len(keys)
+        assert self.index.lookup_many(keys, request, stop_at_miss=stop) == expected
 
     @rule()
     def end_the_step(self):

@@ -367,7 +367,7 @@ def test_without_a_planner_nobody_heeds_the_breakers():
         "tier", ProbedIndex(1), 1, EventLog(Medium.STORAGE, enabled=False), breaker=ONE_FAULT
     )
     for name in "ab":
-        assert tier.lookup(k(name), ReqContext("r")) is RETRY
+        assert tier.index.lookup(k(name), ReqContext("r")) is RETRY
         tier.end_step()
         (probe,) = tier.take_effects()
         tier.handle(ProbeAnswered(probe.generation, frozenset(), DOWN))

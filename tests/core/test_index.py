@@ -151,3 +151,16 @@ def test_a_store_flips_a_known_verdict_but_not_a_probe_under_way():
     index.answered(probe.generation, frozenset())
     index.appeared(ks("a"))
     assert answers(index, "a") == [HIT]
+
+
+def test_a_lookup_that_stops_at_a_miss_asks_for_nothing_behind_it():
+    exact, index = ExactIndex(), ProbedIndex(1)
+    exact.appeared(ks("ac"))
+    assert exact.lookup_many(ks("abc"), "r", stop_at_miss=True) == [HIT, MISS]
+    assert exact.lookup_many(ks("abc"), "r") == [HIT, MISS, HIT]
+    assert index.lookup_many(ks("ab"), "r", stop_at_miss=True) == [RETRY, RETRY]
+    index.answered(index.next_probe().generation, frozenset(ks("a")))
+    assert index.lookup_many(ks("abc"), "r", stop_at_miss=True) == [HIT, MISS]
+    assert index.next_probe() is None
+    assert index.lookup_many(ks("abc"), "r") == [HIT, MISS, RETRY]
+    assert index.next_probe().keys == tuple(ks("c"))

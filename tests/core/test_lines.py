@@ -346,8 +346,8 @@ def test_a_step_looks_at_nobody_behind_the_first_in_line():
         assert ask(world, world.begin(f"r{number}"), [number]) == [RETRY]
     next_step(world)
     looked = []
-    lookup = world.primary.lookup
-    world.primary.lookup = lambda key: looked.append(key) or lookup(key)
+    lookup_many = world.primary.lookup_many
+    world.primary.lookup_many = lambda keys: looked.extend(keys) or lookup_many(keys)
     world.end_step()
     assert looked == ks([1])
 

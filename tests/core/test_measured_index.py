@@ -2,7 +2,7 @@
 
 import math
 
-from core.terms import HIT, MISS, RETRY, job, ks
+from core.terms import HIT, MISS, RETRY, job, k, ks
 
 from kvoffload_async.abc.events import JobSettled, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
@@ -156,7 +156,7 @@ def test_an_explorer_of_an_exact_tier_is_told_to_ask_again():
     for num_blocks, seconds in SLOW:
         break_even.load_ended(num_blocks, seconds)
     index, told = CostGatedIndex(ExactIndex(), 1, break_even), []
-    index.decided = told.extend
+    index.watch(told.extend)
     index.appeared(ks("ab"))
     index.next_probe()
     break_even.advance(FRESH_S)
@@ -191,7 +191,7 @@ def test_a_tier_tells_of_its_probes_and_loads():
     )
     tier.tell_time(lambda: 5.0)
     for name in "abcd":
-        tier.lookup(ks(name)[0], ReqContext("r"))
+        tier.index.lookup(k(name), ReqContext("r"))
     tier.end_step()
     tier.handle(ProbeAnswered(1, frozenset(), None, 0.23))
     end_load(tier, 1, "abcd", 0.2)

@@ -1,11 +1,12 @@
 """The planner's requests, jobs and resets."""
 
 import pytest
-from core.terms import HIT, MISS, PENDING, k, ks
+from core.terms import HIT, MISS, PENDING, RETRY, k, ks
 from core.world import NO_LIMITS, World, stored_below
 
 from kvoffload_async.abc.events import JobSettled
 from kvoffload_async.core.readings import read_planner, read_primary, read_tier, take_snapshot
+from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import IllegalTransitionError, StateError
 from kvoffload_async.types import ReqContext
 
@@ -94,16 +95,16 @@ def test_lookups_ask_the_sources_which_may_be_observed():
         def __init__(self, source):
             self.source = source
 
-        def lookup(self, key, req_context):
-            answer = self.source.lookup(key, req_context)
-            heard.append((self.source.name, key, req_context, answer))
-            return answer
+        def lookup_many(self, keys, req_context, *, stop_at_miss):
+            answers = self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+            heard.append((self.source.name, keys, req_context, answers))
+            return answers
 
     world.planner.sources[:] = [Observed(source) for source in world.planner.sources]
     assert world.lookup(ctx, "a") is PENDING
     names = [tier.name for tier in world.planner.tiers]
     answers = zip(names, [MISS, HIT], strict=True)
-    assert heard == [(name, k("a"), ctx, answer) for name, answer in answers]
+    assert heard == [(name, ks("a"), ctx, [answer]) for name, answer in answers]
     world.step()
     world.settle()
     world.wind_down()
@@ -296,4 +297,83 @@ def test_the_tiers_keep_their_blocks_over_a_reset():
     world.step()
     world.settle()
     world.load(ctx, "a")
+    world.wind_down()
+
+
+@pytest.mark.parametrize("stop_at_miss", [False, True])
+def test_keys_are_looked_up_together_up_to_the_first_miss_or_past_it(stop_at_miss):
+    world = World(num_slots=8)
+    world.fill(0, ks("bd"))
+    ctx = world.begin()
+    world.store(ctx, "a")
+    answers = world.lookups(ctx, "abxdad", stop_at_miss=stop_at_miss)
+    every = [HIT, PENDING, MISS, PENDING, HIT, PENDING]
+    assert answers == (every[:3] if stop_at_miss else every)
+    counters = world.planner.counters
+    assert counters.lookups == len(answers)
+    assert counters.misses["absent"] == 1
+    assert (counters.block_hits, counters.block_misses) == (1, 1)
+    assert world.tiers[0].state.promotion_slots == (1 if stop_at_miss else 2)
+    world.step()
+    world.settle_all()
+    again = world.lookups(ctx, "abxda", stop_at_miss=stop_at_miss)
+    assert again == ([HIT, HIT, MISS] if stop_at_miss else [HIT, HIT, MISS, HIT, HIT])
+    world.wind_down()
+
+
+def test_a_lookup_of_many_keys_asks_for_few_behind_a_miss():
+    world = World(num_slots=600)
+    names = [f"{number:04}" for number in range(600)]
+    world.fill(0, ks(names[:300] + names[301:]))
+    ctx = world.begin()
+    asked = []
+    lookup_many = world.primary.lookup_many
+    world.primary.lookup_many = lambda keys: asked.extend(keys) or lookup_many(keys)
+    assert world.lookups(ctx, names, stop_at_miss=True) == [PENDING] * 300 + [MISS]
+    assert len(asked) == 512
+    assert world.lookups(ctx, (), stop_at_miss=True) == []
+    world.primary.lookup_many = lookup_many
+    world.step()
+    world.settle_all()
+    world.wind_down()
+
+
+def test_of_a_prefix_the_head_that_fits_is_promoted_in_one_job():
+    world = World(num_slots=8, limits=PlannerLimits(3, 1_000, 1_000.0))
+    world.fill(0, ks("abcdef"))
+    ctx = world.begin()
+    assert world.lookups(ctx, "abcdef", stop_at_miss=True) == [PENDING] * 3 + [MISS]
+    assert world.planner.counters.promotions_refused == 1
+    world.step()
+    ((_, job),) = world.running.values()
+    assert job.keys == tuple(ks("abc"))
+    world.settle_all()
+    assert world.lookups(ctx, "abcdef") == [HIT] * 3 + [MISS] * 3
+    assert world.planner.counters.misses["no_room"] == 4
+    world.wind_down()
+
+
+def test_what_a_lookup_has_found_is_not_evicted_by_its_own_promotions():
+    world = World(num_slots=2)
+    world.fill(0, ks("a"))
+    ctx = world.begin()
+    world.store(ctx, "xy")
+    world.step()
+    world.settle_all()
+    assert world.lookups(ctx, "axy", stop_at_miss=True)[0] in {RETRY, MISS}
+    assert world.lookups(ctx, "xy") == [HIT] * 2
+    world.wind_down()
+
+
+def test_a_request_that_was_deferred_for_too_long_misses_what_is_pending():
+    world = World(num_slots=8, limits=PlannerLimits(100, 100, 2.0))
+    world.fill(0, ks("bc"))
+    ctx = world.begin()
+    world.store(ctx, "a")
+    assert world.lookups(ctx, "abc", stop_at_miss=True) == [HIT, PENDING, PENDING]
+    world.step(3.0)
+    assert world.lookups(ctx, "abc") == [HIT, MISS, MISS]
+    assert world.lookups(ctx, "abc", stop_at_miss=True) == [HIT, MISS]
+    assert world.planner.counters.misses["expired"] == 3
+    world.settle_all()
     world.wind_down()

@@ -37,6 +37,7 @@ ALL_KEYS = [k(name) for name in sorted(set("".join(CHAINS)))]
 FILTERS = st.sampled_from(
     [ALL_TIERS, ALL_TIERS, frozenset(), frozenset({TierMatcher(locality=Locality.REMOTE)})]
 )
+HOW = st.sampled_from(["as a prefix", "at once", "one by one"])
 ERRORS = st.sampled_from([BlockMissingError, TierFullError, TierUnavailableError])
 KINDS = st.sampled_from(["exact", "probed", "cost_gated", "external"])
 DEFERRAL_S = 8.0
@@ -64,12 +65,13 @@ class _Nearest:
     def __init__(self, source, *, is_remote, unsure):
         self.source, self.is_remote, self.unsure = source, is_remote, unsure
 
-    def lookup(self, key, req_context):
-        assert not (self.is_remote and key in self.unsure)
-        answer = self.source.lookup(key, req_context)
-        if answer is RETRY:
-            self.unsure.add(key)
-        return answer
+    def lookup_many(self, keys, req_context, *, stop_at_miss):
+        assert not (self.is_remote and self.unsure.intersection(keys))
+        assert len(set(keys)) == len(keys) > 0
+        answers = self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+        assert len(answers) == len(keys) or (stop_at_miss and answers[-1] is MISS)
+        self.unsure.update(key for key, a in zip(keys, answers, strict=False) if a is RETRY)
+        return answers
 
 
 class PlannerMachine(RuleBasedStateMachine):
@@ -115,11 +117,11 @@ class PlannerMachine(RuleBasedStateMachine):
         promotions = self.world.planner.promotions
         lines, reserve = promotions.lines, promotions.reserve
 
-        def watched(tier, request, key):
+        def watched(tier, request, keys):
             first = lines.first(tier)
             may_pass = first in {None, request} or lines.has_stalled(tier, self.world.now_s)
-            answer = reserve(tier, request, key)
-            assert may_pass or answer is RETRY
+            answer = reserve(tier, request, keys)
+            assert may_pass or answer == (0, RETRY)
             return answer
 
         promotions.reserve = watched
@@ -138,16 +140,22 @@ class PlannerMachine(RuleBasedStateMachine):
         self.world.begin(req_id, load_tier_filter=load_tier_filter, key_positions=where)
 
     @precondition(lambda self: self.world.live)
-    @rule(data=st.data(), keys=CHAIN, loads=st.booleans())
-    def look_up_and_load_the_head(self, data, keys, loads):
+    @rule(data=st.data(), keys=CHAIN, loads=st.booleans(), how=HOW)
+    def look_up_and_load_the_head(self, data, keys, loads, how):
         ctx = self.request(data)
         self.unsure.clear()
-        answers = [self.world.lookup(ctx, key) for key in keys]
+        if how == "one by one":
+            answers = [self.world.lookup(ctx, key) for key in keys]
+        else:
+            is_prefix = how == "as a prefix"
+            answers = self.world.lookups(ctx, keys, stop_at_miss=is_prefix)
+            last = answers.index(MISS) if is_prefix and MISS in answers else len(keys) - 1
+            assert len(answers) == last + 1
         if {PENDING, RETRY} & set(answers):
             self.deferred.add(ctx.req_id)
             return
         self.deferred.discard(ctx.req_id)
-        pairs = zip(keys, answers, strict=True)
+        pairs = zip(keys, answers, strict=False)
         head = [key for key, _ in itertools.takewhile(lambda pair: pair[1] is HIT, pairs)]
         if head and loads:
             self.world.load(ctx, head)

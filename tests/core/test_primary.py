@@ -189,7 +189,7 @@ def forgotten(rig):
 def test_a_write_that_has_ended_gives_no_right_to_what_is_promoted_into_its_slot(ended):
     rig = Rig(num_slots=1)
     ended(rig)
-    assert rig.primary.reserve(k("promoted")) == 0
+    assert rig.primary.reserve(ks(["promoted"])) == [0]
     assert rig.primary.complete_store(rig.ctx, ks(["promoted"]), success=True) == []
     assert rig.states(["promoted"]) == [BlockState.WRITING]
 
@@ -205,7 +205,7 @@ def test_completing_what_is_ready_unknown_or_anothers_is_ignored():
 
 def test_a_promotion_is_nobodys_store():
     rig = Rig()
-    assert rig.primary.reserve(k("a")) == 0
+    assert rig.primary.reserve(ks("a")) == [0]
     assert rig.primary.complete_store(rig.ctx, ks("a"), success=True) == []
     rig.primary.complete_write(ks("a"), success=True)
     assert rig.primary.lookup(k("a")) is HIT
@@ -214,17 +214,17 @@ def test_a_promotion_is_nobodys_store():
 def test_a_present_key_cannot_be_reserved():
     rig = Rig(names="a")
     with pytest.raises(StateError, match="present already"):
-        rig.primary.reserve(k("a"))
+        rig.primary.reserve(ks("ba"))
 
 
 def test_a_reservation_evicts_no_pinned_blocks():
     rig = Rig(num_slots=2, names="ab")
     rig.primary.pin(ks("ab"))
     before = whole_state(rig.primary)
-    assert rig.primary.reserve(k("c")) is None
+    assert rig.primary.reserve(ks("c")) == []
     assert whole_state(rig.primary) == before
     rig.primary.unpin(ks("b"))
-    assert rig.primary.reserve(k("c")) == 1
+    assert rig.primary.reserve(ks("cd")) == [1]
     assert rig.primary.lookup(k("b")) is MISS
 
 
@@ -287,7 +287,7 @@ def test_ending_a_write_that_is_none_is_a_defect_and_changes_nothing():
 
 def test_an_orphaned_write_makes_the_key_absent_and_holds_the_slot():
     rig = Rig(num_slots=1)
-    rig.primary.reserve(k("a"))
+    rig.primary.reserve(ks("a"))
     assert rig.primary.orphan_write(ks("a")) == [0]
     assert rig.primary.counts == {"free": 0, "writing": 0, "idle": 0, "pinned": 0, "held": 1}
     assert rig.offer("b") is None
@@ -360,7 +360,7 @@ def test_completion_order_does_not_change_the_ranking_51787():
 
 def test_events_are_only_collected_where_somebody_wants_them():
     primary = Primary(1, LruPolicy(1))
-    primary.reserve(k("a"))
+    primary.reserve(ks("a"))
     primary.complete_write(ks("a"), success=True)
     assert list(primary.take_events()) == []
 

@@ -119,26 +119,27 @@ class PrimaryMachine(RuleBasedStateMachine):
         self.expect_eviction(output.evicted_keys, {*keys, *head}, pending)
         self.refs.update(dict.fromkeys(output.keys_to_store, -1))
 
-    @rule(key=SOME)
-    def reserve(self, key):
-        if key in self.refs:
+    @rule(keys=st.lists(SOME, min_size=1, max_size=4, unique=True))
+    def reserve(self, keys):
+        if self.refs.keys() & keys:
             with pytest.raises(StateError):
-                self.primary.reserve(key)
+                self.primary.reserve(keys)
             return
         room = self.room(())
         before, victims = whole_state(self.primary), self.next_victims(())
         resident, pending = set(self.refs), set(self.debts)
-        slot = self.primary.reserve(key)
-        assert (slot is not None) == (room > 0)
-        if slot is None:
+        num_free = self.primary.pool.free_count
+        slots = self.primary.reserve(keys)
+        assert len(slots) == min(len(keys), room)
+        if not slots:
             assert whole_state(self.primary) == before
             return
         gone = resident - {key for key, _, _ in self.primary.resident()}
-        assert len(gone) <= 1
+        assert len(gone) == max(0, len(slots) - num_free)
         if victims is not None:
-            assert gone <= set(victims[:1])
+            assert gone == set(victims[: len(gone)])
         self.expect_eviction(gone, (), pending)
-        self.refs[key] = -1
+        self.refs.update(dict.fromkeys(keys[: len(slots)], -1))
 
     @precondition(lambda self: -1 in self.refs.values())
     @rule(data=st.data(), how=st.sampled_from(["ok", "ok", "fail", "orphan"]))

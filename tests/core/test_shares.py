@@ -104,19 +104,18 @@ def test_a_tiers_count_is_of_what_is_under_way_and_overdue_and_the_cap_of_what_w
     waiting = request()
     retention.begin_round(waiting, 0.0)
     for name in "abc":
-        assert promotions.reserve(0, waiting, k(name)) is PENDING
-    assert promotions.reserve(0, waiting, k("d")) is MISS
+        assert promotions.reserve(0, waiting, ks(name)) == (1, PENDING)
+    assert promotions.reserve(0, waiting, ks("d")) == (0, MISS)
     promotions.land(0, ks("a"), waiting)
     assert (tier.promotion_slots, promotions.outstanding_slots) == (2, 3)
-    assert promotions.reserve(0, waiting, k("d")) is MISS, "the first one waits to be read"
+    assert promotions.reserve(0, waiting, ks("d")) == (0, MISS), "the first one waits to be read"
     retention.load(waiting, ks("a"))
     assert (tier.promotion_slots, promotions.outstanding_slots) == (2, 2)
     promotions.fail(0, ks("b"))
     assert promotions.orphan(ks("c")) == [2]
     assert (tier.promotion_slots, promotions.outstanding_slots) == (1, 0)
-    for name in "de":
-        assert promotions.reserve(0, waiting, k(name)) is PENDING
-    assert promotions.reserve(0, waiting, k("f")) is RETRY, "an overdue copy is in the tier's share"
+    refused = promotions.reserve(0, waiting, ks("def"))
+    assert refused == (2, RETRY), "an overdue copy is in the tier's share"
 
 
 # -- a tier that hangs --------------------------------------------------------------------------

@@ -235,7 +235,7 @@ def test_reservations_are_batched_by_tier_and_request():
     promotions = promotions_of(8)[0]
     first, second = request("r"), request("s")
     for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
-        assert promotions.reserve(tier, who, k(name)) is PENDING
+        assert promotions.reserve(tier, who, ks(name)) == (1, PENDING)
     assert list(promotions.unflushed()) == [
         (0, k("a"), 0),
         (0, k("d"), 3),
@@ -257,11 +257,11 @@ def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
     promotions, retention = promotions_of(2)
     waiting = request()
     retention.begin_round(waiting, 0.0)
-    assert [promotions.reserve(0, waiting, key) for key in ks("abc")] == [PENDING, PENDING, MISS]
+    assert promotions.reserve(0, waiting, ks("abc")) == (2, MISS)
     promotions.land(0, ks("a"), waiting)
-    assert promotions.reserve(0, waiting, k("c")) is MISS
+    assert promotions.reserve(0, waiting, ks("c")) == (0, MISS)
     retention.load(waiting, ks("ax"))
-    assert promotions.reserve(0, waiting, k("c")) is PENDING
+    assert promotions.reserve(0, waiting, ks("c")) == (1, PENDING)
     promotions.fail(0, ks("b"))
     assert promotions.orphan(ks("c")) == [2]
     assert promotions.outstanding_slots == 0
@@ -270,7 +270,7 @@ def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
 def test_nothing_is_kept_for_a_request_that_is_gone_or_does_not_wait():
     promotions, _ = promotions_of(8)
     for name, who in ("a", None), ("b", request()):
-        promotions.reserve(0, request(), k(name))
+        promotions.reserve(0, request(), ks(name))
         promotions.land(0, ks(name), who)
     assert promotions.outstanding_slots == 0
 

@@ -115,7 +115,7 @@ class TierStateMachine(RuleBasedStateMachine):
     @rule(req_id=REQUESTS, name=NAMES)
     def look_up(self, req_id, name):
         key = k(name)
-        answer = self.tier.lookup(key, self.contexts[req_id])
+        answer = self.tier.index.lookup(key, self.contexts[req_id])
         self.asked.setdefault(key, set()).add(req_id)
         expected = {None: RETRY, True: HIT, False: MISS}[self.verdicts.get(key)]
         assert answer is expected

@@ -31,7 +31,7 @@ class Chain:
             locality=Locality.REMOTE,
         )
         self.told = []
-        self.index.decided = self.told.extend
+        self.index.watch(self.told.extend)
         primary = Primary(100, LruPolicy(100))
         self.planner = Planner(primary, [self.near, self.far], LIMITS)
         self.now_s = 0.0
@@ -145,7 +145,7 @@ def test_a_request_whose_missing_blocks_were_few_is_not_held_up_by_what_it_asks_
     chain.step()
     assert chain.look_up(ctx, "abc") == [MISS]
     assert [chain.planner.lookup(key, ctx) for key in ks("dabc")] == [RETRY, MISS, MISS, MISS]
-    assert chain.index._unknown == {}
+    assert chain.index.unknown == {}
 
 
 def test_a_near_tier_that_is_not_asked_any_more_is_not_waited_for(chain):
@@ -174,7 +174,7 @@ def test_a_request_that_ends_while_the_near_tier_is_asked_leaves_nothing_behind(
     chain.look_up(ctx, "abcde")
     chain.step()
     chain.planner.on_request_finished(ctx)
-    assert [chain.index._unknown, chain.index._missed, chain.index._deferred] == [{}, {}, {}]
+    assert [chain.index.unknown, chain.index._missed, chain.index._deferred] == [{}, {}, {}]
     assert not chain.index.is_waiting
 
 
@@ -215,3 +215,38 @@ def test_lookups_that_are_answered_are_not():
     assert (counters.hits, counters.misses) == (1, 1)
     assert counters.skipped_lookups["too_few"] == 0
     assert chain.planner.counters.misses["absent"] == 1
+
+
+def test_a_step_asks_the_near_tier_only_for_requests_with_news(chain):
+    requests = [chain.begin(f"r{number}") for number in range(20)]
+    for number, ctx in enumerate(requests):
+        chain.planner.lookup_many(ks([f"{number}.{block}" for block in range(3)]), ctx)
+    first = chain.step()["near"]
+    peeked = []
+    peek = chain.near.index.peek
+    chain.near.index.peek = lambda key: peeked.append(key) or peek(key)
+    chain.step()
+    chain.step()
+    assert peeked == []
+    chain.answer(chain.near, first)
+    chain.step()
+    assert peeked == ks(["0.0", "0.1", "0.2"])
+
+
+def test_of_two_requests_that_wait_for_a_block_one_may_end(chain):
+    first, second = chain.begin("r"), chain.begin("s")
+    for ctx in first, second:
+        chain.look_up(ctx, "abcd")
+    probe = chain.step()["near"]
+    chain.planner.on_request_finished(first)
+    chain.answer(chain.near, probe)
+    rest = chain.step()["near"]
+    chain.answer(chain.near, rest)
+    assert chain.look_up(second, "abcd") == [RETRY] * 4
+    assert chain.step()["far"].keys == tuple(ks("abcd"))
+
+
+def test_news_of_a_block_that_nobody_waits_for_is_nothing(chain):
+    chain.index.resolved(ks("a"))
+    chain.index.expect((), chain.begin())
+    assert chain.index.unknown == {}

@@ -142,6 +142,12 @@ class World:
         self._absorb()
         return answer
 
+    def lookups(self, ctx, names, *, stop_at_miss=False):
+        keys = [name if isinstance(name, bytes) else k(name) for name in names]
+        answers = self.planner.lookup_many(keys, ctx, stop_at_miss=stop_at_miss)
+        self._absorb()
+        return answers
+
     def offer(self, ctx, names):
         """prepare_store; the copy from the device then waits in `writes`."""
         keys = [name if isinstance(name, bytes) else k(name) for name in names]

@@ -123,12 +123,27 @@ def test_the_detector_that_a_manager_has_is_used(worlds):
     assert world.manager.planner.tiers[0].backpressure is world.secondaries[0].backpressure_detector
 
 
-def test_a_foreign_index_is_asked_for_every_key(worlds):
+def test_an_external_manager_is_asked_for_every_key_once_as_long_as_a_request_waits(worlds):
     world = worlds(scripted(), manager_class=Knowing)
     filled(world, 1)
     world.begin("r")
     assert world.lookup(1) is MISS, "the tier has it, and its manager says no"
     world.secondaries[0].known = {k(1)}
+    assert world.lookup(1) is MISS
+    world.begin("s")
+    assert world.lookup(1, "s") is PENDING
+    world.step()
+    world.settle_all()
+    assert world.lookup(1) is HIT
+
+
+def test_an_external_manager_is_asked_again_once_its_answer_has_decided_a_request(worlds):
+    world = worlds(scripted(), manager_class=Knowing)
+    filled(world, 1)
+    world.begin("r")
+    assert world.lookup(1) is MISS
+    world.secondaries[0].known = {k(1)}
+    world.step()
     assert world.lookup(1) is PENDING
 
 

@@ -131,3 +131,13 @@ def test_the_configuration_says_with_which_generation_a_manager_begins():
     config = {"cpu_bytes_to_use": 4 * 4096, "block_bytes": SLOT_BYTES, "generation": "rev-5"}
     with TieringOffloadingSpec(config) as spec:
         assert spec.get_manager().generation.label == "rev-5"
+
+
+@pytest.mark.parametrize("stop_at_miss", [False, True])
+def test_keys_of_another_generation_are_misses_among_those_looked_up(world, ctx, stop_at_miss):
+    first, second, third = keys_of(world.manager, 0, 1, 2)
+    store(world, ctx, [first, third])
+    other = Generation(2).key(HASHES[1])
+    answers = world.manager.lookup_many([first, other, third], ctx, stop_at_miss=stop_at_miss)
+    assert answers == ([HIT, MISS] if stop_at_miss else [HIT, MISS, HIT])
+    assert world.manager.lookup_many([first, second], ctx) == [HIT, MISS]

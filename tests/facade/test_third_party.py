@@ -98,11 +98,11 @@ def test_errors_of_one_method_are_logged_at_a_bounded_rate(worlds, caplog):
     world = worlds(manager_class=Raising, breaker=NO_BREAKER)
     world.secondaries[0].failing = frozenset({"lookup"})
     world.begin("r")
-    for _ in range(100):
-        world.lookup(1)
+    for number in range(100):
+        world.lookup(number)
     assert caplog.text.count("lookup failed") == 1
     world.runner.advance(60.0)
-    world.lookup(1)
+    world.lookup(100)
     assert "lookup failed (99 times more" in caplog.text
 
 

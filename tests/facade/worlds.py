@@ -189,7 +189,7 @@ class World:
             self.runner.run_ready()
 
     def has_pending(self, index):
-        """Tell whether a tier has jobs, or copies of late ones, or is pending blocks."""
+        """Tell whether a tier has jobs, or copies of late ones, or blocks pending for it."""
         planner = self.manager.planner
         jobs = planner.tiers[index].jobs
         is_pending = bool(planner.cascades.queues[index].count)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.protocol import (
@@ -15,7 +16,13 @@ from kvoffload_async.facade.connector.protocol import (
 from kvoffload_async.facade.connector.requests import ConnectorRequest
 from kvoffload_async.types import GPULoadStoreSpec, LookupResult, OffloadKey, as_block_ids
 
-Lookup = Callable[[OffloadKey], LookupResult]
+
+class LookupMany(Protocol):
+    """Looks keys up, as `OffloadingManager.lookup_many` does for a request."""
+
+    def __call__(self, keys: Sequence[OffloadKey], *, stop_at_miss: bool) -> Sequence[LookupResult]:
+        """Return the answers, in key order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ def match_prefix(
     geometry: ConnectorGeometry,
     computed_tokens: int,
     limit_tokens: int,
-    lookup: Lookup,
+    lookup: LookupMany,
 ) -> Match:
     """Return the longest prefix that every group can load, at most `limit_tokens`.
 
@@ -65,11 +72,11 @@ def match_prefix(
     """
     answers: dict[OffloadKey, LookupResult] = {}
 
-    def ask(key: OffloadKey) -> LookupResult:
-        answer = answers.get(key)
-        if answer is None:
-            answer = answers[key] = lookup(key)
-        return answer
+    def ask(keys: Sequence[OffloadKey], *, stop_at_miss: bool) -> list[LookupResult]:
+        new = [key for key in keys if key not in answers]
+        if new:
+            answers.update(zip(new, lookup(new, stop_at_miss=stop_at_miss), strict=False))
+        return [answers[key] for key in keys if key in answers]
 
     may_grow = False
     limit = limit_tokens
@@ -98,7 +105,7 @@ def _longest_run(
     *,
     first_token: int,
     last_token: int,
-    ask: Lookup,
+    ask: LookupMany,
 ) -> _Run:
     tokens_per_chunk = geometry.tokens_per_chunk(group)
     keys = state.groups[group].keys
@@ -115,42 +122,40 @@ def _longest_run(
 
 
 def _scan_rightwards(
-    keys: Sequence[OffloadKey], first: int, last: int, ask: Lookup
+    keys: Sequence[OffloadKey], first: int, last: int, ask: LookupMany
 ) -> tuple[int, int, bool, bool]:
     """Full attention: find the chunks from `first` up to the first miss.
 
     Only a miss ends the scan, so that all probes of a prefix start in one step.
     """
-    is_pending = False
-    end = first
-    for chunk in range(first, last):
-        answer = ask(keys[chunk])
-        if answer is LookupResult.MISS:
-            break
-        is_pending = is_pending or answer is not LookupResult.HIT
-        end = chunk + 1
-    return first, end, is_pending, False
+    answers = ask(keys[first:last], stop_at_miss=True)
+    if LookupResult.MISS in answers:
+        answers = answers[: answers.index(LookupResult.MISS)]
+    is_pending = answers.count(LookupResult.HIT) < len(answers)
+    return first, first + len(answers), is_pending, False
 
 
 def _scan_leftwards(
-    keys: Sequence[OffloadKey], first: int, last: int, needed: int, ask: Lookup
+    keys: Sequence[OffloadKey], first: int, last: int, needed: int, ask: LookupMany
 ) -> tuple[int, int, bool, bool]:
     """Sliding window: find the rightmost run of as many chunks as the window covers.
 
-    A run that begins at the computed tokens may be shorter.
+    A run that begins at the computed tokens may be shorter. Chunks are looked up from the right,
+    past misses, and only as many as the window needs.
     """
     length = 0
     is_pending = may_grow = False
     start = last
     while start > first and length < needed:
-        start -= 1
-        answer = ask(keys[start])
-        if answer in {LookupResult.MISS, LookupResult.RETRY}:
-            may_grow = may_grow or answer is LookupResult.RETRY
-            length, is_pending = 0, False
-            continue
-        length += 1
-        is_pending = is_pending or answer is LookupResult.HIT_PENDING
+        missing = range(start - 1, max(first, start - needed + length) - 1, -1)
+        for answer in ask([keys[chunk] for chunk in missing], stop_at_miss=False):
+            start -= 1
+            if answer in {LookupResult.MISS, LookupResult.RETRY}:
+                may_grow = may_grow or answer is LookupResult.RETRY
+                length, is_pending = 0, False
+                continue
+            length += 1
+            is_pending = is_pending or answer is LookupResult.HIT_PENDING
     return start, start + length, is_pending, may_grow
 
 

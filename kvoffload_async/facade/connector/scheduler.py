@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.plans import (
@@ -241,7 +242,7 @@ class OffloadingConnectorScheduler:
             self.geometry,
             num_computed_tokens,
             limit,
-            lambda key: self.manager.lookup(key, state.ctx),
+            partial(self.manager.lookup_many, req_context=state.ctx),
         )
         if match.is_deferred:
             return None, False

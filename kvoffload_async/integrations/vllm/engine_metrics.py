@@ -168,10 +168,13 @@ class _Observed:
         self._source = source
         self._answered = answered
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        answer = self._source.lookup(key, req_context)
-        self._answered(key, req_context.req_id, answer)
-        return answer
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
+    ) -> list[LookupResult]:
+        answers = self._source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+        for key, answer in zip(keys, answers, strict=False):
+            self._answered(key, req_context.req_id, answer)
+        return answers
 
 
 class EngineCounts:

@@ -225,7 +225,7 @@ class AsyncDriver:
         """Return the tier that has the key, the first one in the order of lookup."""
         *others, last = zip(self._tier_names, self._manager.planner.tiers, strict=True)
         for name, tier in others:
-            if tier.lookup(key, request.ctx) is LookupResult.HIT:
+            if tier.index.lookup(key, request.ctx) is LookupResult.HIT:
                 return name
         return last[0]
 

@@ -58,8 +58,10 @@ class RequestLevelManager(OffloadingManager):
         self._manager.on_new_request(req_context)
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return self._manager.lookup(key, req_context)
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
+    ) -> Sequence[LookupResult]:
+        return self._manager.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
 
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         return self._manager.prepare_load(keys, req_context)
