@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from heapq import heappush, heapreplace
 from itertools import islice, repeat
 from math import inf
@@ -86,14 +86,17 @@ def those_before(
     return [key for key in keys if positions.get(key, first_out) < first_out]
 
 
-def used_before(
+def prefix_test(
     wanted: Sequence[OffloadKey],
-    used: Iterable[OffloadKey],
+    used: Collection[OffloadKey],
     positions: Mapping[OffloadKey, int],
-) -> Sequence[OffloadKey]:
-    """Return what a request has used of the prompt before `wanted`: its tail must not evict it."""
+) -> Callable[[OffloadKey], bool]:
+    """Return a test for the keys that a request has used and that precede `wanted` in its prompt.
+
+    The request must not evict these blocks to store `wanted`.
+    """
     first = min(positions.get(key, 0) for key in wanted)
-    return [key for key in used if positions.get(key, first) < first]
+    return lambda key: positions.get(key, first) < first and key in used
 
 
 def nearest_before(

@@ -6,7 +6,7 @@ from core.world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.index import longest_fitting_prefix, those_before, used_before
+from kvoffload_async.core.index import longest_fitting_prefix, prefix_test, those_before
 from kvoffload_async.core.primary import AdmissionFilter
 from kvoffload_async.types import make_offload_key
 
@@ -75,14 +75,10 @@ def test_what_lies_before_a_cut_is_told_by_position_or_else_by_order():
     ]
 
 
-def test_used_blocks_are_a_head_only_where_positions_say_so():
-    assert used_before([key("c")], list(HYBRID), HYBRID) == [
-        key("a"),
-        key("b"),
-        key("a", 1),
-        key("b", 1),
-    ]
-    assert used_before(ks("z"), ks("ab"), {}) == []
+def test_used_blocks_are_a_prefix_only_where_positions_say_so():
+    precedes = prefix_test([key("c")], HYBRID.keys() - {key("b", 1)}, HYBRID)
+    assert [name for name in HYBRID if precedes(name)] == [key("a"), key("b"), key("a", 1)]
+    assert not any(map(prefix_test(ks("z"), ks("ab"), {}), ks("ab")))
 
 
 # -- in the primary -----------------------------------------------------------------------------

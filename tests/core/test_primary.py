@@ -4,6 +4,7 @@ from core.terms import HIT, MISS, PENDING, k, ks
 
 from kvoffload_async.core.primary import AdmissionFilter, BlockState, Primary
 from kvoffload_async.errors import StateError
+from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import OffloadKey, ReqContext
 
@@ -138,6 +139,29 @@ def test_a_prefix_that_fits_is_accepted_where_that_is_wanted():
     rig = Rig(num_slots=3, accept_prefix=True)
     assert rig.offer("abcdef").keys_to_store == ks("abc")
     assert rig.offer("xy") is None
+
+
+@pytest.mark.parametrize("policy", [LruPolicy, ArcPolicy])
+@pytest.mark.parametrize("is_pending", [False, True], ids=["idle", "pending for a tier"])
+def test_a_store_does_not_evict_the_prefix_of_its_own_request(policy, is_pending):
+    other, prefix, tail = ks("abc")
+    primary = Primary(2, policy(2), accept_prefix=True)
+    primary.on_evicted = lambda slots: primary.unprotect(slots) if is_pending else None
+    earlier = ReqContext("earlier")
+    primary.open_request(earlier)
+    primary.prepare_store(earlier, [other])
+    primary.complete_store(earlier, [other], success=True)
+    primary.touch(earlier, [other])
+    primary.close_request(earlier)
+    primary.touch(earlier, [other])  # ARC: seen twice, so that others are evicted first
+    if is_pending:
+        primary.protect([primary.slot_of(other)])
+    ctx = ReqContext("r", key_positions={prefix: 1, tail: 2})
+    primary.open_request(ctx)
+    primary.prepare_store(ctx, [prefix])
+    primary.complete_store(ctx, [prefix], success=True)
+    assert primary.prepare_store(ctx, [tail]).evicted_keys == [other]
+    assert not list(primary.policy.violations())
 
 
 def test_a_block_is_admitted_at_its_nth_offer():

@@ -32,7 +32,7 @@ PLAIN = {
 
 CALLS = {
     "on_new_request": (lambda link: link.begin_request(CTX), False, ""),
-    "lookup": (lambda link: link.state.lookup(k(1), CTX), MISS, "loads"),
+    "lookup": (lambda link: link.state.index.lookup(k(1), CTX), MISS, "loads"),
     "touch": (lambda link: (link.state.touch(ks(1), CTX), link.flush())[1], None, ""),
     "on_request_finished": (
         lambda link: (link.begin_request(CTX), link.state.finish_request(CTX), link.flush())[2],
@@ -223,7 +223,7 @@ def test_calls_that_wait_are_pending_work():
 def test_every_lookup_asks_and_nothing_is_known_beside():
     world = World(lookup=lambda key, _ctx: HIT if key == k(1) else MISS)
     index = world.state.index
-    assert [world.state.lookup(key, CTX) for key in ks(1, 2)] == [HIT, MISS]
+    assert [world.state.index.lookup(key, CTX) for key in ks(1, 2)] == [HIT, MISS]
     assert (index.lacks(ks(1, 2)), index.peek(k(2)), index.notifies) == ([], HIT, False)
     assert not world.state.is_exact
 

@@ -184,7 +184,7 @@ def test_async_has_one_worker(command):
 
 @pytest.mark.parametrize("option", ["--engine", "--device"])
 def test_what_is_no_engine_and_no_device(command, option):
-    assert f"{option} warp: it must be" in command.refusal("replay", option, "warp")
+    assert f"{option} warp: expected" in command.refusal("replay", option, "warp")
 
 
 @both
