@@ -144,15 +144,16 @@ def test_a_prefix_that_fits_is_accepted_where_that_is_wanted():
 @pytest.mark.parametrize("policy", [LruPolicy, ArcPolicy])
 @pytest.mark.parametrize("is_pending", [False, True], ids=["idle", "pending for a tier"])
 def test_a_store_does_not_evict_the_prefix_of_its_own_request(policy, is_pending):
-    other, prefix, tail = ks("abc")
-    primary = Primary(2, policy(2), accept_prefix=True)
+    pinned, other, prefix, tail = ks("pabc")
+    primary = Primary(3, policy(3), accept_prefix=True)
     primary.on_evicted = lambda slots: primary.unprotect(slots) if is_pending else None
     earlier = ReqContext("earlier")
     primary.open_request(earlier)
-    primary.prepare_store(earlier, [other])
-    primary.complete_store(earlier, [other], success=True)
+    primary.prepare_store(earlier, [pinned, other])
+    primary.complete_store(earlier, [pinned, other], success=True)
     primary.touch(earlier, [other])
     primary.close_request(earlier)
+    primary.pin([pinned])
     primary.touch(earlier, [other])  # ARC: seen twice, so that others are evicted first
     if is_pending:
         primary.protect([primary.slot_of(other)])
