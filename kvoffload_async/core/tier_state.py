@@ -488,8 +488,10 @@ class Shares:
     @property
     def occupied(self) -> int:
         """Slots occupied by tiers or retained; a block with several uses counts for each."""
-        used = (tier.promotion_slots + tier.cascading_blocks for tier in self._tiers)
-        return self.retained_slots + sum(used)
+        occupied = self.retained_slots
+        for tier in self._tiers:
+            occupied += tier.promotion_slots + tier.cascading_blocks
+        return occupied
 
     @property
     def spare_slots(self) -> int:

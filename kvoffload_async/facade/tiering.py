@@ -521,9 +521,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         """
         if self._bridge is None:
             raise StateError("the tiers share no bridge: poll them instead")
-        indexes = (tier.cost_gated for tier in self.planner.tiers)
-        if any(index is not None and index.has_decided for index in indexes):
-            return True  # who was told to ask again gets another answer
+        for tier in self.planner.tiers:
+            if tier.cost_gated is not None and tier.cost_gated.has_decided:
+                return True  # a request that was answered with RETRY gets another answer
         return self._bridge.wait_for_progress(timeout_s)
 
     def wakes_in_s(self) -> float:
