@@ -102,16 +102,16 @@ class SlabSettings(DiskSettings):
     stripes: int = 1
 
     def budget(self, block_bytes: int) -> Budget:
-        """Return how many blocks fit.
+        """Return the numbers of slots and segments that fit into the capacity.
 
         Raises:
-            ConfigError: None, or more than can be counted.
+            ConfigError: No block fits, or more than the index can count.
         """
         num_blocks = self.capacity_bytes // block_bytes
-        if num_blocks > MAX_NUMBERS:  # asked first: so many segments could not be counted either
+        if num_blocks > MAX_NUMBERS:  # checked first: the segments could not be counted
             raise ConfigError(
-                f"capacity_bytes: {self.capacity_bytes} has room for {num_blocks} "
-                f"blocks of {block_bytes} bytes; give so little that it has for {MAX_NUMBERS}"
+                f"capacity_bytes: {self.capacity_bytes} allows {num_blocks} "
+                f"blocks of {block_bytes} bytes; reduce it to at most {MAX_NUMBERS} blocks"
             )
         budget = Budget.of(self.capacity_bytes, block_bytes, self.segment_bytes, self.stripes)
         if self.segment_bytes < budget.slot_bytes:
@@ -121,7 +121,7 @@ class SlabSettings(DiskSettings):
             )
         if not budget.most_slots:
             raise ConfigError(
-                f"capacity_bytes: {self.capacity_bytes} has no room for one block of "
+                f"capacity_bytes: {self.capacity_bytes} cannot hold one block of "
                 f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
             )
         return budget

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "howto" / "valkey.md"
 
 def documented():
     """Return the rights that the how-to page names for a single server."""
-    (rights,) = re.findall(r"`((?:\+[a-z|]+ ?)+)`, on\s+keys `kvo:\*`", PAGE.read_text())
+    (rights,) = re.findall(r"`((?:\+[a-z|]+ ?)+)`, on\s+keys\s+`kvo:\*`", PAGE.read_text())
     return rights.split()
 
 
