@@ -55,10 +55,18 @@ def _check_promotion(serving, index, tier):
 
 
 def _rest(serving, index):
-    copying = serving.connector._jobs
-    serving.run_until(
-        lambda: not len(copying) and not serving.world.has_pending(index), seconds=2.5
-    )
+    """Run until the adapter and the other tier have nothing to do.
+
+    The adapter grants no store while a copy from before a reset is in flight, and the last blocks
+    of a request that has ended are stored with the next step.
+    """
+    connector, jobs = serving.connector, serving.connector._jobs
+
+    def is_at_rest():
+        is_busy = len(jobs) or jobs.has_stale or connector._ending
+        return not is_busy and not serving.world.has_pending(index)
+
+    serving.run_until(is_at_rest, seconds=2.5)
 
 
 def _prompt(serving, stem):

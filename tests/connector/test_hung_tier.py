@@ -1,5 +1,6 @@
 """A tier that never answers again: the scheduler goes on, and so does everything else."""
 
+from connector.beside_hung import check_work_beside_the_hung_tier
 from connector.serving import Serving
 from facade.worlds import EXCLUSIVE
 
@@ -47,3 +48,20 @@ def test_hundreds_of_steps_go_by_beside_a_tier_that_hangs_for_ever():
     counters = world.manager.planner.counters
     assert counters.jobs_submitted == counters.job_results
     serving.end()
+
+
+def test_stores_go_on_beside_a_hung_tier_after_a_reset_with_copies_in_flight():
+    serving = Serving((KVGroup(2),), num_blocks=24, num_slots=16, tiers=(EXCLUSIVE, EXCLUSIVE))
+    try:
+        requests = [serving.arrive(text) for text in ("abcdab", "ababab")]
+        serving.step()
+        serving.connector.reset_cache()
+        assert serving.connector._jobs.has_stale
+        for request in requests:
+            serving.finish(request)
+        serving.world.hung = HUNG
+        check_work_beside_the_hung_tier(serving)
+        assert serving.world.tiers[HUNG].parked
+        serving.rest()
+    finally:
+        serving.end()
