@@ -730,20 +730,20 @@ class Primary(ResidentBlocks):
         if self._admission is not None:
             wanted = self._admission.admitted(missing)
         left_out: Sequence[OffloadKey] = ()
-        is_spared: Callable[[OffloadKey], bool] | None = None
+        is_own_prefix: Callable[[OffloadKey], bool] | None = None
         if self._accept_prefix and len(wanted) > self._pool.free_count:
             used = self._recency.used_by(ctx)
-            is_spared = prefix_test(wanted, used, ctx.key_positions)
+            is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
             idle = self._pool.free_count + self._idle - len(unpinned)
             if len(wanted) > idle - len(used):  # the policy may find too few other blocks
-                unpinned |= self._sorted_out([key for key in used if is_spared(key)])[2]
-                is_spared = None
+                unpinned |= self._sorted_out([key for key in used if is_own_prefix(key)])[2]
+                is_own_prefix = None
                 room = self._room_beside(unpinned)
                 wanted, left_out = longest_fitting_prefix(wanted, ctx.key_positions, room)
                 if not wanted:
                     self.counters.refused_stores += 1
                     return None
-        granted = self._reserve_beside(unpinned, wanted, ctx, is_spared)
+        granted = self._reserve_beside(unpinned, wanted, ctx, is_own_prefix)
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -911,15 +911,15 @@ class Primary(ResidentBlocks):
         unpinned: Collection[int],
         missing: Sequence[OffloadKey],
         writer: ReqContext,
-        is_spared: Callable[[OffloadKey], bool] | None,
+        is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Do what `_reserve` does, but do not evict the unpinned blocks in some slots."""
         if not unpinned:
-            return self._reserve(missing, writer, is_spared)
+            return self._reserve(missing, writer, is_own_prefix)
         room_made = self.room_made
         self._hold(unpinned)
         try:
-            return self._reserve(missing, writer, is_spared)
+            return self._reserve(missing, writer, is_own_prefix)
         finally:
             self._unhold(unpinned)
             self.room_made = room_made  # they were evictable before
@@ -928,15 +928,15 @@ class Primary(ResidentBlocks):
         self,
         missing: Sequence[OffloadKey],
         writer: ReqContext | None,
-        is_spared: Callable[[OffloadKey], bool] | None = None,
+        is_own_prefix: Callable[[OffloadKey], bool] | None = None,
     ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Return the slots of absent keys, and the evicted keys; spared keys are not evicted."""
+        """Return the slots of absent keys, and the evicted keys; the prefix stays."""
         if not missing:
             return [], []
         if len(missing) > self.room:
             return None
         deficit = max(0, len(missing) - self._pool.free_count)
-        victims = self._make_room(missing, deficit, is_spared)
+        victims = self._make_room(missing, deficit, is_own_prefix)
         if victims is None:
             return None
         evicted = self._evict(victims) if victims else []
@@ -970,12 +970,12 @@ class Primary(ResidentBlocks):
         self,
         missing: Sequence[OffloadKey],
         deficit: int,
-        is_spared: Callable[[OffloadKey], bool] | None,
+        is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> list[int] | None:
         """Return the slots that were given up; protected ones only where no others are left."""
         is_evictable = self._may_go_first if self._protected else self._may_go
-        if is_spared is not None:
-            return self._make_room_beside(missing, deficit, is_evictable, is_spared)
+        if is_own_prefix is not None:
+            return self._make_room_beside(missing, deficit, is_evictable, is_own_prefix)
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
             # It has asked for all that it may ask for: the order of the protected ones is known.
@@ -988,22 +988,22 @@ class Primary(ResidentBlocks):
         missing: Sequence[OffloadKey],
         deficit: int,
         is_evictable: Callable[[int], bool],
-        is_spared: Callable[[OffloadKey], bool],
+        is_own_prefix: Callable[[OffloadKey], bool],
     ) -> list[int] | None:
         """Return the slots that were given up; there must be enough blocks that may go."""
-        spared: list[int] = []
+        skipped: list[int] = []
         key_of = self._blocks.key_of
 
         def may_go(slot: int) -> bool:
             if not is_evictable(slot):
                 return False
-            if not is_spared(key_of(slot)):
+            if not is_own_prefix(key_of(slot)):
                 return True
-            spared.append(slot)
+            skipped.append(slot)
             return False
 
         victims = self._policy.make_room(missing, deficit, may_go)
-        self._policy.released(spared)
+        self._policy.released(skipped)
         return victims
 
     def _may_go_first(self, slot: int) -> bool:
