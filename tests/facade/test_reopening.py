@@ -289,7 +289,7 @@ def test_who_waits_for_what_its_probes_find_is_told(mount):
     with spec(min_blocks=2) as engine:
         manager = engine.get_manager()
         told = []
-        manager.planner.tiers[0].index.decided = told.extend
+        manager.planner.tiers[0].index.watch(told.extend)
         mount.is_there = True
         opened(manager)
         ctx = ReqContext("r")
