@@ -211,7 +211,7 @@ class _KeysLeft:
         if granted is None or granted.keys_left_out:
             self._watch.blocks_left_out(room_made)
         else:
-            self._watch.blocks_placed(len(granted.keys_to_store))
+            self._watch.blocks_placed(len(granted.keys_to_store), room_made)
 
     def end_offer(self, left_out: Sequence[OffloadKey]) -> None:
         """Note that all blocks of the offer are stored but for these."""
