@@ -328,7 +328,9 @@ class Stores:
         left.note_answer(granted, self._primary.room_made)
         has_news = granted is None or granted.evicted_keys or not granted.keys_to_store
         if has_news or self._steps.waiters.everybody:
-            self._steps.schedule()  # else the step ends with the copy
+            self._steps.schedule()
+        else:  # the step ends with the copy, which may take long
+            self._manager.interrupt_step()
         self._pass_room_on()
         return granted
 

@@ -368,3 +368,28 @@ async def test_a_tier_that_announces_no_results_is_polled_while_it_has_jobs(monk
         steps = world.engine.stats().runtime.step_seconds.count
         await jump(10.0)
         assert world.engine.stats().runtime.step_seconds.count == steps, "there is nothing to poll"
+
+
+@on_loop
+async def test_the_copy_of_a_store_holds_no_result_of_a_tier_back():
+    """The copy left its step open, and a step that is open takes no results in."""
+    async with opened(tiers=[SCRIPTED]) as world:
+        async with (
+            world.engine.request("a", hashes("ab")) as first,
+            world.engine.request("x", hashes("xy")) as second,
+        ):
+            world.fill(hashes("ab"), [0, 1])
+            store = asyncio.create_task(world.engine.store(first, [0, 1]))
+            await turns()
+            world.transport.settle()
+            assert await store == 2
+            await turns()
+            assert len(world.core.jobs) == 1
+            store = asyncio.create_task(world.engine.store(second, [2, 3], 0, FAR_S))
+            await turns()
+            world.tiers[0].settle_all()
+            await turns()
+            assert not world.core.jobs
+            assert world.counts == {"free": 4, "writing": 2, "idle": 2}
+            assert await world.during(store) == 2
+        await world.check_rest()

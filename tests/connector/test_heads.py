@@ -47,7 +47,10 @@ def test_a_hybrid_models_store_is_cut_at_one_token_over_all_groups():
 def test_room_that_was_too_small_for_all_groups_is_used_once_more_is_made():
     """The offer took more slots than were made, and the next step failed with a ValueError."""
     desk = Desk(num_slots=11, groups=(FULL, WIDE))
-    busy = [desk.prefill(Request(name, name), [block], []) for name, block in zip("xyz", (1, 2, 3), strict=True)]
+    busy = [
+        desk.prefill(Request(name, name), [block], [])
+        for name, block in zip("xyz", (1, 2, 3), strict=True)
+    ]
     request = Request("r", LONG)
     _, job = only(desk.prefill(request, range(11, 20), range(21, 26)).store_jobs)
     assert blocks_of(job) == [11, 12, 13, 14, 15, 21, 22]
