@@ -211,7 +211,7 @@ class _KeysLeft:
         if granted is None or granted.keys_left_out:
             self._watch.blocks_left_out(room_made)
         else:
-            self._watch.blocks_placed(len(granted.keys_to_store))
+            self._watch.blocks_placed(len(granted.keys_to_store), room_made)
 
     def end_offer(self, left_out: Sequence[OffloadKey]) -> None:
         """Note that all blocks of the offer are stored but for these."""
@@ -328,7 +328,9 @@ class Stores:
         left.note_answer(granted, self._primary.room_made)
         has_news = granted is None or granted.evicted_keys or not granted.keys_to_store
         if has_news or self._steps.waiters.everybody:
-            self._steps.schedule()  # else the step ends with the copy
+            self._steps.schedule()
+        else:  # the step ends with the copy, which may take long
+            self._manager.interrupt_step()
         self._pass_room_on()
         return granted
 

@@ -42,8 +42,6 @@ class PrefixSearch:
         self._keys = request.keys
         self._ctx = request.ctx
         self._waiter = waiter
-        # An external manager notifies nobody when it has found out about a key.
-        self._is_told = all(tier.index.notifies for tier in manager.planner.tiers)
         self._end = len(self._keys)
         self._undecided: dict[OffloadKey, None] = {}
         self._current: set[OffloadKey] = set()
@@ -54,8 +52,9 @@ class PrefixSearch:
         """Look up those of the undecided blocks that have changed; all of them if none is named."""
         positions = self._ctx.key_positions
         self._current.clear()
+        is_notified = self._is_notified
         named = (
-            self._undecided.keys() & set(changed) if changed and self._is_told else self._undecided
+            self._undecided.keys() & set(changed) if changed and is_notified else self._undecided
         )
         self._look_up(sorted(named, key=positions.__getitem__))
         rest = next((key for key in self._undecided if key not in self._current), None)
@@ -76,12 +75,18 @@ class PrefixSearch:
         is_hit = [answer is LookupResult.HIT for answer in answers]
         return count if all(is_hit) else is_hit.index(False)
 
+    @property
+    def _is_notified(self) -> bool:
+        """Whether every tier announces its answers; external ones do not, and may open late."""
+        return all(tier.index.notifies for tier in self._manager.planner.tiers)
+
     def _look_up(self, keys: Sequence[OffloadKey]) -> None:
         """Look up keys, head to tail; those behind a miss are of no use."""
         if not keys:
             return
         undecided = self._undecided
         answers = self._manager.lookup_many(keys, self._ctx, stop_at_miss=True)
+        is_notified = self._is_notified  # a tier may have opened at the call
         self._current.update(keys[: len(answers)])
         for key, answer in zip(keys, answers, strict=False):
             if answer is LookupResult.HIT:
@@ -91,7 +96,7 @@ class PrefixSearch:
             else:
                 undecided[key] = None
                 self._waiter.expect(key)
-                if answer is LookupResult.RETRY and not self._is_told:
+                if answer is LookupResult.RETRY and not is_notified:
                     self._waiter.expect_progress()
 
     def _end_before(self, key: OffloadKey) -> None:

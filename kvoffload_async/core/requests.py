@@ -129,6 +129,7 @@ class RequestState:
         self.writing.clear()
         self.parked.clear()
         self.retained.clear()
+        self.lacking.clear()
         self.promoting = 0
         self.waits = self.is_deferred = False
 

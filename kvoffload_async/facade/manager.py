@@ -132,10 +132,13 @@ class RoomWatch:
         """Note an offer that left blocks out, and `room_made` right after it."""
         self._seen = room_made
 
-    def blocks_placed(self, count: int) -> None:
-        """Note an offer of `most_blocks` that was granted, with the slots that it took."""
+    def blocks_placed(self, count: int, room_made: int) -> None:
+        """Note an offer of `most_blocks` that was granted, with the slots that it took.
+
+        An offer may take more slots than were made: room that was too small for a token's blocks.
+        """
         if self._seen is not None:
-            self._seen += count
+            self._seen = min(self._seen + count, room_made)
 
     def clear(self) -> None:
         """Note that no blocks are left out any more."""

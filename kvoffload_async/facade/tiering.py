@@ -456,6 +456,13 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._begin_step(began_s)
         self._steps.began(began_s)
 
+    def interrupt_step(self) -> None:
+        """Have the next call poll the tiers and read the clock again within the same step.
+
+        For drivers that leave a step open for a while. Thread: owner.
+        """
+        self._polled_this_step = False
+
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
         if self._closed:

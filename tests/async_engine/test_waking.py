@@ -21,7 +21,7 @@ from async_engine.worlds import (
 )
 
 from kvoffload_async.async_engine.transfers import EngineBounds
-from kvoffload_async.errors import BusyError, StateError
+from kvoffload_async.errors import BusyError, StateError, TierUnavailableError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.testing import Operation
 from kvoffload_async.tiers.example import ExampleTier
@@ -368,3 +368,70 @@ async def test_a_tier_that_announces_no_results_is_polled_while_it_has_jobs(monk
         steps = world.engine.stats().runtime.step_seconds.count
         await jump(10.0)
         assert world.engine.stats().runtime.step_seconds.count == steps, "there is nothing to poll"
+
+
+@on_loop
+async def test_the_copy_of_a_store_holds_no_result_of_a_tier_back():
+    """The copy left its step open, and a step that is open takes no results in."""
+    async with opened(tiers=[SCRIPTED]) as world:
+        async with (
+            world.engine.request("a", hashes("ab")) as first,
+            world.engine.request("x", hashes("xy")) as second,
+        ):
+            world.fill(hashes("ab"), [0, 1])
+            store = asyncio.create_task(world.engine.store(first, [0, 1]))
+            await turns()
+            world.transport.settle()
+            assert await store == 2
+            await turns()
+            assert len(world.core.jobs) == 1
+            store = asyncio.create_task(world.engine.store(second, [2, 3], 0, FAR_S))
+            await turns()
+            world.tiers[0].settle_all()
+            await turns()
+            assert not world.core.jobs
+            assert world.counts == {"free": 4, "writing": 2, "idle": 2}
+            assert await world.during(store) == 2
+        await world.check_rest()
+
+
+class Late(Undecided):
+    """Cannot be opened at first."""
+
+    is_there = False
+
+    def __init__(self, **common):
+        if not Late.is_there:
+            raise TierUnavailableError("nothing is mounted")
+        super().__init__(**common)
+
+
+@on_loop
+async def test_a_tier_that_opens_during_a_lookup_is_asked_again_whenever_something_happens(
+    monkeypatch,
+):
+    """The lookup waited until its deadline: it took the tier for one that tells of its answers."""
+    monkeypatch.setattr(Late, "is_there", False)
+    register(monkeypatch, "late", Late)
+    late = {"type": "late", "required": False, "reopen_pause_s": 0.001}
+    async with opened(tiers=[late, PROBED]) as world:
+        task = start(world, "r", "ab")
+        await turns()
+        assert not task.done()
+        Late.is_there = True
+        thread = world.engine.manager._tiers._unopened[0]._thread
+        while thread.is_alive():
+            await turns()
+        async with world.engine.request("s", hashes("x")):
+            pass
+        await turns()
+        (probe,) = world.tiers[0].parked
+        world.tiers[0].settle(probe)
+        await turns()
+        assert not task.done()
+        world.engine.manager.secondary_tiers[0].answer = LookupResult.MISS
+        async with world.engine.request("s", hashes("x")):
+            pass
+        await turns()
+        assert task.done()
+        assert await task == 0

@@ -44,6 +44,25 @@ def test_a_hybrid_models_store_is_cut_at_one_token_over_all_groups():
     assert [group.next_chunk for group in desk.table["r"].groups] == [5, 2]
 
 
+def test_room_that_was_too_small_for_all_groups_is_used_once_more_is_made():
+    """The offer took more slots than were made, and the next step failed with a ValueError."""
+    desk = Desk(num_slots=11, groups=(FULL, WIDE))
+    busy = [
+        desk.prefill(Request(name, name), [block], [])
+        for name, block in zip("xyz", (1, 2, 3), strict=True)
+    ]
+    request = Request("r", LONG)
+    _, job = only(desk.prefill(request, range(11, 20), range(21, 26)).store_jobs)
+    assert blocks_of(job) == [11, 12, 13, 14, 15, 21, 22]
+    desk.report(*busy[0].store_jobs)
+    _, job = only(desk.step({request: 1}).store_jobs)
+    assert blocks_of(job) == [16, 23], "one slot was left, and one was made"
+    assert not desk.step({request: 1}).store_jobs
+    desk.report(*busy[1].store_jobs)
+    _, job = only(desk.step({request: 1}).store_jobs)
+    assert blocks_of(job) == [17]
+
+
 def test_a_prompt_larger_than_the_primary_keeps_its_head_however_long_it_decodes():
     desk = Desk(num_slots=4)
     request = Request("r", LONG, extra=0)

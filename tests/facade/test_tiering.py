@@ -22,7 +22,7 @@ from planner_invariants import check_quiescent
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.types import OffloadPolicy, TierMatcher
+from kvoffload_async.types import OffloadPolicy, ReqContext, TierMatcher
 
 # -- journeys -----------------------------------------------------------------------------------
 
@@ -409,3 +409,24 @@ def test_a_key_that_another_request_still_writes_is_cascaded_when_it_has_been_53
     world.complete_store(1, req_id="writer")
     world.step()
     assert world.secondaries[0].heard[-2:] == [("store", "sharer"), ("finished", "sharer")]
+
+
+def test_a_request_that_waits_during_a_reset_asks_the_tiers_anew(worlds):
+    """It remembered what a tier had lacked before, although others had stored it since."""
+    world = worlds(EXCLUSIVE, num_slots=8)
+    manager = world.manager
+    waiting, writer = ReqContext("waiting"), ReqContext("writer")
+    manager.on_new_request(waiting)
+    manager.on_new_request(writer)
+    manager.prepare_store(ks(1), writer)
+    assert manager.lookup_many(ks(1, 2), waiting) == [PENDING, MISS]
+    manager.on_schedule_end()
+    manager.prepare_store(ks(2), writer)
+    manager.complete_store(ks(1, 2), writer)
+    for _ in range(3):
+        manager.on_schedule_end()
+        world.runner.run_ready()
+        world.settle_all()
+    manager.reset_cache()
+    manager.on_reset_flushed()
+    assert manager.lookup_many(ks(1, 2), waiting) == [PENDING, PENDING]

@@ -492,7 +492,7 @@ class OffloadingConnectorScheduler:
                 self.counters.stores_refused += 1
                 watch.blocks_left_out(self.manager.room_made)
                 return offer.keys
-            watch.blocks_placed(len(granted.keys_to_store))
+            watch.blocks_placed(len(granted.keys_to_store), self.manager.room_made)
             left_out = granted.keys_left_out
             self.counters.stores_cut += bool(left_out)
             if granted.keys_to_store:
