@@ -43,7 +43,7 @@ def by_name(path: str, names: Mapping[str, str], stats: OffloadingStatistics) ->
 
 
 def by_key(path: str, stats: OffloadingStatistics) -> Samples:
-    """Yield the values of a mapping."""
+    """Yield the values of the mapping at `path`, labelled by key."""
     for _, mapping in one(path, stats):
         assert isinstance(mapping, Mapping)  # noqa: S101 - for the type checker
         for key, value in mapping.items():
