@@ -519,7 +519,7 @@ class OffloadingConnectorScheduler:
         self._drop_if_idle(job.request)
 
     def _invalidate(self, job: ConnectorJob) -> None:
-        """Mark blocks that a failed load did not fill as invalid, if the request still runs.
+        """Replace a failed load's blocks by null blocks; report them if the request still runs.
 
         An ended request is still stored, after a reset from its start.
         """
