@@ -1,4 +1,4 @@
-"""The exception hierarchy; the class says who has to act.
+"""The exception hierarchy; the class names the source of the problem.
 
 `ConfigError`: the configuration is wrong. `InputError`: a given file or directory is unusable.
 `StateError`, `ClosedError`: the calling code is wrong. `BusyError`: a limit was reached, try again

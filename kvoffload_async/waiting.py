@@ -83,7 +83,7 @@ async def until_done(future: asyncio.Future[T]) -> T:
 
 
 class Permit:
-    """Admission by a `Limiter`; a context manager that gives it back at the end, unless kept."""
+    """Admission by a `Limiter`; a context manager that releases it on exit, unless kept."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -97,18 +97,18 @@ class Permit:
             self._release()
 
     def keep(self) -> Callable[[], None]:
-        """Keep the permit beyond its context; return the function that gives it back."""
+        """Keep the permit beyond its context; return the function that releases it."""
         self._is_kept = True
         return self._release
 
 
 class Limiter:
-    """Admits a number of callers at once, with a number of bytes in all: first come, first served.
+    """Limits the number of concurrent callers and their total bytes; FIFO.
 
-    A caller with more bytes than the bound waits for all of them, and so is admitted alone.
-    Neither `asyncio.Semaphore` nor `anyio.CapacityLimiter` counts bytes beside callers.
+    A caller with more bytes than the limit is admitted when no other holds bytes. Neither
+    `asyncio.Semaphore` nor `anyio.CapacityLimiter` counts bytes in addition to callers.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
     """
 
     def __init__(self, permits: int, num_bytes: int = 0) -> None:
@@ -120,7 +120,7 @@ class Limiter:
 
     @property
     def bytes_in_flight(self) -> int:
-        """The bytes of the callers that are admitted."""
+        """Total bytes of the admitted callers."""
         return self._max_bytes - self._free_bytes
 
     @property
@@ -129,7 +129,7 @@ class Limiter:
         return bool(self._waiting) or not self._free_permits
 
     async def acquire(self, num_bytes: int = 0) -> Permit:
-        """Wait for admission; a cancelled wait changes nothing."""
+        """Wait for admission; a cancelled wait takes no permit."""
         wanted = min(num_bytes, self._max_bytes)
         if not self._waiting and self._fits(wanted):
             self._take(wanted)
@@ -140,14 +140,14 @@ class Limiter:
                 await admitted
             except asyncio.CancelledError:
                 if admitted.cancelled():
-                    self._admit()  # a caller behind it may fit
+                    self._admit()  # a later caller may fit
                 else:
                     self._give_back(wanted)
                 raise
         return Permit(partial(self._give_back, wanted))
 
     def open(self) -> None:
-        """Add a permit for each caller that waits."""
+        """Add one permit per waiting caller."""
         self._free_permits += len(self._waiting)
         self._admit()
 
@@ -166,7 +166,7 @@ class Limiter:
     def _admit(self) -> None:
         while self._waiting:
             wanted, admitted = self._waiting[0]
-            if not admitted.done():  # else the wait was cancelled
+            if not admitted.done():  # otherwise the wait was cancelled
                 if not self._fits(wanted):
                     return
                 self._take(wanted)

@@ -40,7 +40,7 @@ from kvoffload_async.types import (
 
 WARM_UP: Final = 2
 EXTENT_BYTES: Final = 1 << 20
-"""Bytes per plain read or write call; large enough, and within a tier's reach."""
+"""Target bytes per read or write call of the baseline, which joins whole blocks."""
 _SPARE_BYTES: Final = 64 << 20
 
 # Linux's FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL, as on x86 and ARM.

@@ -1,4 +1,4 @@
-"""The synchronous surface: what a scheduler that knows nothing of asyncio calls.
+"""The synchronous API, for schedulers that do not use asyncio.
 
-No coroutines, and no decisions about blocks: `core` decides, `runtime` runs.
+It has no coroutines and no cache policy: `core` decides, and `runtime` runs the tiers.
 """

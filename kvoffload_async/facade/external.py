@@ -45,7 +45,7 @@ from kvoffload_async.types import (
 logger = logging.getLogger(__name__)
 
 GUARDED: Final = (Exception, SystemExit)
-"""What a manager may raise. A KeyboardInterrupt on the owner's thread is the user's."""
+"""Errors of a manager that are caught; KeyboardInterrupt on the owner's thread is not."""
 _LOG_INTERVAL_S: Final = 60.0
 
 _CONTRACT: Final = (
@@ -67,7 +67,7 @@ _CONTRACT: Final = (
 
 
 def is_external(manager: SecondaryTierManager) -> bool:
-    """Return whether a manager overrides a method of the contract, and so is called through it."""
+    """Return whether a manager overrides a method of the contract."""
     return any(
         getattr(type(manager), name) is not getattr(SecondaryTierManager, name)
         for name in _CONTRACT
@@ -78,19 +78,19 @@ class ExternalLink:
     """Joins an external manager to a `TierState`, with the interface of `runtime.bridge.TierLink`.
 
     `flush` makes the manager's calls, `pump` validates its reports and applies them to the state,
-    and a lookup in the state's index is a call of the manager's `lookup`. The manager is told of a
-    request before anything else is done within it, and of the request's end after the last job.
+    and a lookup in the state's index calls the manager's `lookup`. `on_new_request` is the
+    manager's first call for a request; `on_request_finished` follows the last job.
 
     A job that the manager does not report within twice its `io_timeout_s` fails as overdue: its
-    slots stay out of use, and count against the tier's share, until the manager reports or releases
+    slots stay reserved, and count against the tier's share, until the manager reports or releases
     it. Errors of one method are logged at most once a minute.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
         state: The state that the planner drives.
-        manager: The manager behind it.
-        inbox: Never empty: the manager announces nothing, and so is asked in every step.
+        manager: The external manager.
+        inbox: Never empty: the manager sends no notifications, so every step polls it.
     """
 
     inbox: Final = ("unknown",)
@@ -102,11 +102,11 @@ class ExternalLink:
         slot_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        """Join; the manager is not called yet.
+        """Connect manager and state, without calling the manager.
 
         Args:
-            manager: Owned from now on.
-            name: Name that the tier's events carry.
+            manager: The manager; owned by the link.
+            name: Name of the tier in its events.
             slot_bytes: Bytes of a row of the primary.
             clock: Monotonic seconds.
         """
@@ -116,7 +116,7 @@ class ExternalLink:
         self._live: set[ReqContext] = set()
         self._ended: list[ReqContext] = []
         self._orphaned: set[JobId] = set()
-        """Jobs that the manager itself reported as orphaned: only a release ends them."""
+        """Jobs that the manager reported as orphaned; they end when it releases them."""
         self._logged_at_s: dict[str, float] = {}
         self._not_logged: dict[str, int] = {}
         self.state = TierState(
@@ -132,13 +132,13 @@ class ExternalLink:
     # -- calls of the manager -------------------------------------------------------------------
 
     def begin_request(self, ctx: ReqContext) -> bool:
-        """Tell the manager of a request; return whether it wants all blocks of the request."""
+        """Announce a request to the manager; return whether it wants all blocks of the request."""
         if self._ended:  # an id may be in use again
             self.flush()
         return self._begin(ctx)
 
     def flush(self) -> None:
-        """Make the calls that wait as effects; a job that is refused settles at once."""
+        """Execute the queued effects as calls; a job that the manager refuses fails at once."""
         if self.state.effects:
             for effect in self.state.take_effects():
                 match effect:
@@ -155,12 +155,12 @@ class ExternalLink:
                 self._call("on_request_finished", ctx)
 
     def end_step(self, context: ScheduleEndContext | None) -> None:
-        """Make the calls of the step, the last of which is `on_schedule_end`."""
+        """Execute the step's queued calls, then call `on_schedule_end`."""
         self.flush()
         self._call("on_schedule_end", context, is_fault=True)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Yield the manager's events, under the tier's name."""
+        """Yield the manager's events, with the tier's name."""
         for event in self._each("take_events"):
             if isinstance(event, OffloadingEvent):
                 yield replace(event, ownership=self._name)
@@ -172,7 +172,7 @@ class ExternalLink:
         self._call("announce_anew")
 
     def has_pending_work(self) -> bool:
-        """Return whether calls wait, a job is unfinished, or the manager says that it has work."""
+        """Return whether calls are queued, a job is unfinished, or the manager reports work."""
         if self._ended or self.state.effects or self.state.has_pending_work:
             return True
         try:
@@ -182,7 +182,7 @@ class ExternalLink:
             return False
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has its result; False if not all have, and they were given up."""
+        """Wait until every job has its result; on timeout fail the rest and return False."""
         self.flush()
         try:
             if self.manager.drain_jobs(timeout_s):
@@ -193,7 +193,7 @@ class ExternalLink:
         return False
 
     def abandon(self) -> None:
-        """Have the manager give up the jobs that have no result."""
+        """Call the manager's `abandon_jobs`, which fails the jobs without a result."""
         self._call("abandon_jobs", is_fault=True)
 
     def close(self, timeout_s: float) -> CloseReport:
@@ -210,13 +210,13 @@ class ExternalLink:
         return report if _is_report(report) else CloseReport(error=_broken(report))
 
     def stats(self, taken: Figures) -> TierStatistics:
-        """Return what the planner knows of the tier. Thread: any."""
+        """Return the planner's statistics of the tier. Thread-safe."""
         return read_tier(taken, self.state)
 
     # -- reports of the manager -----------------------------------------------------------------
 
     def pump(self) -> None:
-        """Apply what the manager reports; an invalid report is logged, and fails its job."""
+        """Apply the manager's reports; an invalid report is logged and fails its job."""
         for result in self._each("get_finished_jobs", is_fault=True):
             try:
                 self._take(_validated(result))
@@ -231,10 +231,10 @@ class ExternalLink:
         self._expire()
 
     def _take(self, result: JobResult) -> None:
-        """Apply a result; of a job that was given up here it says that the copy has ended.
+        """Apply a result; for an overdue or abandoned job it only marks the end of the copy.
 
         Raises:
-            StateError: The job is not this tier's, or has a result; or the keys are not the job's.
+            StateError: The job is unknown or already has a result, or the keys are not the job's.
         """
         job_id, jobs = result.job_id, self.state.jobs
         state = jobs.state_of(job_id)
@@ -275,7 +275,7 @@ class ExternalLink:
         return JobSettled(job.job_id, job_error=error, seconds=seconds, queue_s=queue_s)
 
     def _release(self, job_id: JobId) -> None:
-        """Note that the copy of an orphaned job has ended; StateError if it is none of the tier."""
+        """Mark the copy of an orphaned job as ended; raises StateError for an unknown job."""
         jobs = self.state.jobs
         if jobs.state_of(job_id) is not JobState.ORPHANED:
             raise StateError(
@@ -287,7 +287,7 @@ class ExternalLink:
 
     def _expire(self) -> None:
         """Fail the jobs whose deadline has passed."""
-        # The manager's own deadline comes first: its report may say more, and comes a step later.
+        # Twice the manager's own timeout: its report, a step later, may contain the cause.
         timeout_s = 2 * self.manager.io_timeout_s
         submitted_by_s = self._clock() - timeout_s
         jobs = self.state.jobs
@@ -305,7 +305,7 @@ class ExternalLink:
     # -- inside ---------------------------------------------------------------------------------
 
     def _lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
-        """Return the manager's answer; a tier that fails has nothing."""
+        """Return the manager's answer, or MISS if the call fails."""
         try:
             answer: object = self.manager.lookup(key, ctx)
             if isinstance(answer, LookupResult):
@@ -325,7 +325,7 @@ class ExternalLink:
             return False
 
     def _begin_once(self, ctx: ReqContext) -> None:
-        """Tell the manager of a request that it does not know yet: the engine's own."""
+        """Announce a request that the manager does not know: the engine's internal one."""
         if ctx not in self._live:
             self._begin(ctx)
 
@@ -340,7 +340,7 @@ class ExternalLink:
             self._fail(job.job_id, "refused the job", cause)
 
     def _fail_job_of(self, report: object, cause: BaseException) -> None:
-        """Fail the job of an invalid report, if the report tells which job that is."""
+        """Fail the job of an invalid report, if the report names a job."""
         job_id = getattr(report, "job_id", None)
         if isinstance(job_id, int) and self.state.jobs.state_of(job_id) is JobState.FLYING:
             self._fail(job_id, "sent an invalid report", cause)
@@ -351,21 +351,21 @@ class ExternalLink:
         self.state.handle(JobSettled(job_id, job_error=error))
 
     def _call(self, method: str, *arguments: object, is_fault: bool = False) -> None:
-        """Call a method of the manager; its answer is not used."""
+        """Call a method of the manager and ignore the return value."""
         try:
             getattr(self.manager, method)(*arguments)
         except GUARDED as error:
             self._complain(method, error, is_fault=is_fault)
 
     def _each(self, method: str, *, is_fault: bool = False) -> Iterator[Any]:
-        """Yield what a method gives until it raises."""
+        """Yield the items that a method returns, until it raises."""
         try:
             yield from getattr(self.manager, method)()
         except GUARDED as error:
             self._complain(method, error, is_fault=is_fault)
 
     def _complain(self, method: str, error: BaseException, *, is_fault: bool = False) -> None:
-        """Log an error of the manager's; count it where its jobs are not reported any more."""
+        """Log an error of the manager; with `is_fault`, also count it as a tier failure."""
         if is_fault:
             self.state.health.reports_failed(error)
         now_s = self._clock()
@@ -375,7 +375,7 @@ class ExternalLink:
         self._logged_at_s[method] = now_s
         more = self._not_logged.pop(method, 0)
         again = f" ({more} times more since it was logged last)" if more else ""
-        # As text: a log record that kept the error would keep its frames, and their locals.
+        # As text: a log record with the error would keep its frames and their locals alive.
         trace = "".join(traceback.format_exception(error))
         logger.error("tier %s: %s failed%s: %s", self.state.name, method, again, trace)
         drop_tracebacks(error)
@@ -395,15 +395,15 @@ def _is_report(report: object) -> TypeGuard[CloseReport]:
 
 
 def _broken(given: object) -> StateError:
-    """Return the error of a manager that has given an object of the wrong type."""
+    """Return the error for a manager that returned an object of the wrong type."""
     return StateError(f"the tier broke its contract with a {type(given).__name__}")
 
 
 def _validated(result: object) -> JobResult:
-    """Return a result that a manager has reported.
+    """Return a manager's result if it is valid.
 
     Raises:
-        StateError: It is no `JobResult`, or a field of it has a wrong type or an unusable value.
+        StateError: It is not a `JobResult`, or a field has a wrong type or an invalid value.
     """
     if isinstance(result, JobResult):
         fields: tuple[tuple[object, Any], ...] = (

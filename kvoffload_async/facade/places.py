@@ -32,7 +32,7 @@ _NO_STORAGE: Final = frozenset(
 """Virtual filesystems of the kernel, which store no files even if they are writable."""
 
 _GONE_AWAY: Final = frozenset({errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE})
-"""Errors of a filesystem that cannot be reached, which is no fault of the configuration."""
+"""Errors of an unreachable filesystem; the configuration may be right."""
 
 Identity = tuple[int, int, tuple[str, ...]]
 """Device and inode of an existing directory, and the names below it that do not exist yet."""

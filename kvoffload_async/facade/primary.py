@@ -148,7 +148,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return OffloadingStatistics(primary=self.primary_stats(take_primary(self.core)))
 
     def primary_stats(self, taken: Figures) -> PrimaryStatistics:
-        """Return the primary's part of `stats`, of figures that were taken. Thread: any."""
+        """Return the primary's part of `stats` from a snapshot's figures. Thread-safe."""
         return read_primary(taken, self.row_bytes)
 
     def reset_cache(self) -> None:

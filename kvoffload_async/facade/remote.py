@@ -274,10 +274,10 @@ MooncakeSettings = tuple[MooncakeConnection, IntegrityKey | None, HelperSettings
 
 
 class MooncakeTierManager(DeclaredTierManager[MooncakeSettings]):
-    """Blocks in a Mooncake Store, in the memory that its clients give to it.
+    """Blocks in a Mooncake Store, which pools memory of its clients.
 
-    The library runs in a helper process, which can access only a buffer that blocks are copied
-    through. The store limits its size and evicts. A block that it has no room for is not stored.
+    The library runs in a helper process, which can access only a bounce buffer. The store limits
+    its size and evicts. A block for which the store has no room is not stored.
     """
 
     kind = "mooncake"

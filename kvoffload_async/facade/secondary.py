@@ -48,9 +48,9 @@ from kvoffload_async.types import (
 def create_index(
     tier: AsyncTier, min_blocks: int, prefill_blocks_per_s: float | None = None
 ) -> KeyIndex:
-    """Return the index of a tier that is asked for requests that miss enough blocks.
+    """Return the tier's index, which skips lookups of requests that miss too few blocks.
 
-    Those are `min_blocks` at least, and with `prefill_blocks_per_s` as many as loading pays for.
+    The minimum is `min_blocks`, or with `prefill_blocks_per_s` the break-even point if higher.
     """
     index: KeyIndex = (
         ExactIndex()
@@ -75,7 +75,7 @@ def create_state(
     enable_kv_events: bool,
     backpressure: Backpressure | None,
 ) -> TierState:
-    """Return the state of a tier that has nothing to do yet."""
+    """Return the initial state of a tier."""
     capabilities = tier.capabilities
     events = EventLog(
         capabilities.medium,
@@ -83,7 +83,7 @@ def create_state(
         enabled=enable_kv_events,
         ownership=name,
         announces_removals=capabilities.announces_removals,
-        # Else nobody bounds what would be remembered.
+        # Otherwise the set of remembered keys would grow without bound.
         remembers=capabilities.exclusive or capabilities.announces_removals,
     )
     return TierState(
@@ -98,7 +98,7 @@ def create_state(
 
 
 def read_threads(wanted: int | None) -> int:
-    """Return how many I/O threads prefer loads."""
+    """Return the number of I/O threads that prefer loads."""
     return suitable_threads() - 1 if wanted is None else wanted
 
 
@@ -111,21 +111,20 @@ def owner_name(tier_type: str, seen: Counter[str]) -> str:
 class SecondaryTierManager:
     """One secondary tier with a synchronous interface: submit jobs, poll for results.
 
-    Only the constructor, `drain_jobs` and `shutdown` wait, each with a deadline. Every accepted
-    job gets exactly one `JobResult`, also through failure, deadline and shutdown.
+    Only the constructor, `drain_jobs` and `shutdown` block, each with a timeout. Every accepted
+    job gets exactly one `JobResult`, also after a failure, a timeout or a shutdown.
 
-    A class outside this package may implement the same methods in its own way: it derives from this
-    class, overrides all methods from `on_new_request` to `shutdown`, and need not call this
-    constructor. `TieringOffloadingManager` then calls these methods; no error of theirs escapes.
-    The classes in this package that derive from it are not for deriving: to alter a tier, wrap its
-    `AsyncTier`.
+    An external manager derives from this class and overrides all methods from `on_new_request` to
+    `shutdown`; it need not call this constructor. `TieringOffloadingManager` calls these methods
+    and catches their errors. Do not subclass the managers of this package: to change a tier, wrap
+    its `AsyncTier`.
 
-    Thread: owner, for all of it. One thread at a time is enough; its identity does not matter.
+    Not thread-safe; call from one thread at a time.
 
     Attributes:
         tier_type: The name under which the tier was configured.
-        medium: Where its blocks lie.
-        locality: How far away that is.
+        medium: Storage medium of the blocks.
+        locality: Distance of the storage.
         backpressure_detector: Drops cascades to the tier while it is slow; None: none is dropped.
         link: Connects the tier to its event loop. A `TieringOffloadingManager` drives it itself.
         io_timeout_s: Seconds until a job is reported as failed. A manager that overrides methods
@@ -156,20 +155,20 @@ class SecondaryTierManager:
         tier: AsyncTier,
         **options: Any,  # noqa: ANN401 - their classes declare the types
     ) -> None:
-        """Open the tier; waits for that.
+        """Open the tier; blocks.
 
         Args:
             offloading_spec: The spec that the tier belongs to. Its `runtime` is shared, if it has
                 one; otherwise the tier starts threads of its own.
-            primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`, one byte an
-                item, C-contiguous.
+            primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`, item size
+                1 byte, C-contiguous.
             tier_type: The name under which the tier was configured.
-            tier: What to wrap; owned from now on.
+            tier: The tier to wrap; owned by the manager.
             **options: The options of every tier; see docs/reference/configuration.md.
 
         Raises:
-            ConfigError: The tier cannot work with its options; nothing is left running.
-            TierUnavailableError: The tier's place cannot be reached.
+            ConfigError: The tier rejects its options; everything started is stopped again.
+            TierUnavailableError: The tier's directory or server cannot be reached.
             TierTimeoutError: It did not open in time.
         """
         common = self.take_options(tier_type, options)
@@ -221,12 +220,12 @@ class SecondaryTierManager:
 
     @property
     def tier_state(self) -> TierState:
-        """What the owner knows of the tier."""
+        """The tier's state on the owner's thread."""
         return self.link.state
 
     @classmethod
     def take_options(cls, tier_type: str, options: Mapping[str, Any]) -> TierOptions:
-        """Return those of the constructor's options that every tier takes.
+        """Return the options common to all tiers, from the constructor's options.
 
         Raises:
             UnknownOptionError: The constructor does not take an option.
@@ -238,32 +237,32 @@ class SecondaryTierManager:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
-        """Check a subclass's options before anything is made; see `AsyncTier.check_options`."""
+        """Check a subclass's options, without side effects; see `AsyncTier.check_options`."""
         return ()
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
-        """Return the class that maintains the stores of these tiers; None: there is none."""
+        """Return the maintenance class of the tier's stores, or None."""
         return None
 
     # -- a request's life -----------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Begin a request; returns which of its blocks the tier wants."""
+        """Begin a request; return the tier's offload policy for its blocks."""
         wants_all = self.link.begin_request(req_context)
         return RequestOffloadingContext(
             OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL
         )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """End a request: nothing more will be submitted for it; its jobs may still run."""
+        """End a request: no further job is submitted for it; its jobs may still run."""
         self.tier_state.finish_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return HIT, MISS, or RETRY while an existence probe is under way. From memory.
+        """Return HIT, MISS, or RETRY while an existence probe is running. Non-blocking.
 
         Raises:
-            StateError: The key is too long or too short to be one.
+            StateError: The key has an invalid length.
         """
         if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
             require_keys([key])
@@ -274,28 +273,27 @@ class SecondaryTierManager:
         return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Note a use of blocks, head to tail; errors as in `lookup`."""
+        """Record a use of blocks, first block first; errors as in `lookup`."""
         require_keys(keys)
         self.tier_state.touch(keys)
 
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        """Accept a cascade: its keys are copied from the primary's slots.
+        """Submit a cascade: copy blocks from the primary's slots to the tier. Non-blocking.
 
-        The slots must stay as they are until the job is reported, or, if the result says
-        `orphaned`, until `get_released_jobs` names it. Copies nothing on this thread. A job that
-        names a key twice, or a slot that is not there, fails with a `RepeatedKeyError` or an
-        `UnknownSlotError`.
+        The slots must not change until the job is reported or, if its result is `orphaned`, until
+        `get_released_jobs` returns it. A job with a duplicate key or an invalid slot fails with a
+        `RepeatedKeyError` or an `UnknownSlotError`.
 
         Raises:
-            StateError: Lengths differ, or a key is too long or too short; nothing was accepted.
+            StateError: Lengths differ, or a key has an invalid length; the job is not accepted.
         """
         require_keys(job_metadata.keys)
         self.tier_state.submit(job_metadata)
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        """Accept a promotion: its keys are copied into the primary's slots.
+        """Submit a promotion: copy blocks from the tier into the primary's slots.
 
         Ownership and errors as in `submit_store`.
         """
@@ -303,7 +301,7 @@ class SecondaryTierManager:
         self.tier_state.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the jobs that ended since the last call, each once. Never waits."""
+        """Return the results of jobs that ended since the last call, each once. Non-blocking."""
         self.poll_tier()
         if not self.tier_state.jobs.has_ended:
             return ()
@@ -317,7 +315,7 @@ class SecondaryTierManager:
         return [record.job.job_id for record in self.tier_state.jobs.take_released()]
 
     def poll_tier(self) -> None:
-        """Hand submitted jobs over, and apply what has happened in the tier."""
+        """Hand submitted jobs to the tier, and apply the tier's events."""
         if self.tier_state.effects:
             self.link.bridge.flush()
         self.link.pump()
@@ -334,15 +332,15 @@ class SecondaryTierManager:
         return self.link.has_pending_work()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Detach and return what appeared in and disappeared from the tier."""
+        """Remove and return the events of stored and removed blocks."""
         return self.link.take_events()
 
     def announce_anew(self) -> None:
-        """Announce blocks again when they are stored again: consumers have forgotten everything."""
+        """Emit events for blocks again when they are next stored; for consumers that lost state."""
         self.link.announce_anew()
 
     def stats(self) -> TierStatistics:
-        """Return what the tier has done so far, and how it is now; also when it is closed."""
+        """Return the tier's counters and gauges, also after shutdown."""
         return self.link.stats(take_tier(self.tier_state))
 
     @property
@@ -357,26 +355,26 @@ class SecondaryTierManager:
     # -- the calls that wait --------------------------------------------------------------------
 
     def drain_jobs(self, timeout: float = 30.0) -> bool:
-        """Wait until every submitted job has its result; False if `timeout` seconds ran out.
+        """Wait until every submitted job has its result; return False after `timeout` seconds.
 
-        The results are left for `get_finished_jobs`. Running copies are not aborted.
+        `get_finished_jobs` returns the results. Running copies are not aborted.
         """
         return self.link.drain(timeout)
 
     def abandon_jobs(self) -> Sequence[JobId]:
-        """Give up every job that has no result yet: it fails now; return those still running."""
+        """Fail every job without a result; return the jobs whose copies still run."""
         return self.tier_state.abandon_rest()
 
     def shutdown(self, timeout: float | None = None) -> CloseReport:
-        """Stop the intake, let running jobs end, fail the rest, close the tier; idempotent.
+        """Refuse new jobs, wait for running ones, fail the rest, close the tier; idempotent.
 
-        Results wait for `get_finished_jobs`; a job that comes later fails at once.
+        `get_finished_jobs` returns the results. A job submitted later fails at once.
 
         Args:
             timeout: Seconds for running jobs to end; by default `close_timeout_s`.
 
         Returns:
-            What was left behind: while a job's copy still runs, the primary's memory must stay.
+            The unfinished work; while a copy still runs, the primary must stay allocated.
         """
         return self.link.close(self._close_timeout_s if timeout is None else timeout)
 
@@ -389,7 +387,7 @@ S = TypeVar("S")
 class DeclaredTierManager(SecondaryTierManager, Generic[S]):
     """A manager that creates its tier from the options that `declares` declares.
 
-    `S` is the class of the tier's settings, which are made from the options.
+    `S` is the class of the tier's settings, which are built from the options.
     """
 
     kind: ClassVar[str]
@@ -402,7 +400,7 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
         tier_type: str = "",
         **options: Any,  # noqa: ANN401 - their classes declare the types
     ) -> None:
-        """Create and open the tier; waits for that.
+        """Create and open the tier; blocks.
 
         Args:
             offloading_spec: See `SecondaryTierManager`.
@@ -412,7 +410,7 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
                 docs/reference/configuration.md.
 
         Raises:
-            ConfigError: An option is unusable or unknown, or the tier cannot work with its options.
+            ConfigError: An option is invalid or unknown, or the tier rejects its options.
             TierUnavailableError: The tier's directory or server cannot be reached.
             TierTimeoutError: It did not open in time.
         """
@@ -442,10 +440,10 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
 
     @classmethod
     def places_of(cls, settings: S, identity: KVIdentity) -> list[TierPlace]:
-        """Return where the tier keeps its blocks; raises ConfigError if they have no room there."""
+        """Return the tier's storage locations; raises ConfigError if the blocks do not fit."""
         return []
 
     @classmethod
     def implied_options(cls, settings: S) -> dict[str, Any]:
-        """Return options of every tier that follow from the tier's own."""
+        """Return common tier options derived from the tier's own."""
         return {}

@@ -1,6 +1,6 @@
-"""The tiers of a composing manager: one `TierState` each, driven through a link.
+"""The tiers of a `TieringOffloadingManager`: one `TierState` each, driven through a link.
 
-A tier that the engine can do without is opened later, in the background, if it cannot be now.
+An optional tier that cannot be opened is retried in the background.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvoffload_async.types import (
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.05
-"""How often tiers are polled that do not announce their reports."""
+"""Polling interval in seconds for external tiers, which send no notifications."""
 
 
 _FIRST_PAUSE_S: Final = 1.0
@@ -49,9 +49,9 @@ _LONGEST_PAUSE_S: Final = 60.0
 def create_tier(
     tier_config: Mapping[str, Any], primary_kv_view: memoryview, offloading_spec: object
 ) -> SecondaryTierManager | UnopenedTier:
-    """Create and open a tier; one that is not `required` may be opened later.
+    """Create and open a tier; return an `UnopenedTier` if an optional one cannot be opened.
 
-    Raises what `SecondaryTierFactory.create_secondary_tier` raises, if the tier is required.
+    For a required tier it raises the errors of `SecondaryTierFactory.create_secondary_tier`.
     """
     create = partial(
         SecondaryTierFactory.create_secondary_tier, tier_config, primary_kv_view, offloading_spec
@@ -70,7 +70,7 @@ def create_tier(
 
 
 def pauses_s(longest_s: float) -> Iterator[float]:
-    """Yield the seconds before each attempt."""
+    """Yield the pause in seconds before each attempt."""
     pause_s = _FIRST_PAUSE_S
     while True:
         yield min(pause_s, longest_s)
@@ -78,9 +78,9 @@ def pauses_s(longest_s: float) -> Iterator[float]:
 
 
 class UnopenedTier:
-    """Tries to open a tier, on a thread that the owner waits for in `shutdown` alone.
+    """Retries opening a tier on a background thread; only `shutdown` waits for the thread.
 
-    Thread: owner, but for `_reopen`.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
         tier_type: The name under which the tier was configured.
@@ -94,14 +94,14 @@ class UnopenedTier:
         longest_pause_s: float,
         hangs: Callable[[], bool] = bool,
     ) -> None:
-        """Begin to try.
+        """Start the thread.
 
         Args:
             tier_type: The name under which the tier was configured.
-            create: Creates and opens the tier; waits for that, on the thread.
-            error: Why it could not be opened so far.
-            longest_pause_s: Bound on the pauses between two attempts, which double from 1 s on.
-            hangs: Returns whether a thread of the last attempt still hangs: then none is begun.
+            create: Creates and opens the tier; blocks, on the background thread.
+            error: Error of the first attempt.
+            longest_pause_s: Maximum pause between two attempts; pauses double from 1 s on.
+            hangs: Returns whether a thread of the last attempt still hangs; no attempt starts then.
         """
         self.tier_type = tier_type
         self._create = create
@@ -121,7 +121,7 @@ class UnopenedTier:
         return f"<{type(self).__name__} {self.tier_type}>"
 
     def take_opened(self) -> SecondaryTierManager | None:
-        """Return the tier once it is open, and from then on None."""
+        """Return the opened tier once; None before it is open and after it was returned."""
         if not self._opened:
             return None
         seconds = time.monotonic() - self._failed_at_s
@@ -129,7 +129,7 @@ class UnopenedTier:
         return self._opened.popleft()
 
     def shutdown(self, timeout: float) -> CloseReport:
-        """Stop trying, and close a tier that was not taken; waits, also for a running attempt."""
+        """Stop retrying and close a tier that was not taken; waits for a running attempt."""
         self._stop.set()
         begun_s = time.monotonic()
         self._thread.join(timeout)
@@ -141,7 +141,7 @@ class UnopenedTier:
         return CloseReport()
 
     def _reopen(self) -> None:
-        """Try until it works. Thread: its own."""
+        """Retry until the tier opens. Runs on the background thread."""
         for pause_s in pauses_s(self._longest_pause_s):
             if self._stop.wait(pause_s):
                 return
@@ -161,9 +161,9 @@ class UnopenedTier:
 
 
 class BreakerLog:
-    """Logs each opening and closing of a tier's breakers once; a failed attempt is not logged.
+    """Logs each opening and closing of a tier's circuit breakers once, but not failed attempts.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self, tiers: Sequence[TierState]) -> None:
@@ -171,7 +171,7 @@ class BreakerLog:
         self._suspended: set[tuple[int, str]] = set()
 
     def update(self, now_s: float) -> None:
-        """Look at every breaker."""
+        """Check every breaker and log changes."""
         for index, tier in enumerate(self._tiers):
             health = tier.health
             for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
@@ -195,16 +195,16 @@ class BreakerLog:
 
 
 class TierGroup:
-    """Takes in what happens in the tiers, and hands over what they are to do.
+    """Collects the tiers' events, and hands effects over to the tiers.
 
-    A tier that is not open yet has a state that is not available, and no link.
+    A tier that is not open has an unavailable state and no link.
 
-    Thread: owner, but for `stats`.
+    Not thread-safe, except `stats`; call only from the owner's thread.
 
     Attributes:
-        managers: The managers of the open tiers, by their number.
-        states: What the planner drives, one per tier.
-        links: The open tiers, by their number.
+        managers: The managers of the open tiers, by tier index.
+        states: The states that the planner drives, one per tier.
+        links: The links of the open tiers, by tier index.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class TierGroup:
         slot_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        """Join the managers; external ones are not called yet."""
+        """Link the managers; external ones are not called."""
         self.managers: dict[int, SecondaryTierManager] = {}
         self.links: dict[int, TierLink | ExternalLink] = {}
         self._external: list[ExternalLink] = []
@@ -238,11 +238,11 @@ class TierGroup:
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_request(self, ctx: ReqContext) -> list[int]:
-        """Tell the tiers of a request; return which of them want all of its blocks."""
+        """Announce a request to the tiers; return the indices of tiers that want all its blocks."""
         return [index for index, link in self.links.items() if link.begin_request(ctx)]
 
     def collect(self, planner: Planner) -> None:
-        """Apply what has happened in the tiers."""
+        """Apply the tiers' events."""
         if self._unopened:
             self._take_opened(planner)
         for link in self.links.values():
@@ -252,34 +252,34 @@ class TierGroup:
         self._breaker_log.update(planner.now_s)
 
     def end_step(self, context: ScheduleEndContext | None, planner: Planner) -> None:
-        """Start the probes of the step, and hand everything over."""
+        """Queue the step's probes, and hand all effects over."""
         for link in self.links.values():
             link.end_step(context)
         self.flush(planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Detach and yield the events of the tiers."""
+        """Remove and yield the tiers' events."""
         for link in self.links.values():
             yield from link.take_events()
 
     def announce_anew(self) -> None:
-        """Announce blocks again when they are stored again: consumers have forgotten everything."""
+        """Emit events for blocks again when they are next stored; for consumers that lost state."""
         for link in self.links.values():
             link.announce_anew()
 
     def has_pending_work(self) -> bool:
-        """Return whether a tier has jobs, or probes without an answer."""
+        """Return whether a tier has unfinished jobs or unanswered probes."""
         return any(link.has_pending_work() for link in self.links.values())
 
     def polls_in_s(self) -> float:
-        """Return in how many seconds external tiers, which announce nothing, are to be polled."""
+        """Return the seconds until external tiers, which send no notifications, must be polled."""
         for link in self._external:
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 return _POLL_S
         return math.inf
 
     def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
-        """Return how each tier is, of what the planner knows of them. Thread: any."""
+        """Return each tier's statistics, from the planner's figures. Thread-safe."""
         return tuple(
             self.links[index].stats(figures)
             if index in self.links
@@ -288,7 +288,7 @@ class TierGroup:
         )
 
     def flush(self, planner: Planner) -> None:
-        """Hand over what the tiers are to do; an external manager may refuse jobs at once."""
+        """Hand effects over to the tiers; an external manager may refuse jobs at once."""
         for bridge in self._bridges:
             bridge.flush()
         for link in self._external:
@@ -298,17 +298,17 @@ class TierGroup:
     # -- the calls that wait --------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for running jobs, at most so many seconds per tier."""
+        """Wait for running jobs, at most `timeout_s` per tier."""
         for link in self.links.values():
             link.drain(timeout_s)
 
     def abandon(self) -> None:
-        """Give up the jobs that have no result."""
+        """Fail the jobs that have no result."""
         for link in self.links.values():
             link.abandon()
 
     def store_pending(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
-        """Send the tiers their pending blocks; waits. Without a bridge nothing is waited for."""
+        """Write pending blocks back to the tiers, at most for `timeout_s`; needs a bridge."""
         left_s = timeout_s
 
         def has_results() -> bool:
@@ -324,13 +324,13 @@ class TierGroup:
             self.flush(planner)
             if left_s <= 0 or not planner.has_pending_work:
                 return
-            # Not the bridge's own wait: others, whose events nobody here takes, may share it.
+            # Bounded: other tiers, whose events are not taken here, may share the bridge.
             wait_s = min(left_s, _POLL_S)
             has_news = bridge.runner.wait_until(has_results, wait_s)
             left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
 
     def shutdown(self, planner: Planner, deadline_s: float) -> tuple[int, list[Exception]]:
-        """Shut every tier down; return how many copies still run, and what has failed."""
+        """Shut every tier down; return the number of copies that still run, and the errors."""
         errors: list[Exception] = []
         running: list[set[JobId]] = []
         for index, state in enumerate(self.states):
@@ -346,7 +346,7 @@ class TierGroup:
         for link in self.links.values():
             link.pump()
         for state, jobs in zip(self.states, running, strict=True):
-            # Only an external manager whose shutdown failed, or that does not say, leaves any.
+            # Jobs remain only if an external manager's shutdown failed or returned no report.
             jobs.update(state.abandon_rest())
         planner.collect()
         return sum(map(len, running)), errors
@@ -372,7 +372,7 @@ class TierGroup:
         return link
 
     def _take_opened(self, planner: Planner) -> None:
-        """Link the tiers that have been opened by now."""
+        """Link the tiers that were opened since the last call."""
         for index, tier in list(self._unopened.items()):
             manager = tier.take_opened()
             if manager is None:
@@ -386,7 +386,7 @@ class TierGroup:
 
 
 def _unopened_state(tier_type: str, name: str, slot_bytes: int) -> TierState:
-    """Return the state of a tier whose contents are unknown, and that is not available."""
+    """Return the state of an unavailable tier with unknown contents."""
     log = EventLog(Medium.STORAGE, enabled=False, ownership=name)
     state = TierState(tier_type, ProbedIndex(1), slot_bytes, log)
     state.is_available = False

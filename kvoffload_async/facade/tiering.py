@@ -50,13 +50,13 @@ _SECONDS_BETWEEN: Final = 60.0
 
 
 class LossWarnings:
-    """Warns of a tier's losses at once, and then at most once a minute.
+    """Logs a warning when a tier loses blocks, at most once a minute per tier.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self, planner: Planner, now_s: float) -> None:
-        """Count from now on."""
+        """Start counting at `now_s`."""
         self._planner = planner
         self._counters: Sequence[TierCounters] = [tier.counters for tier in planner.tiers]
         self._told = [0 for _ in planner.tiers]
@@ -64,7 +64,7 @@ class LossWarnings:
         self._next_s = [now_s for _ in planner.tiers]
 
     def check(self, now_s: float, *, is_last: bool = False) -> None:
-        """Warn of what has been lost since the last warning, if it is time for one."""
+        """Warn of blocks lost since the last warning, if a warning is due."""
         for index, counters in enumerate(self._counters):
             lost = counters.dropped_blocks + counters.failed_store_blocks
             if lost > self._told[index] and (is_last or now_s >= self._next_s[index]):
@@ -89,12 +89,12 @@ class LossWarnings:
 
 
 class OwnerSteps:
-    """Measures how long each step keeps the owner's thread: its beginning and its end.
+    """Measures the time that the begin and end of each step take on the owner's thread.
 
-    The end of a step publishes a snapshot of the planner's figures, by one assignment: another
-    thread reads figures of one moment, without waiting.
+    The end of a step publishes a snapshot of the planner's figures by one assignment, so other
+    threads read a consistent snapshot without waiting.
 
-    Thread: owner, but for `published` and `read`.
+    Not thread-safe, except `published` and `read`; call only from the owner's thread.
     """
 
     def __init__(self, clock: Callable[[], float], planner: Planner) -> None:
@@ -106,12 +106,12 @@ class OwnerSteps:
         self.publish()
 
     def began(self, since_s: float) -> None:
-        """Note that the beginning of the step has kept the thread since then."""
+        """Record the time that the begin of the step took, since `since_s`."""
         self._owner = threading.get_ident()
         self._step_s += self._clock() - since_s
 
     def ended(self, since_s: float) -> None:
-        """Note the end of the step, which has kept the thread since then, and publish."""
+        """Record the time that the end of the step took, since `since_s`, and publish."""
         self._step_s += self._clock() - since_s
         self._durations.observe(self._step_s)
         self._longest_s = max(self._longest_s, self._step_s)
@@ -124,13 +124,13 @@ class OwnerSteps:
         self._published = take_snapshot(self._planner)
 
     def published(self) -> Snapshot:
-        """Return the latest snapshot; a new one on the owner's thread."""
+        """Return the latest snapshot; on the owner's thread, take a new one."""
         if threading.get_ident() == self._owner:
             self.publish()
         return self._published
 
     def read(self, bridge: Bridge | None) -> RuntimeStatistics:
-        """Return the measurements of this object, and of the bridge that the tiers share."""
+        """Return the step times, and the figures of the bridge that the tiers share."""
         version, python = _versions()
         return RuntimeStatistics(
             version=version,
@@ -153,12 +153,12 @@ def _block_io() -> str:
 
 @functools.cache
 def _versions() -> tuple[str, str]:
-    """Return the versions of this package and of the interpreter: read from files, once."""
+    """Return the versions of this package and the interpreter; cached."""
     return importlib.metadata.version("kvoffload-async"), platform.python_version()
 
 
 TimelineListener = Callable[[RequestTimeline], None]
-"""Called on the owner's thread: it must not wait."""
+"""Called on the owner's thread; must not block."""
 
 FindParent = Callable[[ReqContext], object | None]
 
@@ -166,10 +166,10 @@ FindParent = Callable[[ReqContext], object | None]
 class Explaining:
     """Timelines of the last `explain_requests` requests.
 
-    Thread: owner.
+    Not thread-safe, except `slowest_requests`; call only from the owner's thread.
 
     Attributes:
-        recorder: Records the timelines; None: nothing is recorded.
+        recorder: Records the timelines; None: recording is off.
     """
 
     recorder: RequestRecorder | None
@@ -178,46 +178,46 @@ class Explaining:
     def explain(self, req_id: str) -> RequestTimeline | None:
         """Return the timeline of a request so far, also after its end; `print` it.
 
-        Of several requests with one id, the one that began last.
+        If several requests have the id, the latest is returned.
 
         Returns:
-            None: it is not among the requests that are kept.
+            None if the request is not recorded.
 
         Raises:
-            StateError: Nothing is recorded, as `explain_requests` is 0.
+            StateError: Recording is off: `explain_requests` is 0.
         """
         return self._require_recorder().explain(req_id)
 
     def timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return the timeline of every request that is kept, the one that began first first.
+        """Return the timelines of all recorded requests, oldest first.
 
         Raises:
-            StateError: Nothing is recorded, as `explain_requests` is 0.
+            StateError: Recording is off: `explain_requests` is 0.
         """
         return self._require_recorder().timelines()
 
     def slowest_requests(self, count: int = 5) -> tuple[SlowRequest, ...] | None:
-        """Return which of the recent requests have waited longest; None: nothing is recorded.
+        """Return the recent requests with the longest waits; None if recording is off.
 
-        Thread: any.
+        Thread-safe.
         """
         return None if self.recorder is None else self.recorder.slowest(count)
 
     def watch_timelines(
         self, listener: TimelineListener, find_parent: FindParent | None = None
     ) -> None:
-        """Have each timeline handed over, once, at the end of the step in which it is complete.
+        """Pass each timeline to a listener, once, at the end of the step that completes it.
 
-        A request's timeline is complete when no copy works for it any more. At the shutdown, and
-        when a request has to make room for later ones, it is handed over as it is. A listener that
-        raises is logged, and called no more.
+        A timeline is complete when no copy for its request is running. At shutdown, and when the
+        recorder drops a request, the timeline is passed incomplete. The error of a listener is
+        logged, and the listener is removed.
 
         Args:
-            listener: Called on the owner's thread; it must not wait.
-            find_parent: Returns the trace context of a request that begins; by default its own.
+            listener: Called on the owner's thread; must not block.
+            find_parent: Returns the trace context of a new request; by default the request's own.
 
         Raises:
-            StateError: Nothing is recorded, as `explain_requests` is 0.
+            StateError: Recording is off: `explain_requests` is 0.
         """
         recorder = self._require_recorder()
         recorder.keep_complete()
@@ -233,7 +233,7 @@ class Explaining:
         return self.recorder
 
     def _give_timelines_up(self) -> None:
-        """Hand every timeline over, also those that are not complete: nothing will follow."""
+        """Pass all timelines to the listener, incomplete ones included; for shutdown."""
         if self.recorder is not None:
             self._hand_timelines_over()
             self.recorder.give_up()
@@ -258,13 +258,13 @@ class Explaining:
 class TieringOffloadingManager(Explaining, OffloadingManager):
     """Cascades stored blocks to every secondary tier and promotes them back on a lookup.
 
-    Tiers are polled at most once a step, at the first lookup or store of it; submitted jobs are
+    Tiers are polled at most once per step, at the first lookup or store; submitted jobs are
     handed over in one wake-up at the end of the step.
 
-    Thread: owner, the scheduler's, but for `stats`. No lock, and none needed.
+    Not thread-safe, except `stats`; call only from the owner's (the scheduler's) thread.
 
     Attributes:
-        planner: The decisions behind this surface. For invariants and inspection.
+        planner: Decides on all transfers; exposed for invariant checks and inspection.
     """
 
     def __init__(
@@ -286,25 +286,25 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         generation: int | str | None = None,
         explain_requests: int = 0,
     ) -> None:
-        """Compose; primary and tiers are owned from now on.
+        """Combine a primary with tiers; the manager owns them.
 
         Args:
-            primary: The front; nobody else may call it.
-            secondary_tiers: In the order of lookup.
-            bridge: The bridge that the tiers share, where they share one: for `wait_for_progress`,
-                and to store pending blocks at the shutdown.
-            reserved_fraction: Part of the primary that nothing of this occupies; see `Shares`.
-            promotion_fraction: Part of it for promotions, and what waiting requests retain.
-            cascade_fraction: Part of it that may be in cascade to one tier.
+            primary: The primary; only this manager may call it.
+            secondary_tiers: The tiers, in lookup order.
+            bridge: The bridge that the tiers share, if any; for `wait_for_progress`, and to
+                write pending blocks back at shutdown.
+            reserved_fraction: Fraction of the primary kept free of tier traffic; see `Shares`.
+            promotion_fraction: Fraction for promotions and blocks retained for waiting requests.
+            cascade_fraction: Fraction that cascades to one tier may occupy.
             write_back: "wait" or "drop"; see `OffloadConfig`.
-            deferral_timeout_s: Seconds that a request may be deferred in all.
-            breaker: When a failing tier is suspended.
-            drain_timeout_s: Seconds that `reset_cache` waits for running jobs, a tier.
-            shutdown_timeout_s: Seconds that `shutdown` waits, a tier.
+            deferral_timeout_s: Maximum total seconds that a request is deferred.
+            breaker: Circuit-breaker settings for failing tiers.
+            drain_timeout_s: Seconds per tier that `reset_cache` waits for running jobs.
+            shutdown_timeout_s: Seconds per tier that `shutdown` waits.
             check_invariants: Check every invariant at the end of every step; for debugging.
             clock: Monotonic seconds.
-            generation: Which weights the blocks are of; see `invalidate`.
-            explain_requests: How many requests to keep for `explain`.
+            generation: Identifies the weights of the blocks; see `invalidate`.
+            explain_requests: Number of requests to record for `explain`.
         """
         self.generation = Generation(generation)
         self._primary = primary
@@ -347,7 +347,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     @property
     def secondary_tiers(self) -> Sequence[SecondaryTierManager]:
-        """The managers of the tiers that are open, in the order of lookup."""
+        """The managers of the open tiers, in lookup order."""
         return tuple(self._tiers.managers.values())
 
     def get_primary_kv_view(self) -> memoryview:
@@ -361,9 +361,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     # -- a request's life -----------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Begin a request; it is REQUEST_LEVEL as soon as one tier wants whole requests."""
+        """Begin a request; its policy is REQUEST_LEVEL if any tier wants whole requests."""
         self._ensure_open()
-        # Before any tier hears of it.
+        # Check before any tier is called.
         if req_context.req_id == ENGINE_REQ_ID:
             raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
         if req_context in self.planner.requests:
@@ -374,7 +374,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         return RequestOffloadingContext(policy)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """End a request. The tiers learn of it once nothing more can be submitted for it."""
+        """End a request; tiers are informed once no further job can be submitted for it."""
         self.planner.on_request_finished(req_context)
 
     # -- loads ----------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def lookup_many(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
     ) -> list[LookupResult]:
-        """Return what is known of blocks; a hit in a secondary tier queues its promotion."""
+        """Look blocks up, see the base class; a hit in a secondary tier queues a promotion."""
         self.begin_step()
         current = self.generation.current(keys)
         if len(current) == len(keys):
@@ -403,12 +403,12 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
 
     def on_request_scheduled(self, req_context: ReqContext) -> bool:
-        """Learn that a request waits for no loads any more, or that it has ended.
+        """Record that a request no longer waits for loads, or has ended.
 
-        For drivers that end steps without saying so in a `ScheduleEndContext`.
+        For drivers that end steps without a `ScheduleEndContext`.
 
         Returns:
-            Whether blocks were retained for it until now.
+            Whether the call released blocks that were retained for the request.
         """
         return self.planner.on_request_scheduled(req_context)
 
@@ -436,15 +436,15 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         generation: int | None = None,
     ) -> None:
         if self._closed:
-            return  # a copy that ended after the shutdown: nothing can follow from it
+            return  # the copy ended after shutdown: no state is left to update
         self.planner.complete_store(keys, req_context, success=success, generation=generation)
 
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Take in what the tiers have to report, once a step. Thread: owner.
+        """Apply the tiers' reports, once per step. Call only from the owner's thread.
 
-        The calls that need it begin the step themselves.
+        Calls that need current reports begin the step themselves.
 
         Raises:
             ClosedError: The manager is shut down.
@@ -464,7 +464,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._polled_this_step = False
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: submit promotions and late cascades, pass uses on, hand everything over."""
+        """End a step: submit promotions and late cascades, report uses, hand effects over."""
         if self._closed:
             return
         began_s = self._clock()
@@ -481,21 +481,21 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             check_state(self.planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Detach and return the events of the primary and of every tier."""
+        """Remove and return the events of the primary and of every tier."""
         primary = self.planner.primary
         events = [*primary.take_events()] if primary.event_log.entries else []
         return iter([*events, *self._tiers.take_events()])
 
     def announce_anew(self) -> None:
-        """Have the tiers announce blocks again when they are stored again.
+        """Emit events for blocks again when they are next stored in a tier.
 
-        For consumers of events that have forgotten everything.
+        For event consumers that lost their state.
         """
         self._tiers.announce_anew()
 
     @property
     def dropped_events(self) -> int:
-        """Events of the primary and of the tiers that were dropped, as nobody took them."""
+        """Number of events of primary and tiers that were dropped because a buffer was full."""
         logs = [tier.event_log for tier in self.planner.tiers]
         return sum(log.dropped for log in (self._primary.core.event_log, *logs))
 
@@ -503,9 +503,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         return self.planner.has_pending_work or self._tiers.has_pending_work()
 
     def stats(self) -> OffloadingStatistics:
-        """Return what was done so far, and how it is now; also when it is closed.
+        """Return counters and gauges, also after shutdown.
 
-        Thread: any. On any but the owner's it tells how it was at the end of the last step.
+        Thread-safe. Other threads than the owner's get the values at the end of the last step.
         """
         published = self._steps.published()
         return OffloadingStatistics(
@@ -516,12 +516,12 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
-        """Wait until a tier has something to report, at most `timeout_s` seconds.
+        """Wait until a tier has a report, at most `timeout_s` seconds.
 
-        For drivers that have nothing else to do between steps; a scheduler never needs it.
+        For drivers that are idle between steps; a scheduler does not need it.
 
         Returns:
-            Whether something is to be reported.
+            Whether a report is available.
 
         Raises:
             StateError: The tiers share no bridge.
@@ -530,21 +530,21 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             raise StateError("the tiers share no bridge: poll them instead")
         for tier in self.planner.tiers:
             if tier.cost_gated is not None and tier.cost_gated.has_decided:
-                return True  # a request that was answered with RETRY gets another answer
+                return True  # repeating a lookup that returned RETRY gives another answer
         return self._bridge.wait_for_progress(timeout_s)
 
     def wakes_in_s(self) -> float:
-        """Return in how many seconds a step may find something that nobody announces."""
+        """Return the seconds until a step is due that no notification triggers."""
         pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
         return min(math.inf if pending_s is None else pending_s, self._tiers.polls_in_s())
 
     def invalidate(self, generation: int | str) -> None:
-        """Begin another generation, between steps: the weights have changed. Waits for nothing.
+        """Begin another generation after a change of weights, between steps. Non-blocking.
 
-        From now on no block of a former generation is served, from the primary or any tier,
-        whatever of it is still on the way. Requests that began before find nothing and store
-        nothing more. Make the keys of later ones with the new `generation.key`. A generation that
-        comes again finds its blocks again: never use a label for other weights.
+        Blocks of former generations are no longer served from the primary or any tier, transfers
+        in flight included. Requests that began before get only misses and store no more blocks.
+        Create the keys of later requests with the new `generation.key`. Returning to a former
+        label makes its blocks available again: never reuse a label for other weights.
 
         Raises:
             ConfigError: It is neither an integer nor a label.
@@ -557,16 +557,16 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def reset_cache(self) -> None:
         """Empty the primary, between steps; the secondary tiers keep their blocks.
 
-        Waits for running jobs, at most `drain_timeout_s` a tier. What still runs then is given
-        up, and its slots stay out of use until its copy has ended. Promotions are held back
-        until `on_reset_flushed`.
+        Waits for running jobs, at most `drain_timeout_s` per tier. Jobs that still run then fail,
+        and their slots stay reserved until the copies end. No promotion starts before
+        `on_reset_flushed`.
         """
         self._ensure_open()
         self._tiers.drain(self._drain_timeout_s)
         self._reset()
 
     def reset_cache_now(self) -> None:
-        """Empty the primary as `reset_cache` does, but wait for nothing: give running jobs up."""
+        """Empty the primary like `reset_cache`, but fail running jobs without waiting."""
         self._ensure_open()
         self._tiers.abandon()
         self._reset()
@@ -576,7 +576,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.begin_step()
         self._polled_this_step = False
         for tier in self.planner.tiers:
-            tier.abandon_rest()  # whatever a drain has left
+            tier.abandon_rest()  # jobs that the drain did not end
         self.planner.collect()
         self.planner.reset_cache()
 
@@ -586,14 +586,14 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut every tier down, then release the primary's memory; idempotent.
 
-        Blocks that wait for room in a tier still go there, within half of the time; the rest of
-        them is lost. The memory is not released while a copy may still touch it.
+        Pending blocks are written back for at most half of the timeout; the rest is lost. The
+        memory is not released while a copy may still access it.
 
         Args:
-            timeout: Seconds to wait for running jobs, all tiers together.
+            timeout: Seconds to wait for running jobs, in total for all tiers.
 
         Raises:
-            OffloadError: A tier failed to close; every tier had its chance.
+            OffloadError: A tier failed to close; all others were shut down.
         """
         if self._closed:
             return
@@ -604,7 +604,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.planner.release_retained()
         try:
             self._tiers.store_pending(self.planner, self._bridge, timeout_s / 2)
-        except OffloadError as error:  # the loop is gone, say: the rest of the shutdown must follow
+        except OffloadError as error:  # for instance a closed loop; the shutdown must continue
             logger.warning("pending blocks could not be stored: %s", error)
         self.planner.close()
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)

@@ -43,7 +43,7 @@ def by_name(path: str, names: Mapping[str, str], stats: OffloadingStatistics) ->
 
 
 def by_key(path: str, stats: OffloadingStatistics) -> Samples:
-    """Yield the values of a mapping."""
+    """Yield the values of the mapping at `path`, labelled by key."""
     for _, mapping in one(path, stats):
         assert isinstance(mapping, Mapping)  # noqa: S101 - for the type checker
         for key, value in mapping.items():
@@ -51,7 +51,7 @@ def by_key(path: str, stats: OffloadingStatistics) -> Samples:
 
 
 def of_tiers(read: Callable[[TierStatistics], Samples], stats: OffloadingStatistics) -> Samples:
-    """Yield what is read of each tier, under its name."""
+    """Yield the samples that `read` returns for each tier, labelled with the tier's name."""
     for tier in stats.tiers:
         for labels, value in read(tier):
             yield (tier.name, *labels), value
@@ -153,7 +153,7 @@ class Metric:
         kind: See `MetricKind`.
         documentation: One sentence.
         labels: The names of its labels.
-        read: Returns its values, each with those of its labels.
+        read: Returns its samples: label values and value.
     """
 
     name: str

@@ -189,7 +189,7 @@ class ChatWorkload(RequestSource):
         chance = random.Random(self._seed)  # noqa: S311 - reproducible, and no secret
         new_ids = count()
         prompts = [[next(new_ids) for _ in range(size)] for size in SYSTEM_PROMPT_BLOCKS]
-        open_ones: list[_Conversation] = []  # the latest last
+        open_ones: list[_Conversation] = []  # most recent last
         for _ in range(NUM_REQUESTS):
             if not open_ones or chance.random() < _START_SHARE:
                 talk = _Conversation(list(chance.choice(prompts)), chance.randint(*_TURNS))

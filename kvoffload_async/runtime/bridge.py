@@ -35,7 +35,7 @@ _CLOSE_MARGIN_S = 0.7
 _STOP_THREADS_S = 0.2
 _STOP_HOST_S = 5.0
 KEYS_A_STEP: Final = 4096
-"""How many announced keys the owner takes in at once: about a millisecond's worth."""
+"""Maximum number of announced keys applied per step; they take about 1 ms."""
 
 
 class PoolRunner(IoRunner, Protocol):
@@ -53,13 +53,13 @@ class PoolRunner(IoRunner, Protocol):
 class TierLink:
     """One tier's pair of queues: a state on the owner's side, an actor on the loop's.
 
-    Thread: owner, but for `_post` and `stats`.
+    Not thread-safe, except `_post` and `stats`; call only from the owner's thread.
 
     Attributes:
-        state: What the owner knows of the tier.
-        tier: The tier itself, which runs on the loop.
-        bridge: Which loop that is.
-        inbox: What happened in the tier and was not applied to the state yet.
+        state: The tier's state on the owner's side.
+        tier: The tier, which runs on the loop.
+        bridge: Connects to the loop.
+        inbox: Events of the tier that are not yet applied to the state.
         actor: The loop's side.
     """
 
@@ -76,18 +76,18 @@ class TierLink:
         identity: KVIdentity,
         host: RuntimeHost | None = None,
     ) -> None:
-        """Connect; nothing runs before `open`.
+        """Create the link without starting anything; see `open`.
 
         Args:
             bridge: Connects to the loop.
             state: The owner's side.
-            tier: Owned from now on.
+            tier: The tier; owned by the link.
             kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`; released with the link.
             pool: The tier's I/O threads; closed with the link.
             io_timeout_s: Seconds from a job's submission to its deadline.
             probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
-            identity: Whose blocks the tier keeps.
-            host: Closed with the link, if the bridge is that of this link alone.
+            identity: Identity of the tier's blocks.
+            host: The loop thread of this link alone, closed with the link; None: shared.
         """
         self.state = state
         self.tier = tier
@@ -115,10 +115,10 @@ class TierLink:
         return self.tier.capabilities.request_level
 
     def pump(self, key_limit: float = KEYS_A_STEP) -> None:
-        """Apply the events that have come in, in their order. Never waits.
+        """Apply the received events in order. Non-blocking.
 
         Args:
-            key_limit: Number of announced keys after which the rest is left for the next call.
+            key_limit: Number of announced keys after which further events wait for the next call.
         """
         inbox, state = self.inbox, self.state
         while inbox and key_limit > 0:
@@ -137,11 +137,11 @@ class TierLink:
         state.end_step()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Detach and return what appeared in and disappeared from the tier."""
+        """Remove and return the events of stored and removed blocks."""
         return self.state.take_events() if self.state.event_log.entries else ()
 
     def announce_anew(self) -> None:
-        """Announce blocks again when they are stored again: consumers have forgotten everything."""
+        """Emit events for blocks again when they are next stored; for consumers that lost state."""
         self.state.event_log.announce_anew()
 
     def has_pending_work(self) -> bool:
@@ -149,10 +149,10 @@ class TierLink:
         return bool(self.inbox) or self.state.has_pending_work
 
     def stats(self, taken: Figures) -> TierStatistics:
-        """Return how the tier is, also when it is closed. Thread: any.
+        """Return the tier's statistics, also after closing. Thread-safe.
 
         Args:
-            taken: From `take_tier`.
+            taken: The planner's figures from `take_tier`.
         """
         try:
             gauges = dict(self.tier.gauges())
@@ -170,7 +170,7 @@ class TierLink:
         """Open the tier and join the bridge; blocks. Raises the errors of the tier's `open`.
 
         Args:
-            timeout_s: Timeout for an ordinary tier; a large one is given more.
+            timeout_s: Timeout in seconds; extended for large tiers.
 
         Raises:
             TierTimeoutError: The tier did not open in time.
@@ -194,21 +194,21 @@ class TierLink:
         self.bridge.links.append(self)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has its result; False at the deadline. No copy is aborted."""
+        """Wait until every job has its result; return False on timeout. No copy is aborted."""
         self.bridge.flush()
         return self.bridge.runner.wait_until(self._is_drained, timeout_s)
 
     def abandon(self) -> None:
-        """Give up every job that has no result: it fails now."""
+        """Fail every job that has no result."""
         self.state.abandon_rest()
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close state and actor; every job has its result afterwards. Idempotent; never raises.
 
-        Waits about `timeout_s` for running jobs, then gives them up.
+        Waits about `timeout_s` for running jobs, then fails them.
 
         Returns:
-            What was left behind: while a job's copy still runs, the primary's memory must stay.
+            The unfinished work; while a copy still runs, the primary must stay allocated.
         """
         if self._report is not None:
             return self._report
@@ -257,7 +257,7 @@ class TierLink:
 class Bridge:
     """Connects the tier states of one owner with the actors on one loop.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class Bridge:
             self.wake_ups += 1
             try:
                 self.runner.call_soon(self._execute, batch, self.runner.now_s())
-            except ClosedError:  # it ended after the check
+            except ClosedError:  # the loop ended after the check
                 self._give_up()
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -309,11 +309,11 @@ class Bridge:
         return self.runner.wait_until(self._has_events, timeout_s)
 
     def _give_up(self) -> None:
-        """Fail jobs that the loop will not end; a running copy keeps its memory."""
+        """Fail all jobs after the loop has ended; slots of running copies stay reserved."""
         for link in self.links:
             if link.state.is_available:
                 logger.error("tier %s: its event loop has ended, and it with it", link.state.name)
-                link.pump(math.inf)  # what the loop has posted before
+                link.pump(math.inf)  # events that the loop posted before its end
                 link.state.close()
                 link.state.abandon_rest()
 
@@ -329,7 +329,7 @@ class Bridge:
 class RuntimeHost:
     """Owns the loop thread; a context manager.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self) -> None:

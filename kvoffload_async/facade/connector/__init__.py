@@ -1,4 +1,4 @@
 """The adapter between a serving scheduler, its workers, and an `OffloadingManager`.
 
-Nothing of any one server: vLLM has its own in `integrations`.
+Independent of any serving engine; the adapter for vLLM is in `integrations`.
 """

@@ -1,6 +1,6 @@
-"""The scheduler's side of offloading: what to load, what to store, what must not be overwritten.
+"""The scheduler side of the connector: plans loads, stores and flushes.
 
-The adapter's own jobs are copies between device and primary, until every worker has ended them.
+Its jobs are copies between device and primary; a job ends when it has ended on every worker.
 Their ids are a different namespace from those of the secondary tiers' jobs.
 """
 
@@ -47,13 +47,13 @@ class ConnectorJob:
 
     Attributes:
         job_id: See `JobId`.
-        request: The request that it is for.
-        keys: What is copied.
-        is_store: Device to host.
-        device_blocks: The device blocks that it touches, without nulls and duplicates.
-        pending_workers: Workers that have not ended it.
-        has_failed: Whether one of them failed.
-        is_stale: Whether a reset has invalidated its keys: only its end is awaited.
+        request: The request of the copy.
+        keys: The keys of the copied chunks.
+        is_store: True for device to host.
+        device_blocks: The device blocks read or written, without null blocks and duplicates.
+        pending_workers: Number of workers on which the job has not ended.
+        has_failed: Whether the job failed on a worker.
+        is_stale: Whether a reset has invalidated the keys; only the end of the copy matters.
     """
 
     job_id: JobId
@@ -67,7 +67,7 @@ class ConnectorJob:
 
 
 class JobTable:
-    """The jobs in flight, and which device blocks they touch. Thread: owner."""
+    """The jobs in flight, indexed by device block. Call only from the owner's thread."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -79,7 +79,7 @@ class JobTable:
 
     @property
     def next_id(self) -> JobId:
-        """The id of the job that comes next; everything below it exists or has existed."""
+        """The id of the next job; all lower ids have been used."""
         return self._next_id
 
     @property
@@ -102,7 +102,7 @@ class JobTable:
         *,
         is_store: bool,
     ) -> JobId:
-        """Register a job; from now on its device blocks are watched."""
+        """Register a job and its device blocks; return its id."""
         job_id = self._next_id
         self._next_id += 1
         blocks = frozenset(device_blocks) - {NULL_BLOCK}
@@ -118,19 +118,19 @@ class JobTable:
         return job_id
 
     def touching(self, blocks: Iterable[int]) -> set[JobId]:
-        """Return the jobs that touch any of these device blocks, without stale ones."""
+        """Return the jobs that use any of these device blocks, without stale ones."""
         return {job_id for block in blocks for job_id in self._by_block.get(block, ())}
 
     def is_loading(self, keys: Iterable[OffloadKey], below: JobId) -> bool:
-        """Tell whether a job with an id below this one loads any of these keys."""
+        """Return whether a job with an id less than `below` loads any of these keys."""
         return any(self._loading.get(key, below) < below for key in keys)
 
     def has_load(self, request: ConnectorRequest) -> bool:
-        """Tell whether a load of this request is in flight."""
+        """Return whether a load of this request is in flight."""
         return any(not self._jobs[job_id].is_store for job_id in request.transfer_jobs)
 
     def worker_ended(self, job_id: JobId, count: int, *, failed: bool) -> ConnectorJob | None:
-        """Note that workers ended a job; return it if now all have. Unknown ids are ignored."""
+        """Count workers that ended a job; return the job after the last. Ignores unknown ids."""
         job = self._jobs.get(job_id) or self._stale.get(job_id)
         if job is None:
             return None
@@ -166,14 +166,14 @@ class JobTable:
 
 @dataclass(slots=True)
 class ConnectorCounters:
-    """What the adapter has done so far.
+    """Counters of the connector.
 
     Attributes:
-        loaded_tokens: Tokens whose load was begun.
-        stored_blocks: Chunks whose store was begun.
-        stores_refused: Offers of chunks that there was no room for.
-        stores_cut: Offers of chunks of which there was room for the head only.
-        lost_blocks: Chunks of requests that ended before there was room for them.
+        loaded_tokens: Tokens of started loads.
+        stored_blocks: Chunks of started stores.
+        stores_refused: Store offers for which the primary had no room.
+        stores_cut: Store offers of which only a prefix fitted.
+        lost_blocks: Chunks of requests that ended before the primary had room for them.
         failed_loads: Loads that failed.
         failed_stores: Stores that failed.
     """
@@ -188,18 +188,18 @@ class ConnectorCounters:
 
 
 class OffloadingConnectorScheduler:
-    """Drives an `OffloadingManager` for a scheduler. No method waits but `reset_cache`.
+    """Drives an `OffloadingManager` for a scheduler. Only `reset_cache` may block.
 
-    The order of a step: `get_num_new_matched_tokens`, and at once `update_state_after_alloc`, for
-    each request that is to start; `build_connector_meta`, which is the last; then, with what the
-    workers report, `update_connector_output` and `take_invalid_blocks`; and `request_finished`
-    for requests that end, at any time between.
+    Calls per step: `get_num_new_matched_tokens` and, directly after it, `update_state_after_alloc`
+    for each request to start; `build_connector_meta`; then `update_connector_output` with the
+    workers' reports, and `take_invalid_blocks`. `request_finished` may be called between any two
+    of these.
 
-    Thread: owner, the scheduler's.
+    Not thread-safe; call only from the owner's (the scheduler's) thread.
     """
 
     def __init__(self, manager: OffloadingManager, geometry: ConnectorGeometry) -> None:
-        """Drive `manager`, which nobody else may call but to shut it down."""
+        """Drive `manager`; other callers may only shut it down."""
         self.manager = manager
         self.geometry = geometry
         self.counters = ConnectorCounters()
@@ -215,17 +215,17 @@ class OffloadingConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: SchedulerRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens past the computed ones can be loaded, and whether to wait.
+        """Return the number of loadable tokens after the computed ones, and whether to wait.
 
         Args:
-            request: One that is to start, or to start again: it has no device blocks of its own.
-            num_computed_tokens: Tokens, from its start, that the device has anyway.
+            request: A request to start or restart; it has no device blocks of its own.
+            num_computed_tokens: Tokens from its start that are present on the device.
 
         Returns:
-            (None, False) if it is not known yet: ask again in the next step. (0, False) if there
-            is nothing to load. (n, True) if n tokens can be loaded: allocate device blocks for
-            them, call `update_state_after_alloc`, and let the request wait for the load. The
-            last token of a request is never among them.
+            (None, False) if the answer is pending: repeat the call in the next step. (0, False)
+            if there is nothing to load. (n, True) if n tokens can be loaded: allocate device
+            blocks for them, call `update_state_after_alloc`, and delay the request until the load
+            ends. The last token of a request is never loaded.
         """
         state = self._known(request)
         state.restart(num_computed_tokens)
@@ -249,8 +249,8 @@ class OffloadingConnectorScheduler:
         tokens = match.tokens - num_computed_tokens
         if tokens < self._least_load_tokens:
             return 0, False
-        # The device may share what is being loaded for others. Loads that began later are not
-        # waited for: else requests with a common prefix would load it one after the other.
+        # The device may share blocks being loaded for other requests. Do not wait for loads that
+        # began later: requests with a common prefix would load it one after the other.
         if state.waits_below is None:
             state.waits_below = self._jobs.next_id
         if self._jobs.is_loading(match.keys, below=state.waits_below):
@@ -261,16 +261,16 @@ class OffloadingConnectorScheduler:
     def update_state_after_alloc(
         self, request: SchedulerRequest, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """Learn the device blocks of a request; if tokens are to be loaded, prepare the load.
+        """Set the device blocks of a request; if tokens are to be loaded, prepare the load.
 
         Args:
             request: The request.
-            blocks: Its whole block tables.
-            num_external_tokens: What `get_num_new_matched_tokens` has just offered; 0 if it is
-                not taken, also when another source provides the tokens.
+            blocks: Its complete block tables.
+            num_external_tokens: The tokens just offered by `get_num_new_matched_tokens`; 0 to
+                decline, also when another source provides the tokens.
 
         Raises:
-            StateError: Tokens are taken that were not offered, or without blocks for them.
+            StateError: The number differs from the offer, or the block tables are too short.
         """
         state = self._known(request)
         if num_external_tokens not in {0, state.offered_tokens}:
@@ -280,7 +280,7 @@ class OffloadingConnectorScheduler:
             )
         state.offered_tokens = 0
         state.waits_below = None
-        # Also without a load: somebody is about to write the blocks past the computed ones.
+        # Also without a load: the blocks after the computed ones are about to be written.
         for group, table in zip(self.geometry.groups, blocks, strict=True):
             self._step.note_allocated(table[state.local_tokens // group.tokens_per_block :])
         self._step.placed_req_ids.add(request.request_id)
@@ -293,20 +293,20 @@ class OffloadingConnectorScheduler:
     # -- the end of a step ----------------------------------------------------------------------
 
     def build_connector_meta(self, output: StepOutput) -> OffloadingConnectorMetadata:
-        """End the step: return what the workers are to do."""
+        """End the step; return the work for the workers."""
         step = self._step
         self._update_tables(output)
         for req_id in output.preempted_req_ids:
             self._preempt(req_id)
         final_stores = self._final_stores()
         running_stores = self._running_stores(output)
-        # What reads or writes a block that was given to somebody in this step. Not the copies
-        # that follow the giving: this step's loads, and the stores of what it computes.
+        # Flush earlier jobs that use a block allocated in this step, but not this step's own
+        # loads, nor stores of blocks that it computes.
         step.flush |= (
             self._jobs.touching(step.allocated) - step.load_jobs.keys() - running_stores.keys()
         )
         if self._requests and all(s.request.is_finished() for s in self._requests.values()):
-            # There may be no further step: everything is expedited, in both directions.
+            # There may be no further step: flush all jobs, loads and stores.
             step.flush |= self._jobs.ids()
         store_jobs = final_stores | running_stores
         meta = OffloadingConnectorMetadata(step.load_jobs, store_jobs, frozenset(step.flush))
@@ -322,7 +322,7 @@ class OffloadingConnectorScheduler:
         return meta
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        """Take in what the workers report. A job counts as ended once all of them have."""
+        """Apply the workers' reports. A job ends when it has ended on all workers."""
         for job_id, count in output.completed.items():
             job = self._jobs.worker_ended(job_id, count, failed=job_id in output.failed)
             if job is None:
@@ -335,10 +335,10 @@ class OffloadingConnectorScheduler:
                 self._invalidate(job)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Detach the device blocks that failed loads left without their bytes.
+        """Remove and return the device blocks that failed loads did not fill.
 
-        Their requests must compute them anew; set `num_computed_tokens` back before the next call
-        of `build_connector_meta`. Such a request is not offered tokens to load again.
+        Their requests must recompute them; decrease `num_computed_tokens` before the next call
+        of `build_connector_meta`. Such a request is not offered loads again.
         """
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
@@ -346,10 +346,10 @@ class OffloadingConnectorScheduler:
     # -- a request ends -------------------------------------------------------------------------
 
     def request_finished(self, request: SchedulerRequest) -> tuple[bool, None]:
-        """End a request, however it ended: (False, None), so that its blocks are freed at once.
+        """End a request, for any reason; return (False, None): free its blocks at once.
 
-        Blocks that are still being stored stay watched; its last full block is stored with this
-        step. Only the blocks of a load in flight must stay its own until the load has ended.
+        Running stores are flushed before their blocks are reused; its last full chunk is stored
+        with this step. Keep only the blocks of a load in flight allocated until the load ends.
         """
         state = self._known(request)
         if not state.has_ended:
@@ -360,11 +360,11 @@ class OffloadingConnectorScheduler:
     # -- resets ---------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Empty the primary, between steps. Survivors store again from the start.
+        """Empty the primary, between steps. Running requests store again from their start.
 
-        May wait for secondary tiers, and for nothing else: copies in flight go on and are flushed
-        with the next step. Until they have ended, nothing is stored and nothing promoted, since
-        they touch slots that are free now.
+        Blocks only for secondary tiers; copies in flight continue and are flushed with the next
+        step. No store or promotion starts before these copies have ended, because they still use
+        freed slots.
         """
         self._step.flush |= self._jobs.ids()
         self._jobs.mark_all_stale()
@@ -377,7 +377,7 @@ class OffloadingConnectorScheduler:
             self.manager.on_reset_flushed()
 
     def has_pending_push_work(self) -> bool:
-        """Tell whether steps are needed although no request is scheduled."""
+        """Return whether steps are needed although no request is scheduled."""
         return bool(
             self._jobs or self._jobs.has_stale or self._ending or self.manager.has_pending_work()
         )
@@ -403,7 +403,7 @@ class OffloadingConnectorScheduler:
     def _drop_if_idle(self, state: ConnectorRequest) -> None:
         req_id = state.ctx.req_id
         idle = state.finish_signalled and not state.transfer_jobs
-        if idle and self._requests.get(req_id) is state:  # not another one with its id
+        if idle and self._requests.get(req_id) is state:  # not a newer request with this id
             del self._requests[req_id]
 
     def _preempt(self, req_id: str) -> None:
@@ -425,7 +425,7 @@ class OffloadingConnectorScheduler:
             for table in tables:
                 step.note_allocated(table)
         for req_id, state in self._requests.items():
-            # An ended request's blocks are still what they were: this step has not run.
+            # Blocks of an ended request are still intact: this step has not run.
             if req_id not in step.placed_req_ids and not state.has_ended:
                 state.drop_stale_blocks(step.allocated, self.geometry)
             if req_id in output.block_tables:
@@ -450,10 +450,10 @@ class OffloadingConnectorScheduler:
                 group.next_chunk = total_tokens // self.geometry.tokens_per_chunk(index)
 
     def _final_stores(self) -> dict[JobId, TransferJobSpec]:
-        """Store what ended requests had. Before others: it is their last chance."""
+        """Store the remaining chunks of ended requests; these come first as their last offer."""
         jobs: dict[JobId, TransferJobSpec] = {}
         for state in self._ending:
-            # Signalled: a reset came first. Loading: it was aborted before its blocks had bytes.
+            # Signalled: after a reset. Loading: aborted before the load filled its blocks.
             if not state.finish_signalled and not self._jobs.has_load(state):
                 state.room_watch.clear()
                 left_out = self._store(state, final_tokens(state.request), jobs)
@@ -461,7 +461,7 @@ class OffloadingConnectorScheduler:
         return jobs
 
     def _running_stores(self, output: StepOutput) -> dict[JobId, TransferJobSpec]:
-        """Store what requests have once this step has run."""
+        """Store the chunks that running requests have after this step."""
         jobs: dict[JobId, TransferJobSpec] = {}
         for req_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id)
@@ -472,13 +472,12 @@ class OffloadingConnectorScheduler:
     def _store(
         self, state: ConnectorRequest, tokens: int, jobs: dict[JobId, TransferJobSpec]
     ) -> Sequence[OffloadKey]:
-        """Offer the chunks that were not stored; return those that there was no room for.
+        """Offer the chunks not stored yet; return the keys that the primary had no room for.
 
-        After an offer without room for all chunks, a step offers as many as there may be new room
-        for.
+        After a partly granted offer, a step offers at most as many chunks as may fit now.
         """
         if self._jobs.has_stale:
-            return ()  # copies from before a reset may still touch the slots that would be granted
+            return ()  # copies from before a reset may still use the slots
         watch = state.room_watch
         new_room = watch.most_blocks(self.manager.room_made)
         if new_room == 0:
@@ -520,9 +519,9 @@ class OffloadingConnectorScheduler:
         self._drop_if_idle(job.request)
 
     def _invalidate(self, job: ConnectorJob) -> None:
-        """Take back what a failed load did not fill, and report it to a request that still runs.
+        """Replace a failed load's blocks by null blocks; report them if the request still runs.
 
-        A request that has ended is still stored, after a reset from its start.
+        An ended request is still stored, after a reset from its start.
         """
         job.request.may_load = False
         invalid = job.request.invalidate(job.device_blocks)

@@ -201,7 +201,7 @@ class OffloadingConnectorWorker:
             transfer = self.transport.submit(
                 BlockCopies(direction, spec.device, spec.host), self.transport.record_compute()
             )
-        except BaseException as error:  # any transport's, and any error
+        except BaseException as error:  # any error of any transport
             # As text: a log record with the error would keep its frames, and thus the slots, alive.
             logger.error(  # noqa: TRY400
                 "%s could not be submitted; the blocks are computed, or stored another time:\n%s",
@@ -210,7 +210,7 @@ class OffloadingConnectorWorker:
             )
             drop_tracebacks(error)
             self._report(TransferResult(job_id, success=False))
-            if isinstance(error, KeyboardInterrupt):  # the user's
+            if isinstance(error, KeyboardInterrupt):  # sent by the user
                 raise
         else:
             name = _described(job_id, spec, direction)

@@ -67,7 +67,7 @@ def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's cl
 
 
 def refused(config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's VllmConfig
-    """Yield the reasons why weights may change at run time, from all fields that allow it."""
+    """Yield one error text per vLLM setting that allows weights to change at run time."""
     name = type(config).__name__
     for field, (where, why) in classified_settings().get(name, {}).items():
         if where == _REFUSED and getattr(config, field, None):

@@ -168,7 +168,7 @@ class MemberProcess:
                 raise StalledError(f"{self.name} was not {what} after {timeout_s:g} s")
 
     def end(self, timeout_s: float) -> None:
-        """Wait for its end after the last request; raises the errors of `wait_for`."""
+        """Close the request pipe and wait for the process's end; errors as in `wait_for`."""
         self._requests.close()
         self.wait_for(ENDED, timeout_s)
 

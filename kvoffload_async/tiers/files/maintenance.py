@@ -91,7 +91,7 @@ class Verification(Generic[Bad]):
         ]
 
     def count(self, verdict: Verdict, bad: Bad) -> Problem | None:
-        """Count a block that is not gone; return a problem if it is bad."""
+        """Count a block that still exists; return a problem if it is bad."""
         if verdict is Verdict.UNREADABLE:
             self.unreadable_blocks += 1
             self._list(self.unreadable, bad)

@@ -55,7 +55,7 @@ def is_corrected(usage: Usage, bucket_scan: BucketScan) -> bool:
 
 
 def raise_by(usage: Usage, bucket_scan: BucketScan) -> None:
-    """Raise the count by a walk that has an unfinished concurrent operation."""
+    """Raise a bucket's count if a walk, with operations still unfinished, found more bytes."""
     settled_bytes, moved_bytes = _moved(usage, bucket_scan)
     found_bytes = bucket_scan.disk_bytes
     if settled_bytes is None:

@@ -83,7 +83,7 @@ class LeafFolders:
             self._synced.add(leaf)
 
     def growing(self, folder: str, change: DiskChange) -> contextlib.AbstractContextManager[None]:
-        """Return a context that counts a folder's growth, which belongs to no file in it.
+        """Return a context that adds the growth of the folder's own disk size to `change`.
 
         Growth already counted by another thread is excluded. Growth by another process cannot be
         distinguished; the next walk corrects it.

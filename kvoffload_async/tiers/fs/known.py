@@ -39,7 +39,7 @@ class KnownBlocks:
         self._policy = policy
         self._busy = busy
         self._marks = small_integers(policy.capacity_blocks)
-        """Slot -> mark of its block; 0: none."""
+        """Slot -> mark of the last cycle that saw its block; 0: no block."""
         self._end = 0
         self._mark = 1
         self._leaving: set[OffloadKey] = set()
@@ -140,7 +140,7 @@ class KnownBlocks:
             self._left.update(keys)
 
     def vanished(self, first: int, unwalked: Container[int]) -> tuple[list[OffloadKey], int | None]:
-        """Return some blocks not seen by the ending cycle, and the slot to continue at or None."""
+        """Return some blocks that this cycle did not see, and the slot to continue at or None."""
         end = min(first + _SLOTS_AT_ONCE, self._end)
         marks = np.asarray(self._marks[first:end])
         slots = (np.flatnonzero((marks != 0) & (marks != self._mark)) + first).tolist()

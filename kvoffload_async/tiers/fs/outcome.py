@@ -125,7 +125,7 @@ class LoadFailure:
 
     Attributes:
         index: Its index in the job.
-        error: Why it must not be served.
+        error: The error; the block must not be served.
         freed_bytes: Bytes freed by deleting the corrupt file; None if it was not deleted.
     """
 

@@ -236,7 +236,7 @@ class ObjectConnection:
 
 
 class ObjectClient(RemoteClient):
-    """Blocks as objects, one or several each: conditional put, get, and reading the head."""
+    """Stores one or several blocks per object: conditional put, get, get of the first bytes."""
 
     place: ClassVar[str] = "object store"
     answers_many: ClassVar[bool] = False

@@ -106,7 +106,7 @@ def _judge_pack(
 
 
 _PREFIXES: Final = 1 << 12
-"""Unit of progress: names are listed in order, and begin with three hexadecimal digits."""
+"""Number of name prefixes (three hexadecimal digits), listed in order; for progress reports."""
 _PAGE_OBJECTS: Final = 64
 _READS_AT_ONCE: Final = 8
 _MAX_READ_BYTES: Final = 1 << 30

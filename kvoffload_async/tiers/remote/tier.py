@@ -202,7 +202,7 @@ class RemoteTier(AsyncTier):
             settings: See `RemoteSettings`.
             create_client: Creates the client, given the namespace, the bytes of a block, and a
                 callback for when the server has lost its contents.
-            place: Location of the store for people, without secrets.
+            place: Location of the store for messages, without secrets.
             probes_prefixes: Whether each lookup needs a request, so that few should be made.
         """
         self.capabilities = TierCapabilities(

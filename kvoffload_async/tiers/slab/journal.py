@@ -154,7 +154,7 @@ class RecordTable:
         self.tick = max(self.tick, min(last_use + 1, MAX_USE))
 
     def put(self, place: SlotAddress, packed: bytes) -> None:
-        """Set the packed records of a run of places."""
+        """Set the packed records of consecutive slots, the first at `place`."""
         self._parts[segment_of(place)].put(slot_of(place), packed)
         self.use(place, len(packed) // RECORD_BYTES)
 

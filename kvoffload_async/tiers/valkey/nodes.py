@@ -48,7 +48,7 @@ def replies_up_to(most_bytes: int) -> Iterator[None]:
 
 
 class ReplyError(Exception):
-    """A reply is larger than the call can cause, or is not RESP2."""
+    """A reply is larger than the maximum for its call, or is not RESP2."""
 
 
 class ReplyBounds:
