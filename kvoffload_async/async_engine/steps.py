@@ -360,7 +360,7 @@ class Stores:
 
 
 def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
-    """Return whether room may come: pending blocks, or blocks in use by other requests, exist."""
+    """Return whether room may be freed: blocks are pending, or in use by other requests."""
     if primary.protected_blocks:
         return True
     counts = primary.counts

@@ -75,7 +75,7 @@ class Transfers:
         recorder: RequestRecorder | None = None,
         block_bytes: int = 0,
     ) -> None:
-        """Create the limiters; `recorder`, if given, records copies of `block_bytes` per block."""
+        """Start without copies; `recorder`, if given, records each; `block_bytes` per block."""
         self._transport = transport
         self._recorder = recorder
         self._block_bytes = block_bytes

@@ -137,7 +137,7 @@ MOST_BLOCKS: Final = 1 << 40
 _LEAST_BLOCK_S: Final = 1e-12
 _DECAY: Final = 0.9
 _LEAST_SPREAD: Final = 1 / 16
-"""Least squared coefficient of variation of the jobs' sizes for a fit: a deviation of a quarter."""
+"""Minimum squared coefficient of variation of the job sizes for which a slope is fitted."""
 
 
 class BreakEven:

@@ -995,7 +995,7 @@ class Primary(ResidentBlocks):
         is_evictable: Callable[[int], bool],
         is_spared: Callable[[OffloadKey], bool],
     ) -> list[int] | None:
-        """Return victims' slots, without spared blocks; needs enough other evictable blocks."""
+        """Return the victims' slots; never evicts blocks for which `is_spared` is true."""
         spared: list[int] = []
         key_of = self._blocks.key_of
 
