@@ -1,4 +1,4 @@
 """The asynchronous surface: offloading for serving stacks that already run an event loop.
 
-No second core: what is decided is decided by the planner, through the synchronous surface.
+All decisions are made by the same planner, through the synchronous API.
 """

@@ -1,4 +1,4 @@
-"""How an engine is configured, opened and closed."""
+"""Configuration, opening and closing of an engine."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 async def to_thread(call: Callable[..., T], *args: object) -> T:
-    """Await a call on a thread of its own.
+    """Run a call on a new thread and await it.
 
-    A cancellation is delivered when the call has ended: what it makes is owned by somebody.
+    A cancellation is raised only after the call has ended, so its result is never lost.
     """
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-engine")
     future = asyncio.get_running_loop().run_in_executor(executor, call, *args)
@@ -42,7 +42,7 @@ async def to_thread(call: Callable[..., T], *args: object) -> T:
     try:
         return await until_done(future)
     finally:
-        # Until the thread is gone, which takes no time now, it refers to what it has called.
+        # The ending thread still references the call; joining it takes no time now.
         executor.shutdown(wait=future.done())
 
 
@@ -51,9 +51,9 @@ _NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks 
 
 
 class EngineLifecycle:
-    """An engine's parts, from the configuration until all of them are closed.
+    """The components of an engine, and their configuration, start and shutdown.
 
-    Thread: the loop's, for all of it but `stats`.
+    Not thread-safe; call only from the event loop's thread, except `stats`.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class EngineLifecycle:
         kv_caches: Mapping[str, torch.Tensor] | None = None,
         block_dim: int | None = None,
     ) -> None:
-        """Check the configuration; nothing is started before `async with`.
+        """Validate the configuration; `async with` starts the engine.
 
         Args:
-            config: See `OffloadConfig`; `model` is required here. `block_bytes` may be left out
-                where there are `kv_caches`: then it is what a chunk of them takes.
-            create_transport: Makes the transport over the device's tensors, given the primary's
-                buffer; called on a helper thread. The transport is owned by the engine.
+            config: See `OffloadConfig`; `model` is required here. `block_bytes` is optional with
+                `kv_caches`: it defaults to the bytes of one chunk of them.
+            create_transport: Creates the transport to the device's tensors, given the primary's
+                buffer; called on a helper thread. The engine owns the transport.
             bounds: See `EngineBounds`.
             kv_caches: Instead of `create_transport`: layer name -> tensor.
-            block_dim: Which dimension of the `kv_caches` counts device blocks; see
+            block_dim: Dimension of the `kv_caches` that indexes device blocks; see
                 `register_kv_caches`.
 
         Raises:
-            ConfigError: A key or a value is unusable, or the tensors cannot be addressed by block.
+            ConfigError: A key or a value is invalid, or the tensors cannot be addressed by block.
         """
         if (create_transport is None) is (kv_caches is None):
             raise ConfigError("give either create_transport or kv_caches")
@@ -97,13 +97,13 @@ class EngineLifecycle:
         self._is_open = False
         self._closing: asyncio.Task[None] | None = None
         self._requests: dict[EngineRequest, None] = {}
-        """Those that have begun and not ended."""
+        """Requests that have begun and not ended."""
 
     async def __aenter__(self) -> Self:
         """Map the memory, open the tiers and the transport.
 
         Raises:
-            ConfigError: A tier or the transport cannot work here; what had been started is closed.
+            ConfigError: A tier or the transport failed to start; started components are closed.
             StateError: The engine has been opened before.
         """
         if hasattr(self, "_loop"):
@@ -113,7 +113,7 @@ class EngineLifecycle:
         runner = SameLoopRunner(self._loop, self._steps.note_progress)
         self._spec = TieringOffloadingSpec(self._config, Bridge(runner), self.stats)
         try:
-            # On a helper thread, which waits for coroutines on this loop; nobody else is here yet.
+            # On a helper thread, which waits for coroutines on this loop.
             await to_thread(self._start)
         except BaseException:
             await to_thread(self._end, self._config.shutdown_timeout_s)
@@ -143,34 +143,34 @@ class EngineLifecycle:
 
     @property
     def manager(self) -> TieringOffloadingManager:
-        """The decisions behind this surface. For invariants and inspection."""
+        """The synchronous manager behind this engine. For invariants and inspection."""
         return self._manager
 
     def stats(self) -> EngineStatistics:
-        """Return what was done so far, and how it is now; also when the engine is closed.
+        """Return counters and gauges; works on a closed engine too.
 
-        Thread: any; see `TieringOffloadingManager.stats`.
+        Thread-safe; see `TieringOffloadingManager.stats`.
         """
         manager = self._require_started()
         return self._transfers.stats(manager.stats(), self._steps.missed_events)
 
     def explain(self, req_id: str) -> RequestTimeline | None:
-        """Return what a request has been through; see `TieringOffloadingManager.explain`."""
+        """Return the timeline of a request; see `TieringOffloadingManager.explain`."""
         return self._require_started().explain(req_id)
 
     def timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return the timeline of every request that is kept, the one that began first first."""
+        """Return all kept request timelines, in the order in which the requests began."""
         return self._require_started().timelines()
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Stop the intake, let copies end, close transport and tiers; idempotent.
+        """Reject new calls, wait for copies, close transport and tiers; idempotent.
 
-        Calls under way end with what they have, or with an error. A copy that has not ended by
-        half of `timeout_s` (by default the configuration's `shutdown_timeout_s`) is given up: then
-        the primary's memory stays mapped. Cancelling the call does not stop the closing.
+        Calls under way return a partial result or raise. A copy still running after half of
+        `timeout_s` seconds (by default the configuration's `shutdown_timeout_s`) is given up; then
+        the primary's memory stays mapped. Cancelling the call does not stop the shutdown.
 
         Raises:
-            OffloadError: A tier failed to close; everything else is closed all the same.
+            OffloadError: A tier failed to close; all other components are closed.
         """
         if self._is_open:
             self._is_open = False
@@ -191,13 +191,13 @@ class EngineLifecycle:
         self._steps.ensure_open()
 
     def _start(self) -> None:
-        """Thread: a helper's, while the loop's awaits it."""
+        """Create manager and transport; runs on a helper thread that the loop awaits."""
         self._manager = self._spec.get_manager()
         self._transport = self._create_transport(self._manager.get_primary_kv_view())
         self._has_transport = True
 
     def _end(self, timeout_s: float) -> None:
-        """Thread: a helper's, while the loop's awaits it."""
+        """Close transport and tiers; runs on a helper thread that the loop awaits."""
         try:
             if self._has_transport and not self._transport.close(timeout_s):
                 hold_pages(self._manager.get_primary_kv_view(), "a copy that has not ended")
@@ -223,10 +223,10 @@ def _parsed(
     kv_caches: Mapping[str, torch.Tensor] | None,
     block_dim: int | None,
 ) -> OffloadConfig:
-    """Return the configuration, with the size of a block that follows from the tensors."""
+    """Return the parsed configuration; derive a missing `block_bytes` from the tensors."""
     if isinstance(config, OffloadConfig):
         return config
-    given: Any = config  # whatever was written there; checked when it is parsed
+    given: Any = config  # unchecked input; `parse` validates it
     if kv_caches is None or not isinstance(given, Mapping) or "block_bytes" in given:
         return OffloadConfig.parse(given)
     parsed = OffloadConfig.parse({**given, "block_bytes": 1})

@@ -1,4 +1,4 @@
-"""A request of the asynchronous surface, and its waiters: each is woken by what it waits for."""
+"""A request of the asynchronous engine, and the waiters of its calls."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ NO_BLOCKS: Final = as_block_ids(())
 
 
 class Waiters:
-    """Everybody who waits for the core or for a copy.
+    """All calls that wait for the core or for a copy.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
 
     Attributes:
-        has_given_up: Whether copies that still run were given up: nobody learns of their end.
-        wake_ups: How often somebody was woken.
+        has_given_up: Whether running copies were given up; their end is not reported.
+        wake_ups: Number of wake-ups.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.by_key: dict[OffloadKey, dict[Waiter, None]] = {}
         self.for_room: dict[Waiter, int] = {}
-        """Who waits for room, and in which round it has found none."""
+        """Waiter for room -> the round in which it last found none."""
         self.for_progress: dict[Waiter, None] = {}
-        self.everybody: dict[Waiter, None] = {}  # ordered: who came first is woken first
+        self.everybody: dict[Waiter, None] = {}  # ordered: woken first come, first served
         self.has_given_up = False
         self.wake_ups = 0
         self._round = 0
-        """How often there has been room."""
+        """Number of times that room was reported."""
 
     def decided(self, keys: Iterable[OffloadKey]) -> None:
-        """Wake who waits for one of these: its write has ended, or a probe has answered."""
+        """Wake the waiters for keys whose write has ended or whose probe was answered."""
         if not self.by_key:
             return
         for key in keys:
@@ -44,7 +44,7 @@ class Waiters:
                 waiter.wake()
 
     def progressed(self, *, has_room: bool) -> None:
-        """Wake who watches the engine and, if there may be room now, the first who waits for it."""
+        """Wake the waiters for progress and, if `has_room`, the first waiter for room."""
         woken, self.for_progress = self.for_progress, {}
         for waiter in woken:
             waiter.wake()
@@ -53,10 +53,9 @@ class Waiters:
             self.room_left()
 
     def room_left(self) -> None:
-        """Wake the next who waits for room, unless it has found none since there may be some.
+        """Wake the next waiter for room, unless it has already found none in this round.
 
-        So each has its turn, first come first served, and those behind who has taken all of it
-        are not woken in vain.
+        So waiters are served in FIFO order, and none is woken in vain once the room is used up.
         """
         waiter = next(iter(self.for_room), None)
         if waiter is not None and self.for_room[waiter] != self._round:
@@ -64,25 +63,25 @@ class Waiters:
             waiter.wake()
 
     def wait_for_room(self, waiter: Waiter) -> None:
-        """Put somebody who has found no room now behind all others who wait for some."""
+        """Append a waiter that has found no room to the queue of waiters for room."""
         self.for_room[waiter] = self._round
 
     def wake_all(self) -> None:
-        """Let everybody look again."""
+        """Wake all waiters."""
         for waiter in list(self.everybody):
             waiter.wake()
 
     def give_up(self) -> None:
-        """Tell everybody that copies which still run will not be followed to their end."""
+        """Wake all waiters because the end of running copies will not be reported."""
         self.has_given_up = True
         self.wake_all()
 
 
 class Waiter:
-    """One call that waits; a context manager, at whose end it waits for nothing any more.
+    """One waiting call; a context manager that unregisters it on exit.
 
     Attributes:
-        changed: Of the keys that it waited for, those that were decided since the last `wait`.
+        changed: Awaited keys that were decided since the last `wait`.
     """
 
     def __init__(self, waiters: Waiters) -> None:
@@ -107,27 +106,27 @@ class Waiter:
                 waiters.by_key.pop(key, None)
 
     def expect(self, key: OffloadKey) -> None:
-        """Be woken when this key is decided."""
+        """Register for a wake-up when the key is decided."""
         self._keys[key] = None
         self._waiters.by_key.setdefault(key, {})[self] = None
 
     def expect_room(self) -> None:
-        """Be woken in turn when something has happened and there may be room in the primary."""
+        """Register for a wake-up, in FIFO order, when there may be room in the primary."""
         self._waiters.wait_for_room(self)
 
     def expect_progress(self) -> None:
-        """Be woken when anything has happened."""
+        """Register for a wake-up at any progress of a tier or copy."""
         self._waiters.for_progress[self] = None
 
     def wake(self) -> None:
-        """Let `wait` return; a wake that comes before it is not lost."""
+        """Make the current or next `wait` return."""
         self._is_woken = True
         if self._woken is not None and not self._woken.done():
             self._waiters.wake_ups += 1
             self._woken.set_result(None)
 
     async def wait(self, until_s: float) -> dict[OffloadKey, None]:
-        """Wait to be woken, or until the loop's clock says `until_s`; return `changed`."""
+        """Wait for a wake-up, or until `until_s` on the loop's clock; return `changed`."""
         loop = self._waiters.loop
         if not self._is_woken:
             self._woken = loop.create_future()
@@ -143,17 +142,16 @@ class Waiter:
 
 
 class EngineRequest:
-    """One request; made by `OffloadEngine.request`.
+    """One request; created by `OffloadEngine.request`.
 
     Attributes:
-        ctx: Its context.
+        ctx: The request's context.
         keys: The keys of its full blocks, head to tail.
-        prefix_blocks: Blocks at the head that are pinned, ready to be loaded.
-        slots: Where they lie.
-        primary_generation: Of the primary that they lie in: a reset makes them void.
-        left_out: Keys that the last `store` found no room for; they are a tail of what it was to
-            store.
-        is_invalidated: Whether a reset or another generation has taken what the last lookup found.
+        prefix_blocks: Number of pinned blocks of the prefix, ready to be loaded.
+        slots: Primary slots of the pinned blocks.
+        primary_generation: Generation of the primary when pinned; a reset makes the slots stale.
+        left_out: Keys of the last `store` that found no room, a suffix of its keys.
+        is_invalidated: Whether a reset or `invalidate` has dropped the last lookup's prefix.
     """
 
     def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...], waiters: Waiters) -> None:
@@ -176,16 +174,16 @@ class EngineRequest:
     def occupied_blocks(self) -> frozenset[int]:
         """The device blocks that copies of this request read or write now.
 
-        They must not be given to anybody else, also after the call that began a copy was
-        cancelled or gave up, and after the request's end.
+        They must not be reused, even after the copy's call was cancelled or timed out, or after
+        the request's end.
         """
         return frozenset().union(*self._copies.values())
 
     async def released(self, timeout_s: float = 30.0) -> bool:
         """Wait until no copy of this request occupies a device block; False at the deadline.
 
-        Also after the request's end. Copies of other requests are not waited for. False as well
-        if the engine was closed and has given a copy up: its blocks stay occupied.
+        May be called after the request's end. Also False if the closed engine has given up a copy;
+        its blocks stay occupied.
         """
         deadline_s = self._waiters.loop.time() + timeout_s
         with self.call() as waiter:
@@ -196,7 +194,7 @@ class EngineRequest:
         return True
 
     def occupy(self, device_blocks: Sequence[int]) -> Callable[[], None]:
-        """Note device blocks that a copy is about to use; return what notes its end."""
+        """Mark device blocks as used by a copy; return a function to call at the copy's end."""
         copy = object()
         self._copies[copy] = tuple(device_blocks)
 
@@ -208,13 +206,13 @@ class EngineRequest:
         return release
 
     def invalidate(self) -> None:
-        """Learn that what the request has found is gone, and of what it has begun to load."""
+        """Drop the pinned prefix; a later `load` raises InvalidatedError until the next lookup."""
         self.prefix_blocks, self.slots = 0, NO_BLOCKS
         self.is_invalidated = True
 
     @contextmanager
     def call(self) -> Iterator[Waiter]:
-        """Return the waiter of a call for this request, which `wake` wakes."""
+        """Register a waiter for a call of this request; `wake` wakes it."""
         with Waiter(self._waiters) as waiter:
             self._calls[waiter] = None
             try:
@@ -223,6 +221,6 @@ class EngineRequest:
                 del self._calls[waiter]
 
     def wake(self) -> None:
-        """Let the calls that wait for this request look again."""
+        """Wake all waiting calls of this request."""
         for waiter in list(self._calls):
             waiter.wake()

@@ -1,6 +1,6 @@
-"""The steps of the core, and the stores that they carry on.
+"""The steps of the core, and stores, which may take several steps.
 
-A store begins with the head that there is room for; the rest follows as room comes.
+A store first copies the longest prefix that fits, then the rest as room becomes available.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kvoffload_async.types import OffloadingEvent, OffloadKey, PrepareStoreOutpu
 
 
 class Steps:
-    """Ends a step of the core at the end of each turn of the loop in which it was asked something.
+    """Ends a step of the core after each iteration of the event loop that called the core.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
     """
 
     def __init__(self, unread_events: int) -> None:
-        """Keep at most so many events for each reader."""
+        """Buffer at most `unread_events` events per reader."""
         self._loop = asyncio.get_running_loop()
         self.waiters = Waiters()
         self._news: asyncio.Future[None] = self._loop.create_future()
-        """Ends when there are events for the readers, or none any more."""
+        """Done when there are new events for the readers, or no more will come."""
         self._unread_events = unread_events
         self._readers: dict[int, deque[OffloadingEvent]] = {}
         self.resetting: asyncio.Future[None] | None = None
-        """Ends with the reset that is under way."""
+        """Done when the running reset ends; None without one."""
         self.missed_events = 0
-        """Events that readers have missed, as they were slower; once for each reader."""
+        """Number of events dropped for slow readers, summed over readers."""
         self._manager: TieringOffloadingManager | None = None
         self._is_due = False
         self._has_progress = False
@@ -49,18 +49,18 @@ class Steps:
         self._fault: Exception | None = None
 
     def begin(self, manager: TieringOffloadingManager) -> None:
-        """Take calls from now on."""
+        """Accept calls from now on."""
         self._manager = manager
         watch_keys(manager.planner, self.waiters.decided)
 
     def stop(self) -> None:
-        """Take no calls any more; who waits gets a ClosedError."""
+        """Reject further calls; waiting calls raise ClosedError."""
         self._manager = None
         self._schedule_later(math.inf)
         self.waiters.wake_all()
 
     def end(self, manager: TieringOffloadingManager) -> None:
-        """End the last step, and with it the readers' events."""
+        """End the last step, and the readers' iterations."""
         try:
             self._finish(manager)
         finally:
@@ -75,7 +75,7 @@ class Steps:
         self.ensure_open()
 
     def ensure_open(self) -> None:
-        """Raise ClosedError before the begin and after the stop, StateError after a defect."""
+        """Raise ClosedError before `begin` and after `stop`, StateError after an internal error."""
         if self._manager is None:
             raise ClosedError("the engine is not open")
         if self._fault is not None:
@@ -84,18 +84,18 @@ class Steps:
     # -- steps ----------------------------------------------------------------------------------
 
     def note_progress(self) -> None:
-        """Something happened that somebody may wait for."""
+        """Record an event that calls may wait for, and schedule a step."""
         self._has_progress = True
         self.schedule()
 
     def schedule(self) -> None:
-        """End the step at the end of this turn of the loop; once, however often asked."""
+        """End the step after this iteration of the loop; repeated calls have no effect."""
         if not self._is_due and self._manager is not None:
             self._is_due = True
             self._loop.call_soon(self._end_step)
 
     async def next_progress(self, deadline_s: float) -> None:
-        """Wait until something has happened, or until the deadline.
+        """Wait for any progress of a tier or copy, or until the deadline.
 
         Raises:
             ClosedError: The engine is closed.
@@ -131,16 +131,16 @@ class Steps:
                 self._schedule_later(wakes_in_s)
 
     def _finish(self, manager: TieringOffloadingManager) -> None:
-        """Hand over what the step has decided; tell who waits for that, but only if there is news.
+        """Hand the step's effects to the tiers; wake waiters only after progress.
 
-        Who waits for room begins a new step by trying again: woken by steps alone, it would spin.
+        A retry of a waiter for room starts a new step: woken by every step, it would spin.
         """
         counters = manager.planner.counters
         results_before = counters.job_results
         try:
             manager.on_schedule_end()
             events = list(manager.take_events())
-        except OffloadError as error:  # a defect: nobody may wait for what will not come
+        except OffloadError as error:  # an internal error: waiting calls must not hang
             self._fault = error
             self.waiters.wake_all()
             self._tell_readers()
@@ -155,20 +155,20 @@ class Steps:
             self.waiters.progressed(has_room=manager.planner.primary.room > 0)
 
     def _schedule_later(self, delay_s: float) -> None:
-        """Have a step after so many seconds, whatever happens until then; infinity: have none."""
+        """Schedule a step in `delay_s` seconds, replacing the last timer; infinity: none."""
         if self._later is not None:
             self._later.cancel()
         is_due = delay_s < math.inf
         self._later = self._loop.call_later(delay_s, self.note_progress) if is_due else None
 
     def _tell_readers(self) -> None:
-        """Let the readers look for events."""
+        """Wake the readers of events."""
         news, self._news = self._news, self._loop.create_future()
         news.set_result(None)
 
 
 def watch_keys(planner: Planner, decided: OnResolved) -> None:
-    """Have `decided` called with keys whose writes have ended, or that a probe has answered."""
+    """Call `decided` with keys whose writes have ended or whose probes were answered."""
     planner.primary.decided = decided
     for tier in planner.tiers:
         tier.index.watch(decided)
@@ -180,10 +180,10 @@ _IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
 class _KeysLeft:
     """The blocks of a store that are not stored yet, head to tail.
 
-    All of them are offered at first, and then the head that there may be new room for.
+    The first offer contains all blocks, later offers the prefix that may fit into new room.
 
     Attributes:
-        offered: The blocks that are offered now.
+        offered: Keys of the current offer.
     """
 
     def __init__(self, keys: Sequence[OffloadKey]) -> None:
@@ -195,11 +195,11 @@ class _KeysLeft:
         return len(self.offered) + len(self._rest)
 
     def all_keys(self) -> Sequence[OffloadKey]:
-        """Return them all."""
+        """Return all remaining keys."""
         return (*self.offered, *self._rest)
 
     def begin_offer(self, room_made: int) -> Sequence[OffloadKey]:
-        """Return the blocks to offer now; none if no room was made for any."""
+        """Return the keys to offer now; empty if no room was made since the last offer."""
         most = self._watch.most_blocks(room_made)
         if most is not None:
             self.end_offer(self.offered)
@@ -207,22 +207,22 @@ class _KeysLeft:
         return self.offered
 
     def note_answer(self, granted: PrepareStoreOutput | None, room_made: int) -> None:
-        """Note what was granted of the offer, and `room_made` right after it."""
+        """Record the blocks granted of the offer, and `room_made` right after it."""
         if granted is None or granted.keys_left_out:
             self._watch.blocks_left_out(room_made)
         else:
             self._watch.blocks_placed(len(granted.keys_to_store), room_made)
 
     def end_offer(self, left_out: Sequence[OffloadKey]) -> None:
-        """Note that all blocks of the offer are stored but for these."""
+        """End the offer: all its blocks are stored except `left_out`."""
         self._rest.extendleft(reversed(left_out))
         self.offered = ()
 
 
 class Stores:
-    """Reserves room and copies into it.
+    """Stores blocks: reserves slots and copies from the device.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Stores:
         steps: Steps,
         transfers: Transfers,
     ) -> None:
-        """Take calls."""
+        """Create the object; reserves nothing."""
         self._manager = manager
         self._primary = manager.planner.primary
         self._steps = steps
@@ -244,20 +244,20 @@ class Stores:
         device_blocks: Sequence[int],
         deadline_s: float,
     ) -> int:
-        """Store what there is room for, and more as room comes, as long as it can come.
+        """Store the blocks that fit now, and the rest while room can become available.
 
         Args:
-            request: Who stores; its `left_out` is set.
-            keys: What is to be stored, head to tail.
-            device_blocks: Where it lies, the same number for each key.
-            deadline_s: Until when to wait, in the loop's time.
+            request: The storing request; sets its `left_out`.
+            keys: Keys of the blocks to store, head to tail.
+            device_blocks: The blocks' device blocks, the same number per key.
+            deadline_s: When to stop waiting, on the loop's clock.
 
         Returns:
-            How many blocks were copied.
+            The number of blocks copied.
 
         Raises:
-            BusyError: There was no room for any until the deadline, or too many wait.
-            TimeoutError: The deadline passed; a copy that has begun goes on.
+            BusyError: No block found room before the deadline, or too many stores wait.
+            TimeoutError: The deadline passed; a running copy continues.
             TransportError: A copy failed; those before it stay stored.
         """
         request.left_out = keys
@@ -291,14 +291,14 @@ class Stores:
         blocks_of: Mapping[OffloadKey, Sequence[int]],
         deadline_s: float,
     ) -> PrepareStoreOutput | None:
-        """Store the blocks that there is room for now, and return them; None: there is no room."""
+        """Store the blocks that fit now; return the grant, None if there is no room."""
         if self._steps.resetting is not None:
             await self._steps.ready(deadline_s)
         keys = left.begin_offer(self._primary.room_made)
         if not keys:
             self._pass_room_on()
             return None
-        if self._has_all(keys):  # nothing is to be copied: no permit is waited for
+        if self._has_all(keys):  # no copy, so no permit is needed
             return self._prepare(request, left)
         with await self._transfers.permit(Direction.STORE, deadline_s, request.ctx) as permit:
             await self._steps.ready(deadline_s)
@@ -317,8 +317,8 @@ class Stores:
             return granted
 
     def _has_all(self, keys: Sequence[OffloadKey]) -> bool:
-        """Tell whether each key that can be stored is in the primary, or on its way there."""
-        self._manager.begin_step()  # what was on its way may have failed by now
+        """Return whether all current-generation keys are in the primary or being written there."""
+        self._manager.begin_step()  # a pending write may have failed by now
         current = self._manager.generation.current(keys)
         return all(self._primary.state_of(key) is not BlockState.ABSENT for key in current)
 
@@ -335,7 +335,7 @@ class Stores:
         return granted
 
     def _pass_room_on(self) -> None:
-        """Give the next store that waits for room its turn, if there is room left."""
+        """Wake the next store that waits for room, if there is room left."""
         waiters = self._steps.waiters
         if waiters.for_room and self._primary.room:
             waiters.room_left()
@@ -362,7 +362,7 @@ class Stores:
 
 
 def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
-    """Tell whether anything is pending, or in use that is not the request's own: it may be room."""
+    """Return whether room may be freed: blocks are pending, or in use by other requests."""
     if primary.protected_blocks:
         return True
     counts = primary.counts

@@ -1,7 +1,7 @@
-"""The engine itself, and its search for a request's longest prefix.
+"""The asynchronous engine, and its search for a request's longest cached prefix.
 
-The same core as behind the synchronous facade, on the caller's loop: no second thread decides
-anything. A *step* of the core is one turn of the loop in which something happened.
+It runs the core of the synchronous facade on the caller's event loop, without a second thread. A
+*step* of the core is one iteration of the loop with calls or progress.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvoffload_async.types import (
 
 
 class PrefixSearch:
-    """Looks up every block once, and again only when something has happened to that block.
+    """Looks up every block once, and again only when its state may have changed.
 
-    A block that was readable in an earlier turn of the loop is looked up once more at the end: it
-    may have been evicted, since nothing pins it before.
+    A block found readable in an earlier iteration of the loop is looked up again at the end: it is
+    not pinned and may have been evicted.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class PrefixSearch:
         self._end = len(self._keys)
         self._undecided: dict[OffloadKey, None] = {}
         self._current: set[OffloadKey] = set()
-        """The keys that were looked up in this turn of the loop."""
+        """The keys that were looked up in this iteration of the loop."""
         self._look_up(self._keys)
 
     def look_again(self, changed: Collection[OffloadKey]) -> None:
-        """Look up those of the undecided blocks that have changed; all of them if none is named."""
+        """Look up the undecided blocks among `changed`, or all of them if it is empty."""
         positions = self._ctx.key_positions
         self._current.clear()
         is_notified = self._is_notified
@@ -62,14 +62,14 @@ class PrefixSearch:
             self._look_up([rest])  # the blocks found are retained while the request is deferred
 
     def settled(self) -> int | None:
-        """Return the blocks of the prefix, all readable now; None while some are undecided."""
+        """Return the number of blocks of the readable prefix; None while some are undecided."""
         if not self._undecided:
             stale = [key for key in self._keys[: self._end] if key not in self._current]
             self._look_up(stale)
         return None if self._undecided else self._end
 
     def readable(self) -> int:
-        """Return how many blocks before the first undecided one are readable now."""
+        """Return the number of readable blocks before the first undecided block."""
         count = min(map(self._ctx.key_positions.__getitem__, self._undecided)) - 1
         answers = self._manager.lookup_many(self._keys[:count], self._ctx, stop_at_miss=True)
         is_hit = [answer is LookupResult.HIT for answer in answers]
@@ -81,7 +81,7 @@ class PrefixSearch:
         return all(tier.index.notifies for tier in self._manager.planner.tiers)
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> None:
-        """Look up keys, head to tail; those behind a miss are of no use."""
+        """Look up keys, head to tail, up to the first miss; blocks behind it are useless."""
         if not keys:
             return
         undecided = self._undecided
@@ -106,14 +106,13 @@ class PrefixSearch:
 
 
 class OffloadEngine(EngineLifecycle):
-    """Moves the KV blocks of many concurrent requests, of one KV-cache group.
+    """Offloads and loads the KV blocks of many concurrent requests, of one KV-cache group.
 
-    Every call has a deadline. A call that is cancelled, or whose deadline passes, leaves nothing
-    half-owned: a copy that has begun goes on without it, and what it holds is let go when the
-    bytes have stopped moving. Until then the request's `occupied_blocks` names the device blocks
-    that must not be given to anybody else.
+    Every call has a deadline. If a call is cancelled or times out, its running copy continues and
+    releases its resources at its end. Until then the request's `occupied_blocks` lists the device
+    blocks that must not be reused.
 
-    Thread: the loop's, for all of it but `stats`.
+    Not thread-safe; call only from the event loop's thread, except `stats`.
     """
 
     # -- requests -------------------------------------------------------------------------------
@@ -130,10 +129,10 @@ class OffloadEngine(EngineLifecycle):
         """Begin a request; leaving the block ends it. Its copies may end later.
 
         Args:
-            req_id: A name, for messages and for tiers; others may have the same.
+            req_id: Name for messages and tiers; need not be unique.
             block_hashes: The chained hash of each of its full blocks, head to tail.
             kv_transfer_params: Passed through to the tiers.
-            trace_context: What its spans are to belong to; see `ReqContext`.
+            trace_context: Parent of the request's spans; see `ReqContext`.
 
         Raises:
             StateError: A hash is empty, or longer than 92 bytes (84 with a generation).
@@ -144,7 +143,7 @@ class OffloadEngine(EngineLifecycle):
         require_keys(keys)
         positions: dict[OffloadKey, int] = {}
         for position, key in enumerate(keys, 1):
-            positions.setdefault(key, position)  # of a hash that comes twice, the first
+            positions.setdefault(key, position)  # the first position of a repeated hash
         ctx = ReqContext(req_id, kv_transfer_params, positions, trace_context=trace_context)
         self._manager.on_new_request(ctx)
         request = EngineRequest(ctx, keys, self._steps.waiters)
@@ -160,19 +159,19 @@ class OffloadEngine(EngineLifecycle):
                 self._steps.note_progress()
 
     async def lookup(self, request: EngineRequest, timeout_s: float = 10.0) -> int:
-        """Bring a request's longest prefix into the primary, and pin it there.
+        """Promote a request's longest cached prefix into the primary, and pin it there.
 
-        Blocks in secondary tiers are promoted; the call waits for them. At the deadline the
-        prefix that is readable by then is taken.
+        Waits for promotions from secondary tiers. At the deadline, pins the prefix that is readable
+        by then.
 
         Returns:
-            The blocks of the prefix; they stay pinned until `load`, the next `lookup`, or the
-            request's end.
+            The number of blocks of the prefix; they stay pinned until `load`, the next `lookup`, or
+            the request's end.
         """
         self._require_open()
         self._unpin(request)
         deadline_s = self._loop.time() + timeout_s
-        # The core's own limit on deferrals takes effect when it is asked.
+        # The core applies its deferral limit only during a lookup.
         limit_s = self._loop.time() + self._config.deferral_timeout_s
         with request.call() as waiter:
             search = PrefixSearch(self._manager, request, waiter)
@@ -196,27 +195,27 @@ class OffloadEngine(EngineLifecycle):
     async def load(
         self, request: EngineRequest, device_blocks: Sequence[int], timeout_s: float = 30.0
     ) -> int:
-        """Copy the pinned prefix into device blocks, behind what has been computed so far.
+        """Copy the pinned prefix into device blocks, ordered after compute submitted so far.
 
-        A call that is cancelled or raises TimeoutError may leave a copy that still writes: into
-        `request.occupied_blocks`, until `request.released` returns. After any other end of the
-        call none of the device blocks is written any more.
+        If the call is cancelled or raises TimeoutError, its copy may still write to
+        `request.occupied_blocks` until `request.released` returns. In all other cases the writes
+        have ended when the call ends.
 
         Args:
-            request: A request whose `lookup` has found something.
-            device_blocks: `blocks_per_chunk` device blocks for each block of the prefix that is
-                to be loaded, from its head; the rest of the prefix is let go.
-            timeout_s: Seconds until the call gives up.
+            request: A request whose `lookup` has found blocks.
+            device_blocks: `blocks_per_chunk` device blocks for each block to load, from the head
+                of the prefix; the rest of the prefix is unpinned.
+            timeout_s: Seconds until the call raises TimeoutError.
 
         Returns:
-            The blocks that were loaded.
+            The number of blocks loaded.
 
         Raises:
-            StateError: The device blocks do not match the prefix, or it was let go while the call
-                waited for a permit.
+            StateError: The device blocks do not match the prefix, or the prefix was unpinned while
+                the call waited for a permit.
             InvalidatedError: A `reset` or `invalidate` came since the lookup: compute the blocks.
             BusyError: Too many loads are waiting.
-            TimeoutError: The deadline passed; a copy that has begun goes on.
+            TimeoutError: The deadline passed; a running copy continues.
             TransportError: The copy failed; the device blocks' contents are undefined.
         """
         self._require_open()
@@ -236,7 +235,7 @@ class OffloadEngine(EngineLifecycle):
             if request.slots is not claimed:
                 raise StateError("the prefix was let go while the load waited for a permit")
             keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
-            request.prefix_blocks, request.slots = 0, NO_BLOCKS  # the copy holds them from now on
+            request.prefix_blocks, request.slots = 0, NO_BLOCKS  # now owned by the copy
             self._manager.complete_load(rest, request.ctx, generation)
             await self._transfers.run(
                 Direction.LOAD,
@@ -260,28 +259,28 @@ class OffloadEngine(EngineLifecycle):
         first_block: int = 0,
         timeout_s: float = 30.0,
     ) -> int:
-        """Copy blocks from the device, behind what has been computed so far; then they cascade.
+        """Copy blocks from the device, ordered after compute submitted so far; then cascade them.
 
-        What there is room for is stored at once, head first, the rest as room comes, as long as it
-        can come; `request.left_out` is what was not stored in the end.
+        Stores the longest prefix that fits at once, and the rest while room can become available.
+        `request.left_out` lists the keys that were not stored.
 
-        The device blocks must stay as they are until the call returns. A call that is cancelled or
-        raises TimeoutError may leave a copy that still reads: `request.occupied_blocks`, until
-        `request.released` returns.
+        Do not modify the device blocks until the call returns. If it is cancelled or raises
+        TimeoutError, its copy may still read `request.occupied_blocks` until `request.released`
+        returns.
 
         Args:
             request: The request.
             device_blocks: `blocks_per_chunk` device blocks for each block.
-            first_block: Which block of the request the first ones belong to.
-            timeout_s: Seconds until the call gives up, waiting for room included.
+            first_block: Index in the request of the first block to store.
+            timeout_s: Seconds until the call fails, waiting for room included.
 
         Returns:
-            The blocks that were not stored before, and are now.
+            The number of newly stored blocks.
 
         Raises:
             StateError: The request has no such blocks.
             BusyError: Too many stores are waiting, or there was no room until the deadline.
-            TimeoutError: The deadline passed; a copy that has begun goes on.
+            TimeoutError: The deadline passed; a running copy continues.
             TransportError: A copy failed; those before it stay stored.
         """
         self._require_open()
@@ -293,29 +292,27 @@ class OffloadEngine(EngineLifecycle):
         return await self._stores.store(request, keys, device_blocks, deadline_s)
 
     async def quiesce(self, timeout_s: float = 30.0) -> bool:
-        """Wait for the copies to or from the device that run now; False at the deadline.
+        """Wait for all running copies to or from the device; return False at the deadline.
 
-        Those of other requests too, but none that begins later. `EngineRequest.released` waits
-        for the copies of one request.
+        Copies started later are not awaited. `EngineRequest.released` waits for one request.
         """
         return await self._transfers.quiesce(timeout_s)
 
-    # -- a new start ----------------------------------------------------------------------------
+    # -- reset and invalidation -----------------------------------------------------------------
 
     async def reset(self, timeout_s: float | None = None) -> None:
         """Empty the primary; the secondary tiers keep their blocks.
 
-        Loads, stores and promotions are held back until it is done. Waits for copies to and from
-        the device, and for running jobs of the tiers; those jobs that have not ended at the
-        deadline are given up. What requests had pinned is gone, and a `load` of it raises
-        InvalidatedError.
+        Loads, stores and promotions wait until the reset is done. Waits for copies to and from the
+        device, and for running jobs of the tiers; jobs still running at the deadline are given up.
+        Pinned prefixes are dropped, and a `load` of one raises InvalidatedError.
 
         Args:
             timeout_s: Seconds, by default the configuration's `drain_timeout_s`.
 
         Raises:
-            TimeoutError: A copy to or from the device still runs at the deadline, or another
-                reset does; nothing was reset.
+            TimeoutError: A copy to or from the device, or another reset, still runs at the
+                deadline; nothing was reset.
         """
         self._require_open()
         limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
@@ -342,16 +339,16 @@ class OffloadEngine(EngineLifecycle):
             self._steps.waiters.wake_all()
 
     def invalidate(self, generation: int | str) -> None:
-        """Begin another generation: the weights have changed. Waits for nothing.
+        """Start another generation after a change of the weights; does not wait.
 
-        From now on no block of a former generation is served, from the primary or any tier,
-        whatever of it is still on the way: later requests have other keys. Requests in flight find
-        nothing, store nothing more, and a `load` of what they had found raises InvalidatedError.
-        Start with the same `generation` in the configuration after a restart. One that comes again
-        finds its blocks again: never use a label for other weights.
+        No block of an earlier generation is served from now on, by the primary or any tier: later
+        requests use other keys. Requests in flight get no hits and store no blocks, and a `load` of
+        an earlier lookup raises InvalidatedError. After a restart, configure the same `generation`.
+        Reusing a generation makes its blocks available again: never reuse a label for other
+        weights.
 
         Raises:
-            ConfigError: It is neither an integer nor a label.
+            ConfigError: `generation` is neither an integer nor a label.
         """
         self._require_open()
         self._manager.invalidate(generation)
@@ -361,15 +358,15 @@ class OffloadEngine(EngineLifecycle):
         self._steps.waiters.wake_all()
 
     async def wait_for_progress(self, timeout_s: float) -> None:
-        """Wait until a tier or a copy has reported something; for drivers that watch the engine."""
+        """Wait for any progress of a tier or copy; for drivers that monitor the engine."""
         self._require_open()
         await self._steps.next_progress(self._loop.time() + timeout_s)
 
     def events(self) -> AsyncIterator[OffloadingEvent]:
-        """Iterate over what appears in and disappears from the tiers, until close.
+        """Iterate over events of blocks added to and removed from the tiers, until close.
 
-        From the first iteration on; a reader that is slower than the engine misses the oldest:
-        their sequence numbers are left out, and `stats().missed_events` counts them.
+        Starts with the first iteration. A slow reader misses the oldest events: their sequence
+        numbers are skipped, and `stats().missed_events` counts them.
         """
         return self._steps.events()
 
@@ -390,7 +387,7 @@ class OffloadEngine(EngineLifecycle):
         return len(device_blocks) // per_chunk
 
     def _pin(self, request: EngineRequest, count: int) -> int:
-        self._unpin(request)  # what a lookup beside this one has pinned
+        self._unpin(request)  # a concurrent lookup may have pinned a prefix
         request.is_invalidated = False
         if count:
             spec = self._manager.prepare_load(request.keys[:count], request.ctx)

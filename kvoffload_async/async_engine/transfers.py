@@ -1,6 +1,6 @@
-"""Copies between device and host: a bounded number at once, each followed to its end.
+"""Copies between device and host, with bounded concurrency, each tracked until it ends.
 
-Callers wait for a permit, up to their deadline; the number of those that wait is bounded.
+Callers wait for a permit until their deadline; the number of waiting callers is bounded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvoffload_async.waiting import Limiter, Permit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBounds:
-    """How much an engine takes on at once.
+    """Concurrency limits of an engine.
 
     Attributes:
-        concurrent_loads: Loads to the device under way; more wait for a permit.
-        concurrent_stores: Stores from the device under way, with a limiter of their own.
-        waiting_calls: Loads that wait for a permit, and as many stores that wait for a permit or
-            for room; one more raises BusyError.
-        unread_events: Events kept for a slow reader; then the oldest are dropped.
+        concurrent_loads: Maximum concurrent loads to the device; further ones wait for a permit.
+        concurrent_stores: Maximum concurrent stores from the device, with a separate limiter.
+        waiting_calls: Maximum loads waiting for a permit, and maximum stores waiting for a permit
+            or room; one more raises BusyError.
+        unread_events: Events buffered per reader; beyond that the oldest are dropped.
     """
 
     concurrent_loads: int = 4
@@ -43,7 +43,7 @@ class EngineBounds:
     unread_events: int = 4096
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a bound under which nothing could happen."""
+        """Raise ConfigError for a limit that is too low."""
         for name in ("concurrent_loads", "concurrent_stores", "unread_events"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not valid; at least 1")
@@ -58,13 +58,13 @@ _WAYS: Final[dict[Direction, TransferDirection]] = {
 _CALLS: Final = {Direction.LOAD: "loads", Direction.STORE: "stores"}
 
 Ended = Callable[[BaseException | None], None]
-"""Called once, with why the copy failed, if it has, when its bytes have stopped moving."""
+"""Called once when a copy has ended, with its error or None."""
 
 
 class Transfers:
-    """Loads and stores have a limiter each, so that neither starves the other.
+    """Runs copies; loads and stores have separate limiters, so that neither starves the other.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Transfers:
         recorder: RequestRecorder | None = None,
         block_bytes: int = 0,
     ) -> None:
-        """Tell `recorder` of each copy, if there is one; a block has `block_bytes`."""
+        """Start without copies; `recorder`, if given, records each; `block_bytes` per block."""
         self._transport = transport
         self._recorder = recorder
         self._block_bytes = block_bytes
@@ -106,7 +106,7 @@ class Transfers:
 
     @contextmanager
     def waiting(self, direction: Direction) -> Iterator[None]:
-        """Count a call that waits, for a permit or without one; BusyError if too many wait."""
+        """Count a waiting call within the block; BusyError if too many wait."""
         if self._num_waiting[direction] >= self._most_waiting:
             raise BusyError(f"too many {_CALLS[direction]} are waiting")
         self._num_waiting[direction] += 1
@@ -126,20 +126,20 @@ class Transfers:
         ended: Callable[[bool], None],
         deadline_s: float,
     ) -> None:
-        """Copy, and wait for the end. The permit is kept until then, whoever still waits.
+        """Start a copy and wait for its end. The copy keeps the permit even if the caller leaves.
 
         Args:
-            direction: Which way.
-            device_blocks: Device blocks, those of whole chunks.
-            host: The slots, one a chunk.
-            ctx: The request that copies.
+            direction: LOAD or STORE.
+            device_blocks: Device blocks of whole chunks.
+            host: Primary slots, one per chunk.
+            ctx: The request of the copy.
             permit: Held by the caller.
-            ended: Called once, with whether it succeeded, when the bytes have stopped moving.
-            deadline_s: When the caller stops waiting.
+            ended: Called once with the success when the copy has ended.
+            deadline_s: When the caller stops waiting, on the loop's clock.
 
         Raises:
-            TimeoutError: The deadline passed; the copy goes on.
-            TransportError: It failed, or could not begin.
+            TimeoutError: The deadline passed; the copy continues.
+            TransportError: The copy failed or could not start.
         """
 
         def landed(error: BaseException | None) -> None:
@@ -174,7 +174,7 @@ class Transfers:
         return await self._running.quiesce(timeout_s)
 
     def stats(self, manager: OffloadingStatistics, missed_events: int) -> EngineStatistics:
-        """Return the manager's figures with those of the copies, and what readers have missed."""
+        """Return the manager's statistics extended by copies, waiting calls and missed events."""
         return EngineStatistics(
             primary=manager.primary,
             tiers=manager.tiers,
@@ -192,7 +192,7 @@ class Transfers:
     def _record(
         self, ctx: ReqContext, direction: Direction, num_blocks: int, began_s: float
     ) -> Ended:
-        """Record that a copy begins; return what records its end."""
+        """Record the start of a copy; return a function that records its end."""
         recorder = self._recorder
         if recorder is None:
             return _record_nothing
@@ -217,12 +217,12 @@ class Transfers:
         return record_end
 
     def stop(self) -> None:
-        """Give every call that waits a permit, so that it finds that the engine is being closed."""
+        """Grant all waiting calls a permit; they then raise ClosedError."""
         for limiter in self._limiters.values():
             limiter.open()
 
     def abandon(self) -> None:
-        """Give up what is still under way: who waits for it gets an error."""
+        """Stop tracking running copies; their callers get a ClosedError."""
         self._running.abandon(ClosedError("the engine was closed before the copy had ended"))
 
 
@@ -231,11 +231,11 @@ class _Running:
     """One copy.
 
     Attributes:
-        transfer: What moves.
-        ended: Told of the end.
-        landed: Awaited by the caller, while it cares.
-        task: Follows the transfer.
-        has_ended: Whether the bytes have stopped moving; a copy that was given up never has.
+        transfer: The transport's transfer.
+        ended: Called at the end.
+        landed: Awaited by the caller.
+        task: Awaits the transfer.
+        has_ended: Whether the copy has ended; never set for a copy that was given up.
     """
 
     transfer: Transfer
@@ -246,23 +246,23 @@ class _Running:
 
 
 class RunningTransfers:
-    """Follows every copy to its end, whoever still waits for it.
+    """Tracks every copy to its end, independent of its caller.
 
-    A running copy is never cancelled: a caller that goes away changes nothing here, and a
-    cancelled task is followed by another one.
+    A running copy is never cancelled: a caller's cancellation does not reach it, and a cancelled
+    tracking task is replaced.
 
-    Thread: the loop's.
+    Not thread-safe; call only from the event loop's thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._running: dict[_Running, None] = {}  # ordered: who came first is told first
+        self._running: dict[_Running, None] = {}  # ordered by start
 
     def __len__(self) -> int:
         return len(self._running)
 
     def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
-        """Follow a transfer; the future never fails, and cancelling it ends nothing."""
+        """Track a transfer; the future never raises, and cancelling it stops nothing."""
         running = _Running(transfer, ended, self._loop.create_future())
         self._follow(running)
         self._running[running] = None
@@ -276,7 +276,7 @@ class RunningTransfers:
         return all(copy.has_ended for copy in copies)
 
     def abandon(self, error: Exception) -> None:
-        """Stop following: who waits is told `error`, and `ended` is never called."""
+        """Stop tracking all copies: their futures get `error`, and `ended` is never called."""
         abandoned, self._running = self._running, {}
         for running in abandoned:
             running.landed.set_result(TransferOutcome(0, error=error))
@@ -291,9 +291,9 @@ class RunningTransfers:
         if running not in self._running:  # abandoned
             return
         if task.cancelled() and task.cancelling():
-            self._follow(running)  # somebody has cancelled the task, and not the copy
+            self._follow(running)  # the task was cancelled, not the copy
             return
-        if task.cancelled():  # followed again, it would only say so again
+        if task.cancelled():  # tracking it again would give the same result
             error = TransportError("the transport has cancelled the copy by itself")
         outcome = task.result() if error is None else failed(error)
         del self._running[running]
@@ -305,4 +305,4 @@ class RunningTransfers:
 
 
 def _record_nothing(_error: BaseException | None) -> None:
-    """For copies that nobody records."""
+    """Ignore the end of a copy when there is no recorder."""

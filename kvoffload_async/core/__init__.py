@@ -1,4 +1,4 @@
-"""Sans-IO: the planner, one `TierState` a tier, the primary; events in, effects out.
+"""Sans-IO core: the planner, one `TierState` per tier, the primary; events in, effects out.
 
-No clock, thread, torch or logging: time comes in as an argument, and nothing is executed here.
+Uses no clock, thread, torch or logging. Time is an argument; effects are executed elsewhere.
 """

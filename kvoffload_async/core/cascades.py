@@ -1,12 +1,12 @@
-"""Cascades: what is stored goes on to the tiers, and so does the news of what was used.
+"""Cascades: copies of stored blocks to the secondary tiers, and reports of their use.
 
-What finds no room in a tier's share now is *pending* for the tier, by the slot in which it lies.
+A block without room in a tier's share is *pending* for the tier; it is queued by its slot.
 
-    unmarked --add--> pending --began--> under way --ended well, or given up--> unmarked
-    pending --forget (evicted)--> unmarked         under way --ended badly--> pending, last in line
+    unmarked --add--> pending --began--> under way --succeeded, or given up--> unmarked
+    pending --forget (evicted)--> unmarked         under way --failed--> pending, at the tail
 
-Each tier hears once a step of what requests have found. A tier that never hears of a use evicts
-what the primary serves all the time.
+Once per step, each tier is notified of the blocks that requests have reused. Otherwise it would
+evict the blocks that the primary serves most.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from kvoffload_async.types import (
 
 
 class EngineContext:
-    """A request that never ends before the planner does, and that nobody else may begin.
+    """The engine's own request, which lives as long as the planner; its id is reserved.
 
-    A tier is told of its end if anything was submitted within it.
+    `close` notifies only the tiers that were used within it.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class EngineContext:
         self._told: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
-        """Return the context; the tier is told of its end from now on."""
+        """Return the context, and record that the tier uses it."""
         if tier not in self._told:
             self._told.append(tier)
         return self.ctx
 
     def close(self) -> None:
-        """Tell the tiers that nothing follows; idempotent."""
+        """End the request in all tiers that used it; idempotent."""
         told, self._told = self._told, []
         for tier in told:
             tier.finish_request(self.ctx)
@@ -66,36 +66,36 @@ class EngineContext:
 _PENDING: Final = 1
 _UNDER_WAY: Final = 2
 _A_TRY: Final = 4
-"""A mark is one byte: what a block is, and `_A_TRY` more for each time it has failed."""
+"""A mark is one byte: the block's state flags, plus `_A_TRY` per failed try."""
 _PROTECTED: Final = 128
 
 _MOST_TRIES: Final = 8
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 _SLOTS_A_STEP: Final = 4096
-"""How many slots a step looks at when the tier has failed, or works again."""
+"""Slots scanned per step after the tier has failed or recovered."""
 
 Protect = Callable[[Sequence[int]], object]
-"""Protects the blocks in slots from eviction, or stops doing so."""
+"""Protects the blocks in slots from eviction, or undoes that."""
 
 
 class WriteBackQueue:
-    """The resident blocks that are pending for one tier, the oldest first.
+    """FIFO queue of the resident blocks that are pending for one tier.
 
-    Bytes a slot of the primary: 9, pending or not, and nothing that the garbage collector walks.
+    Memory: 9 bytes per slot of the primary, without objects for the garbage collector.
 
     Attributes:
-        count: How many blocks are pending.
-        since_s: Since when some have been, without a break.
-        new_blocks: How many were added since the step began by stores of the step itself.
-        is_shut: Whether the tier was out of order when it was asked last.
-        is_wanted: Whether the tier is in order: its pending blocks are protected.
-        paused_until_s: When the tier, which has refused or failed, is tried again.
-        heeding_from: The slot from which on `heed` has still to look at blocks; None: at none.
+        count: Number of pending blocks.
+        since_s: Time, in seconds, since when the queue has not been empty.
+        new_blocks: Blocks added by the current step's stores.
+        is_shut: Whether the tier was closed or suspended at the last check.
+        is_wanted: Whether the tier accepts pending blocks; then these are protected.
+        paused_until_s: Time, in seconds, of the next try after the tier has refused or failed.
+        heeding_from: Slot at which `heed` continues its scan; None if the scan is complete.
     """
 
     def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
-        """Start empty, over the primary's slots."""
+        """Start empty, for a primary of `num_slots` slots."""
         self._protect = protect
         self._unprotect = unprotect
         self._oldest_first = NumberLists(num_slots)
@@ -112,7 +112,7 @@ class WriteBackQueue:
     # -- blocks ---------------------------------------------------------------------------------
 
     def add(self, slots: Iterable[int], now_s: float) -> int:
-        """Owe the blocks in these slots, but for those on their way; return how many are new."""
+        """Queue the blocks in slots that are neither queued nor under way; return their number."""
         marks = self._marks
         new = [slot for slot in slots if not marks[slot] & (_PENDING | _UNDER_WAY)]
         for slot in new:
@@ -121,11 +121,11 @@ class WriteBackQueue:
         return len(new)
 
     def oldest(self, count: int) -> list[int]:
-        """Return the slots of the blocks that have been pending for the longest."""
+        """Return the slots of the `count` oldest pending blocks, or of all if fewer."""
         return list(islice(self._oldest_first.walk(), count))
 
     def began(self, slots: Sequence[int]) -> None:
-        """Learn that a copy of the blocks in these slots is under way."""
+        """Mark the blocks in slots as under way and remove them from the queue."""
         marks = self._marks
         if self.count:
             pending = [slot for slot in slots if marks[slot] & _PENDING]
@@ -136,7 +136,7 @@ class WriteBackQueue:
             marks[slot] |= _UNDER_WAY
 
     def ended(self, slots: Iterable[int]) -> None:
-        """Learn that their copy has ended, and that nothing follows from it."""
+        """Unmark blocks whose copy has ended and is not retried."""
         marks = self._marks
         if not self.count:
             for slot in slots:
@@ -145,15 +145,15 @@ class WriteBackQueue:
         for slot in slots:
             marks[slot] &= (
                 _PENDING | _PROTECTED
-            )  # since an earlier copy of the same block has ended
+            )  # pending again since an earlier copy of the same block ended
 
     def failed(self, slots: Sequence[int], now_s: float, *, counts: bool) -> int:
-        """Owe them again after a copy that failed; return how many are given up instead.
+        """Queue blocks again after a failed copy; return how many are given up instead.
 
         Args:
-            slots: Where the blocks lie.
-            now_s: The time.
-            counts: Whether that was one of the tries that each block has.
+            slots: Slots of the blocks.
+            now_s: Time of the step, in seconds.
+            counts: Whether the failure counts toward each block's `_MOST_TRIES` tries.
         """
         marks = self._marks
         again: list[int] = []
@@ -173,7 +173,7 @@ class WriteBackQueue:
         return given_up
 
     def forget(self, slots: Iterable[int]) -> int:
-        """Learn that the blocks in these slots were evicted; return how many had been pending."""
+        """Remove evicted blocks from the queue; return how many were pending."""
         marks = self._marks
         lost = [slot for slot in slots if marks[slot]]
         self._remove(lost)
@@ -182,7 +182,7 @@ class WriteBackQueue:
         return len(lost)
 
     def clear(self) -> int:
-        """Forget everything; return how many blocks were pending."""
+        """Empty the queue and clear all marks; return how many blocks were pending."""
         lost = self.count
         self._stop_protecting(list(self._oldest_first.walk()))
         self._oldest_first.clear()
@@ -195,7 +195,7 @@ class WriteBackQueue:
     # -- protection -----------------------------------------------------------------------------
 
     def heed(self, *, is_wanted: bool) -> None:
-        """Protect what is pending, or stop doing so, as far as a step may take: slot by slot."""
+        """Protect the pending blocks, or stop protecting them; scans a bounded range of slots."""
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
             self.heeding_from = 0
@@ -214,28 +214,28 @@ class WriteBackQueue:
     # -- pauses ---------------------------------------------------------------------------------
 
     def pause(self, now_s: float) -> None:
-        """Leave the tier alone for a moment, which grows from one pause to the next."""
+        """Pause submissions to the tier, with exponential back-off."""
         if now_s >= self.paused_until_s:
             self.paused_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def resume(self) -> None:
-        """Try the tier at once: it has just stored something."""
+        """End the pause and reset the back-off, after a successful store."""
         self.paused_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------
 
     def slots(self) -> Iterator[int]:
-        """Iterate over the slots of what is pending, the oldest first. For invariants."""
+        """Iterate over the slots of pending blocks, oldest first. For invariants."""
         return self._oldest_first.walk()
 
     def protected(self) -> Iterator[int]:
-        """Iterate over the slots of what is protected. For invariants."""
+        """Iterate over the slots of protected blocks. For invariants."""
         return (slot for slot, mark in enumerate(self._marks) if mark & _PROTECTED)
 
     def violations(self, under_way: set[int]) -> Iterator[str]:
-        """Return which of its own invariants do not hold, in words. For inspection.
+        """Iterate over descriptions of the queue's violated invariants. For inspection.
 
         Args:
             under_way: The slots whose copies to the tier may still run.
@@ -287,10 +287,10 @@ class WriteBackQueue:
 
 
 Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
-"""Submits a cascade: tier, context, keys, and their slots, which are pinned."""
+"""Submits a cascade: tier index, context, keys, and their slots, which must be pinned."""
 
 LATE_BLOCKS_A_STEP: Final = 256
-"""How many pending blocks a step submits to a tier, besides as many as were added in the step."""
+"""Pending blocks that a step submits to a tier, plus the number of blocks added in the step."""
 
 _FINAL: Final = (
     BlockMissingError,
@@ -299,19 +299,19 @@ _FINAL: Final = (
     TierClosedError,
     TierFullError,
 )
-"""Errors of stores after which another try would end alike."""
+"""Errors of stores that a retry would not fix."""
 
 
 class Cascades:
-    """Sends readable blocks to the tiers, each as many as it takes, and remembers the rest.
+    """Sends readable blocks to the tiers, up to each tier's limit, and queues the rest.
 
-    What a tier does not take now (its bound is reached, its breaker is open, it is under pressure,
-    or its store failed for a reason that may pass) it is *pending*, in the order in which it came,
-    and gets as soon as there is room. It is lost only if it is evicted first; then it is counted
-    as dropped. Owed blocks are not pinned; but as long as their tier is in order, they are evicted
-    last, or not at all. A late cascade belongs to no request.
+    A block that a tier cannot take now is *pending*: the limit is reached, the breaker is open,
+    back-pressure applies, or its store failed with a transient error. Pending blocks are sent in
+    FIFO order once there is room. A pending block that is evicted first is counted as dropped.
+    Pending blocks are not pinned, but while their tier works they are evicted last or never. A
+    late cascade belongs to no request.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(
@@ -325,9 +325,9 @@ class Cascades:
         """Start with nothing pending.
 
         Args:
-            primary: Where the blocks lie.
-            tiers: Where they go.
-            shares: How many blocks may be in cascade to a tier at once.
+            primary: The tier that holds the blocks.
+            tiers: The secondary tiers.
+            shares: Bounds the blocks in cascade to each tier.
             own: The context of late cascades.
             submit: See `Submit`.
         """
@@ -339,18 +339,18 @@ class Cascades:
         self.queues = [
             WriteBackQueue(primary.num_slots, primary.protect, primary.unprotect) for _ in tiers
         ]
-        """What is pending for each tier. To be read only."""
+        """The pending blocks of each tier. Read-only."""
         self.parking: dict[ReqContext, RequestState] = {}
-        """The requests with keys that another request is writing."""
+        """The requests with parked keys, which other requests are writing."""
         self._parked_for: dict[OffloadKey, list[RequestState]] = {}
-        """Parked key -> the requests that wait for the end of its write."""
+        """Parked key -> requests that wait for its write to end."""
         self._written: list[OffloadKey] = []
         """Parked keys whose writes have ended in this step."""
         self._is_closed = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is needed: something is parked, or pending for a tier that may take it."""
+        """Whether a step is needed: a key is parked, or pending for a tier that may accept it."""
         if self.parking:
             return True
         return any(
@@ -364,10 +364,10 @@ class Cascades:
         return any(queue.count for queue in self.queues)
 
     def wakes_in_s(self, now_s: float) -> float | None:
-        """Return in how many seconds a step can send something that is pending.
+        """Return the seconds until a step can send a pending block.
 
-        None: nothing is pending, or only what waits for the end of another job. 0: also if the step
-        has not looked at all blocks pending for a tier that has failed or works again.
+        None if no block is pending, or all of them wait for a job to end. 0 also while the scan of
+        `WriteBackQueue.heed` is incomplete.
         """
         soonest_s: float | None = None
         for index, queue in enumerate(self.queues):
@@ -378,12 +378,12 @@ class Cascades:
                 soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
         return soonest_s
 
-    # -- what is stored -------------------------------------------------------------------------
+    # -- stored blocks --------------------------------------------------------------------------
 
     def send(
         self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
     ) -> None:
-        """Cascade readable keys: the head that the tier takes now; the rest is pending."""
+        """Cascade the longest prefix of readable keys that the tier takes now; queue the rest."""
         queue = self.queues[index]
         taken = keys[:0]
         if not queue.count:  # else: first come, first served
@@ -405,7 +405,7 @@ class Cascades:
         new: Collection[OffloadKey],
         now_s: float,
     ) -> None:
-        """Send what is readable to the tiers that want whole requests; park what is not yet."""
+        """Send readable keys to the request-level tiers; park keys that others are writing."""
         readable = []
         for key in dict.fromkeys(keys):
             answer = self._primary.lookup(key)
@@ -421,7 +421,7 @@ class Cascades:
         self._send_to_request_level(request, readable, now_s)
 
     def defer(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> int:
-        """Owe a tier those of the keys that are readable, and not on their way; return how many."""
+        """Queue the readable keys that are not under way for a tier; return their number."""
         if self._is_closed:
             return 0
         added = self.queues[index].add(self._primary.readable_slots(keys), now_s)
@@ -429,7 +429,7 @@ class Cascades:
         return added
 
     def offer_faster(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> None:
-        """Offer what a tier has given to those before it that are known to lack it."""
+        """Queue blocks promoted from a tier for the faster tiers that are known to lack them."""
         for faster in range(index):
             lacking = self._tiers[faster].lacks(keys)
             if lacking:
@@ -448,7 +448,7 @@ class Cascades:
         for key in dict.fromkeys(written):
             answer = self._primary.lookup(key)
             if answer is LookupResult.HIT_PENDING:
-                continue  # its write has failed, and another one has begun
+                continue  # the write has failed, and another write of the key has begun
             for request in self._parked_for.pop(key):
                 keys = readable.setdefault(request, [])
                 del request.parked[key]
@@ -464,9 +464,9 @@ class Cascades:
         return done
 
     def send_pending(self, now_s: float) -> None:
-        """Send the tiers their pending blocks: a bounded number of blocks, however many there are.
+        """Send pending blocks to the tiers, a bounded number per step.
 
-        Blocks pending for a failed tier are not protected from eviction until it works again.
+        Blocks pending for a failed tier are not protected from eviction until the tier recovers.
         """
         for index, queue in enumerate(self.queues):
             is_wanted = self._tiers[index].wants_blocks
@@ -477,10 +477,10 @@ class Cascades:
             if queue.count and now_s >= queue.paused_until_s:
                 self._send_pending_to(index, most, now_s)
 
-    # -- how jobs end ---------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
 
     def ended(self, index: int, job: JobMetadata, result: JobResult, now_s: float) -> None:
-        """Take in the result of a cascade; the blocks that a passing fault has hit are pending."""
+        """Handle the result of a cascade; blocks hit by a transient error become pending again."""
         queue = self.queues[index]
         queue.is_shut = not self._tiers[index].may_store(now_s)
         if result.success:
@@ -488,31 +488,31 @@ class Cascades:
         elif not isinstance(result.error, _FINAL):
             queue.pause(now_s)
         if result.orphaned:
-            return  # the copy may still end well; see `released`
+            return  # the copy may still succeed; see `released`
         self._primary.unpin(job.keys)
         landed = job.keys if result.success else result.successful_keys or ()
         self._settle(index, job, landed, result.error, now_s)
 
     def released(self, index: int, record: JobRecord, now_s: float) -> None:
-        """Learn that the copy of an overdue cascade has ended, well or not."""
+        """Handle the end of an overdue cascade's copy, whether it succeeded or failed."""
         self._primary.unpin(record.job.keys)
         tier, keys = self._tiers[index], record.job.keys
-        # A tier that is not known to lack a block may have it: storing it again costs nothing then.
+        # Only an exact index can confirm that a block has landed.
         landed = frozenset(keys).difference(tier.lacks(keys)) if tier.is_exact else frozenset()
         self._settle(index, record.job, landed, None, now_s)
 
-    # -- the end --------------------------------------------------------------------------------
+    # -- reset and shutdown ---------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget everything: the primary is about to be emptied. What is pending is lost."""
+        """Drop all pending and parked blocks; call before `Primary.reset`."""
         for tier in self._tiers:
             late = (record for record in tier.jobs.orphaned() if not record.holds_slots)
-            # Nobody will know their slots when the copies end.
+            # The slots' blocks will be unknown when these copies end.
             tier.counters.failed_store_blocks += sum(len(record.job.keys) for record in late)
         self._drop_all("reset")
 
     def close(self) -> None:
-        """Drop the pending blocks: they are lost."""
+        """Drop all pending and parked blocks, and accept no more."""
         self._is_closed = True
         self._drop_all("closed")
 
@@ -523,7 +523,7 @@ class Cascades:
         return self._shares.room_to_store(index)
 
     def _takes_store(self, index: int, now_s: float) -> bool:
-        """Ask a tier whether it takes a job now; one that does not is left alone for a moment."""
+        """Return whether a tier takes a job now; pause its queue if not."""
         tier, queue = self._tiers[index], self.queues[index]
         if tier.takes_store(now_s):
             queue.is_shut = False
@@ -561,7 +561,7 @@ class Cascades:
         error: Exception | None,
         now_s: float,
     ) -> None:
-        """Unmark the blocks of a copy that has ended; those worth a retry are pending."""
+        """Unmark the blocks of a copy that has ended; queue those worth a retry."""
         tier, queue = self._tiers[index], self.queues[index]
         slots = job.block_ids.tolist()
         if len(landed) == len(slots):
@@ -573,7 +573,7 @@ class Cascades:
             tier.counters.failed_store_blocks += len(missed)
             return
         queue.ended(s for s, key in zip(slots, job.keys, strict=True) if key in landed)
-        # While a tier is out of order no block is to blame: the breaker bounds the tries.
+        # Failures of a suspended tier count against no block: the breaker bounds the tries.
         counts = tier.may_store(now_s)
         tier.counters.failed_store_blocks += queue.failed(missed, now_s, counts=counts)
         self._watch_evictions()
@@ -593,7 +593,7 @@ class Cascades:
         self._written += [key for key in keys if key in self._parked_for]
 
     def _watch_evictions(self) -> None:
-        """Have the primary tell of evictions, as long as something is pending."""
+        """Subscribe to the primary's evictions while any block is pending."""
         self._primary.on_evicted = self._evicted if self.has_pending else None
 
     def _evicted(self, slots: Sequence[int]) -> None:
@@ -608,10 +608,10 @@ _MOST_KEYS: Final = 32_768
 
 
 class RecentKeys:
-    """Lets a key through once in a while: at most once in `again_after_s`, at least in twice that.
+    """Rate limiter per key: admits a repeated key again after one to two `again_after_s`, seconds.
 
-    Two tables take turns: one is filled, the other is looked at and then thrown away. Once the
-    first is full, no further keys are let through until the next turn.
+    Two tables rotate: new keys go into the current one, the previous one is only searched. When the
+    current table is full, no key is admitted until the next rotation.
     """
 
     def __init__(self, again_after_s: float = _AGAIN_AFTER_S, most_keys: int = _MOST_KEYS) -> None:
@@ -624,7 +624,7 @@ class RecentKeys:
         return len(self._new) + len(self._old)
 
     def admitted(self, keys: Sequence[OffloadKey], now_s: float) -> list[OffloadKey]:
-        """Return the keys, which are distinct, that may pass now, in their order."""
+        """Return the admitted ones of distinct keys, in order, and record them."""
         if self._turned_s is None:
             self._turned_s = now_s
         elif now_s - self._turned_s >= self._again_after_s:
@@ -640,9 +640,9 @@ class RecentKeys:
 
 
 class Touches:
-    """Gathers what was used in a step, and passes it on at its end.
+    """Collects the keys used in a step, and reports them to the tiers at its end.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self, tiers: Sequence[TierState], cascades: Cascades, own: EngineContext) -> None:
@@ -654,17 +654,17 @@ class Touches:
         self._recent = [RecentKeys() for _ in tiers]
 
     def note(self, keys: Sequence[OffloadKey]) -> None:
-        """Note keys that one request has used, head to tail."""
+        """Record keys that one request has used, head to tail."""
         if keys and self._tiers:
             self.used.append(keys)
 
     def flush(self, now_s: float) -> None:
-        """Touch the blocks in every tier that has them, and offer the others to those without.
+        """Touch the used blocks in every tier that has them, and queue them for tiers without.
 
-        A tier whose contents are not known here is told of all, but seldom: for it, a touch may be
-        a system call or a message.
+        A tier without an exact index is sent each key rarely, see `RecentKeys`: each touch may cost
+        it a system call or a message.
         """
-        # A tier takes the first as the most recent: the latest request goes first.
+        # Tiers rank the first key as the most recent, so the latest request comes first.
         keys = list(dict.fromkeys(chain.from_iterable(reversed(self.used))))
         self.used.clear()
         for index, tier in enumerate(self._tiers):

@@ -1,30 +1,27 @@
-"""What an owner knows of a tier's contents, so that a lookup never leaves the owner's thread.
+"""Indexes of a tier's contents on the owner's side: a lookup never leaves the owner's thread.
 
-A tier that is changed by this instance alone has an exact index. Any other tier is probed: one
-batched existence probe for the keys that are new in a step, shared between requests. A tier may be
-asked only where loading from it can pay: for requests that miss many blocks.
+A tier that only this instance changes has an exact index. Other tiers are probed: one batched
+existence probe per step for the step's new keys, shared between requests. Probes can be limited to
+requests that miss enough blocks for a load to pay.
 
-Loading n blocks takes `latency + n * block_s`, computing them `n * compute_s`: loading pays from
-`latency / (compute_s - block_s)` blocks on, and never where a block takes no less time to load
-than to compute.
+Loading n blocks takes `latency + n * block_s`, computing them `n * compute_s`. So loading pays from
+`latency / (compute_s - block_s)` blocks on, and never if a block takes at least as long to load as
+to compute.
 
-What is measured is what a request goes through under the present load, queues included. Its blocks
-come in one job, so the time of whole jobs counts, from their arrival in the tier's queue to their
-end, and not the tier's throughput: where several jobs run at once, each takes longer than its share
-of that. A line through the recent jobs' times over their blocks (least squares, neither part of it
-negative, each job weighing nine tenths of the next) tells what grows with the blocks; what does not
-is latency, and so is the mean time of a probe. Recent jobs that are all about as large determine no
-line. What they allow for is taken at its best then, so that other sizes are tried, and measured:
-for fewer blocks that the time is all the blocks', for more that none of it is.
+The model is fitted to the duration of whole jobs, queueing included, since one job loads all blocks
+of a request; throughput would hide the effect of concurrent jobs. A least-squares fit of duration
+over blocks, with weights that decay by a tenth per job and no negative coefficient, yields
+`block_s` and the fixed time. The latency is the fixed time plus the mean probe time. Jobs of nearly
+equal sizes determine no slope. Then the more favourable extreme is assumed, all fixed time or all
+per-block time, so that other sizes are tried and measured.
 
 Sources: the line is the linear cost model of a message (R. Hockney, "The communication challenge
 for MPP", Parallel Computing 20, 1994); its running sums are those of T. Finch, "Incremental
 calculation of weighted mean and variance" (2009), with decay.
 
-Heads of prompts: a batch is head to tail, grouped by KV-cache group. A group's blocks are worth
-nothing without those of the others for the same tokens, so it is cut at a token, over all groups.
-Without positions only
-the order in one group is known, and a batch of several groups is not cut.
+Prefixes of prompts: a batch lists keys head to tail, by KV-cache group. A block is useless without
+the other groups' blocks for the same tokens, so a batch is cut at one token across all groups.
+Without positions only the order within a group is known, and a batch of several groups is not cut.
 """
 
 from __future__ import annotations
@@ -51,12 +48,12 @@ from kvoffload_async.types import (
 def longest_fitting_prefix(
     keys: Sequence[OffloadKey], positions: Mapping[OffloadKey, int], room: int
 ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
-    """Split keys into the longest head of at most `room`, and the rest, each in their order.
+    """Split keys into the longest prefix of at most `room` blocks and the rest, keeping order.
 
     Args:
         keys: Without duplicates.
         positions: Key -> the end token of its block.
-        room: How many blocks fit.
+        room: Number of blocks that fit.
     """
     if len(keys) <= room:
         return keys, ()
@@ -77,7 +74,7 @@ def those_before(
     keys: Sequence[OffloadKey],
     positions: Mapping[OffloadKey, int],
 ) -> Sequence[OffloadKey]:
-    """Return which of `keys` lie before all that `longest_fitting_prefix` left out of them."""
+    """Return the `keys` that precede all keys left out by `longest_fitting_prefix`."""
     if not left_out:
         return keys
     if left_out[0] not in positions:
@@ -91,7 +88,7 @@ def prefix_test(
     used: Collection[OffloadKey],
     positions: Mapping[OffloadKey, int],
 ) -> Callable[[OffloadKey], bool]:
-    """Return a test for the keys that a request has used and that precede `wanted` in its prompt.
+    """Return a predicate: whether a request has used a key that precedes `wanted` in its prompt.
 
     The request must not evict these blocks to store `wanted`.
     """
@@ -102,15 +99,15 @@ def prefix_test(
 def nearest_before(
     key: OffloadKey, positions: dict[OffloadKey, int], most: int
 ) -> tuple[OffloadKey, ...]:
-    """Return the keys of the same group that come right before `key`, head to tail.
+    """Return the keys of the same group that directly precede `key`, head to tail.
 
-    Positions are looked through once, from the last one on: mostly they were learned head to tail,
-    and then all but a few are passed over at the price of a comparison.
+    Scans the positions once, in reverse: they are mostly in prompt order, and then all but a few
+    cost one comparison each.
 
     Args:
-        key: Nothing is known to come before one without a position.
+        key: The key; one without a position has no known predecessors.
         positions: Key -> the end token of its block, of all groups, in any order.
-        most: How many keys, at most; 1 at least.
+        most: Maximum number of keys, at least 1.
     """
     end = positions.get(key)
     if end is None:
@@ -130,33 +127,33 @@ def nearest_before(
 
 
 FRESH_S: Final = 30.0
-"""Without a sample for so long what was measured is old: a request may explore, and the next sample
-counts alone."""
+"""Seconds without a sample after which measurements are stale: a request may explore, and the next
+sample replaces them."""
 EXPLORATION_PAUSE_S: Final = 5.0
-"""After an exploration that has found nothing to load, the next one begins so much later."""
+"""Seconds between the starts of explorations that measure no load."""
 MOST_BLOCKS: Final = 1 << 40
-"""Nobody misses more."""
+"""Upper bound of the break-even point; above it no load pays."""
 
 _LEAST_BLOCK_S: Final = 1e-12
 _DECAY: Final = 0.9
 _LEAST_SPREAD: Final = 1 / 16
-"""Of the jobs' blocks, the square of the deviation over that of the mean: a quarter either way."""
+"""Minimum squared coefficient of variation of the job sizes for which a slope is fitted."""
 
 
 class BreakEven:
-    """Measures a tier's probes and loads; says how many blocks have to be missed.
+    """Measures a tier's probes and loads, and computes the number of blocks from which loads pay.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        explorations: Requests that were let through to measure anew.
+        explorations: Number of requests admitted below the break-even point to measure the tier.
     """
 
     def __init__(self, prefill_blocks_per_s: float) -> None:
-        """Start without a measurement: until there is one, any number of blocks pays.
+        """Start without measurements: until the first load, any number of blocks pays.
 
         Args:
-            prefill_blocks_per_s: Blocks that the accelerator computes in a second of prefill.
+            prefill_blocks_per_s: Prefill throughput of the accelerator, in blocks per second.
         """
         self.explorations = 0
         self._compute_s = 1 / prefill_blocks_per_s
@@ -171,14 +168,13 @@ class BreakEven:
     # -- measuring ------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> None:
-        """Note the time, once a step; what comes in until the next time has happened then."""
+        """Set the time, once per step, in seconds; later measurements get this timestamp."""
         self._now_s = now_s
 
     def probe_ended(self, seconds: float, *, worked: bool) -> None:
-        """Take in how long a probe took.
+        """Record the duration of a probe, in seconds.
 
-        One that failed says only that it may take longer than is known, as at its deadline; what
-        fails is the breaker's.
+        A failed probe can only raise the mean; the breaker handles the failure itself.
         """
         is_first = self._is_old(self._probed_at_s)
         if not worked and (is_first or seconds <= self._probe_s):
@@ -190,17 +186,17 @@ class BreakEven:
         self._probed_at_s = self._now_s
 
     def load_ended(self, num_blocks: int, seconds: float) -> None:
-        """Take in how long a load of some blocks took that has brought all of them."""
+        """Record the duration, in seconds, of a load that brought all its blocks."""
         if self._is_old(self._loaded_at_s):
             self._loads = _Line()
         self._loads.add(num_blocks, seconds)
         self._loaded_at_s = self._now_s
 
-    # -- what follows ---------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
 
     @property
     def needed_blocks(self) -> float:
-        """The least number of blocks that pays; infinity: none does."""
+        """The least number of blocks for which a load pays; infinity if none does."""
         if not self._loads.weight:
             return 0
         blocks = self._break_even(self._best())
@@ -208,12 +204,12 @@ class BreakEven:
 
     @property
     def latency_s(self) -> float | None:
-        """What loading takes however few the blocks are; None: no load was measured."""
+        """Fixed time of a load, in seconds, probe included; None before the first load."""
         return self._probe_s + self._best()[0] if self._loads.weight else None
 
     @property
     def blocks_per_s(self) -> float | None:
-        """How fast the rest of it goes; None: no load was measured, or it is all latency."""
+        """Blocks loaded per second after the latency; None without loads, or if all is latency."""
         block_s = self._best()[1] if self._loads.weight else 0.0
         return 1 / block_s if block_s > _LEAST_BLOCK_S else None
 
@@ -221,19 +217,19 @@ class BreakEven:
 
     @property
     def may_explore(self) -> bool:
-        """Whether what was measured is old, and nobody measures it anew."""
+        """Whether the load measurements are stale and no exploration is under way."""
         pause_s = FRESH_S if self._is_exploring else EXPLORATION_PAUSE_S
         began_ago_s = self._now_s - self._explored_at_s
         return self._is_old(self._loaded_at_s) and began_ago_s >= pause_s
 
     def explore(self) -> None:
-        """Let a request through."""
+        """Record that a request is admitted to measure the tier."""
         self.explorations += 1
         self._explored_at_s = self._now_s
         self._is_exploring = True
 
     def exploration_ended(self) -> None:
-        """Note that the request that was let through has ended; no other waits for it any more."""
+        """Record that the exploring request has ended; another may explore."""
         self._is_exploring = False
 
     # -- inside ---------------------------------------------------------------------------------
@@ -251,14 +247,14 @@ class BreakEven:
 
 
 class _Line:
-    """Seconds over blocks, of the recent loads."""
+    """Decaying least-squares fit of seconds over blocks of recent loads."""
 
     def __init__(self) -> None:
         self.weight = 0.0
         self._blocks = 0.0
         self._seconds = 0.0
         self._blocks_squared = 0.0
-        """The sum of the squares of what is away from the mean, as is the one below."""
+        """Sum of squared deviations from the mean; `_product` is that of their products."""
         self._product = 0.0
 
     def add(self, num_blocks: int, seconds: float) -> None:
@@ -270,7 +266,7 @@ class _Line:
         self._product = _DECAY * self._product + away * (seconds - self._seconds)
 
     def candidates(self) -> tuple[tuple[float, float], ...]:
-        """Return (what does not grow with the blocks, seconds a block): one, or the extremes."""
+        """Return (fixed seconds, seconds per block): the fit, or both extremes without one."""
         blocks, seconds = self._blocks, self._seconds
         squares = self.weight * blocks * blocks
         if self._blocks_squared < _LEAST_SPREAD * squares:
@@ -279,23 +275,23 @@ class _Line:
         fixed_s = seconds - block_s * blocks
         if fixed_s >= 0:
             return ((fixed_s, block_s),)
-        # The best line through the origin.
+        # The best fit through the origin.
         through = self._product + self.weight * blocks * seconds
         return ((0.0, through / (self._blocks_squared + squares)),)
 
 
 OnResolved = Callable[[Sequence[OffloadKey]], object]
-"""Called with keys whose answer has changed or become known; must not call back into the core."""
+"""Called with keys whose lookup result has changed; must not call back into the core."""
 
 
 class KeyIndex(ABC):
     """Answers whether a tier has a key.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        listeners: Each is called with the keys of every probe that was answered.
-        notifies: Whether the listeners are called for every key that was answered with RETRY.
+        listeners: Called with the keys of every answered probe.
+        notifies: Whether listeners are called for every key that was answered with RETRY.
     """
 
     notifies: bool = True
@@ -311,29 +307,29 @@ class KeyIndex(ABC):
 
         Args:
             keys: The keys, without duplicates.
-            request: Who asks.
-            stop_at_miss: Whether the answers end with the first MISS; later keys are not asked for.
+            request: The request that looks up the keys.
+            stop_at_miss: Whether the answers end with the first MISS; later keys are not looked up.
         """
 
     def lookup(self, key: OffloadKey, request: Hashable) -> LookupResult:
-        """Return the answer of `lookup_many` for one key."""
+        """Look up one key; see `lookup_many`."""
         return self.lookup_many((key,), request)[0]
 
     @abstractmethod
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Blocks were stored, or found; a `KeyMap` may be kept."""
+        """Record stored or discovered blocks; takes ownership of a `KeyMap`."""
 
     @abstractmethod
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Blocks are gone (`surely`), or could not be loaded for a reason that may pass."""
+        """Record that blocks are gone (`surely`), or that a load failed with a transient error."""
 
     @abstractmethod
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the keys that are known to be absent. Asks nobody."""
+        """Return the keys known to be absent. Starts no probe."""
 
     @abstractmethod
     def peek(self, key: OffloadKey) -> LookupResult:
-        """Return HIT, or MISS, or RETRY while an answer is outstanding. Asks nobody."""
+        """Return HIT, MISS, or RETRY while an answer is outstanding. Starts no probe."""
 
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
@@ -342,16 +338,16 @@ class KeyIndex(ABC):
     def answered(  # noqa: B027 - an exact index never asks
         self, generation: int, present: frozenset[OffloadKey]
     ) -> None:
-        """A probe ended."""
+        """Record the answer of a probe."""
 
-    def left_alone(self) -> None:  # noqa: B027 - nobody waits for an exact index
-        """No probe may be started now: lookups skip the tier."""
+    def left_alone(self) -> None:  # noqa: B027 - an exact index has no queued keys
+        """Record that the tier is suspended: no probe may start, and lookups skip the tier."""
 
-    def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor remembers who asked
-        """A request ended."""
+    def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor state per request
+        """Drop the state of a request that has ended."""
 
     def watch(self, listener: OnResolved) -> None:
-        """Call `listener` with the keys of every probe that is answered from now on; idempotent."""
+        """Call `listener` with the keys of every probe answered from now on; idempotent."""
         if listener not in self.listeners:
             self.listeners.append(listener)
 
@@ -361,7 +357,7 @@ class KeyIndex(ABC):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all of the tier's contents are known here."""
+        """Whether the index knows all of the tier's contents."""
         return False
 
     @property
@@ -376,10 +372,10 @@ class KeyIndex(ABC):
 
 
 class ExactIndex(KeyIndex):
-    """The contents of a tier that nobody else changes.
+    """The contents of a tier that only this instance changes.
 
-    Bytes a block: 38 at a million and 30 at ten, up to twice that once blocks have come and gone;
-    and 69 for a key of 36, unless it is the object that the primary has too.
+    Memory per block: 38 bytes at a million blocks, 30 at ten million, up to twice that after churn;
+    plus 69 bytes for a 36-byte key, unless the primary shares the key object.
     """
 
     def __init__(self) -> None:
@@ -401,18 +397,18 @@ class ExactIndex(KeyIndex):
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Add keys."""
         if isinstance(keys, KeyMap):
-            keys.merge(self._present)  # what is known so far is little: a tier tells all at once
+            keys.merge(self._present)  # small: a tier reports its whole contents at once
             self._present = keys
         else:
             self._present.update(keys, repeat(0))
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Drop keys that are surely gone; the others may well load next time."""
+        """Drop keys that are surely gone; a load of the others may be retried."""
         if surely:
             self._present.discard(keys)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those that are not there."""
+        """Return the absent keys."""
         found = self._present.find(keys)
         return [key for key, number in zip(keys, found, strict=True) if number is None]
 
@@ -427,21 +423,21 @@ class ExactIndex(KeyIndex):
 
 _PENDING, _IN_FLIGHT, _ABSENT, _PRESENT = range(4)
 _PHASES: Final = 4
-"""A verdict is one integer: the phase, and `_PHASES` more for each request that asked."""
+"""A verdict is one integer: phase + `_PHASES` * number of requests that looked up the key."""
 
 _ANSWERS: Final = (LookupResult.RETRY, LookupResult.RETRY, LookupResult.MISS, LookupResult.HIT)
 
 
 _Chains = dict[tuple[Hashable, int, int], list[OffloadKey]]
-"""Chains by request, KV-cache group, and number among those of both."""
+"""(request, KV-cache group, number of the chain among theirs) -> keys of the chain."""
 
 
 class ProbedIndex(KeyIndex):
-    """The contents of a shared tier, as far as live requests have asked.
+    """The contents of a shared tier, for the keys that live requests have looked up.
 
-    A verdict lives as long as a request that asked for it. A probe in flight is kept when its
-    requests end, so that a newcomer shares it; its answer carries the probe's generation, and a
-    generation is answered once, so that a late answer is never taken for that of a later probe.
+    A verdict lives until the last request that looked up its key ends. A probe in flight survives
+    its requests, so that a later request shares it. An answer carries the probe's generation, so a
+    late answer is never taken for that of a later probe.
     """
 
     def __init__(
@@ -455,10 +451,10 @@ class ProbedIndex(KeyIndex):
         """Start empty.
 
         Args:
-            concurrent_probes: Probes in flight at once; a hung one delays no other.
-            keys_per_probe: Bound on one batch; the rest waits for the next step.
-            keeps_order: Whether probes say which keys are a chain; see `_chains`.
-            keys_before: How many of the keys before each chain they say, at most; see `_before`.
+            concurrent_probes: Maximum number of probes in flight; a hung one delays no other.
+            keys_per_probe: Maximum keys per probe; further keys wait for the next step.
+            keeps_order: Whether probes list their keys as chains; see `_chains`.
+            keys_before: Maximum number of keys before each chain to list; see `_before`.
         """
         super().__init__()
         self._concurrent_probes = concurrent_probes
@@ -468,9 +464,9 @@ class ProbedIndex(KeyIndex):
         self._verdicts = KeyMap()
         self._by_request: dict[Hashable, dict[OffloadKey, None]] = {}
         self._pending: dict[OffloadKey, Hashable] = {}
-        """Queued keys in the order of their lookups, with the first request that asked."""
+        """Queued key -> the first request that looked it up, in lookup order."""
         self._is_awaited = False
-        """Whether somebody was told to wait for a queued key, and not yet that none is probed."""
+        """Whether a lookup of a queued key was answered RETRY since the last `left_alone`."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
@@ -499,25 +495,25 @@ class ProbedIndex(KeyIndex):
         return answers
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Flip the verdicts that live requests hold to present."""
+        """Change the existing verdicts on these keys to present."""
         self._flip(tuple(keys), _PRESENT)
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Flip the verdicts that live requests hold to absent, so that none asks for ever."""
+        """Change the existing verdicts on these keys to absent, which prevents endless retries."""
         self._flip(keys, _ABSENT)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those for which a live request has the answer that they are absent."""
+        """Return the keys with a verdict of absent."""
         known = self._known(keys).items()
         return [key for key, verdict in known if verdict % _PHASES == _ABSENT]
 
     def peek(self, key: OffloadKey) -> LookupResult:
-        """Return what live requests have found out, MISS where none has asked."""
+        """Return the current verdict; MISS if no live request has looked up the key."""
         verdict = self._verdicts.get(key)
         return LookupResult.MISS if verdict is None else _ANSWERS[verdict % _PHASES]
 
     def next_probe(self) -> StartProbe | None:
-        """Batch the queued keys, unless as many probes are in flight as may be."""
+        """Batch the queued keys; None if none is queued or the probe limit is reached."""
         if not self._pending or len(self._in_flight) >= self._concurrent_probes:
             return None
         self._generation += 1
@@ -531,7 +527,7 @@ class ProbedIndex(KeyIndex):
         return StartProbe(self._generation, keys, in_order, self._before(chains))
 
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
-        """Resolve the keys that were asked in this generation and are still waiting for it."""
+        """Resolve the keys of a probe; a generation that was answered already is ignored."""
         keys = self._in_flight.pop(generation, ())
         self._enter([key for key in keys if key in present], _PRESENT)
         absent = [key for key in keys if key not in present]
@@ -541,16 +537,16 @@ class ProbedIndex(KeyIndex):
         self._notify(keys)
 
     def left_alone(self) -> None:
-        """Let who waits for queued keys ask again, once; the keys stay queued.
+        """Notify the listeners of the queued keys, once per suspension; the keys stay queued.
 
-        Told in every step, who waits for one of them elsewhere would ask in every step.
+        Requests that wait for such a key elsewhere would otherwise repeat the lookup every step.
         """
         if self._is_awaited:
             self._is_awaited = False
             self._notify(tuple(self._pending))
 
     def forget_request(self, request: Hashable) -> None:
-        """Drop the request's share of every verdict; a probe in flight is kept."""
+        """Drop the verdicts that only this request used; a probe in flight is kept."""
         keys = list(self._by_request.pop(request, ()))
         known = self._known(keys)
         self._verdicts.update(tuple(known), [verdict - _PHASES for verdict in known.values()])
@@ -570,10 +566,10 @@ class ProbedIndex(KeyIndex):
         return len(self._verdicts)
 
     def _chains(self, keys: Sequence[OffloadKey]) -> _Chains:
-        """Return queued keys as chains: of one request and KV-cache group, head to tail.
+        """Return queued keys as chains of one request and KV-cache group, head to tail.
 
-        A group that is looked up from its tail on, for a sliding window, has chains of one key:
-        there a block may be present, and of use, without those before it.
+        A sliding-window group is looked up tail first and has chains of one key: its blocks can be
+        present and useful without the preceding ones.
         """
         chains: _Chains = {}
         last: dict[tuple[Hashable, int], tuple[int, int]] = {}
@@ -588,9 +584,9 @@ class ProbedIndex(KeyIndex):
         return chains
 
     def _before(self, chains: _Chains) -> tuple[tuple[OffloadKey, ...], ...]:
-        """Return for each chain the keys right before it, whether they were ever asked for or not.
+        """Return for each chain the keys that directly precede it, looked up or not.
 
-        None before the chains of a group that is looked up from its tail on: there are several.
+        Empty for the chains of a group that is looked up tail first and so has several chains.
         """
         if self._keys_before <= 0:
             return ()
@@ -602,7 +598,7 @@ class ProbedIndex(KeyIndex):
         )
 
     def _known(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
-        """Return the verdicts of those of the keys that have one."""
+        """Return key -> verdict for the keys that have one."""
         found = zip(keys, self._verdicts.find(keys), strict=True)
         return {key: verdict for key, verdict in found if verdict is not None}
 
@@ -616,7 +612,7 @@ class ProbedIndex(KeyIndex):
         self._enter([key for key, verdict in known if verdict % _PHASES >= _ABSENT], phase)
 
     def _forget_unasked(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget the verdicts that no request holds any more, unless a probe is in flight."""
+        """Drop verdicts that no request uses any more, unless a probe of the key is in flight."""
         known = self._known(keys).items()
         unasked = [key for key, verdict in known if verdict < _PHASES and verdict != _IN_FLIGHT]
         self._verdicts.discard(unasked)
@@ -625,21 +621,20 @@ class ProbedIndex(KeyIndex):
 
 
 class CostGatedIndex(KeyIndex):
-    """Asks another index only for requests that miss enough blocks for a load to pay.
+    """Queries an inner index only for requests that miss enough blocks for a load to pay.
 
-    A lookup reaches this index with the keys that the primary and the nearer tiers lack. The number
-    of missed blocks of a request is known at the end of the step of its first lookup, or later
-    while a nearer tier does not know all keys yet. Until then the answer is RETRY; afterwards it is
-    MISS for a request that misses too few blocks. If such a request misses more blocks in a later
-    lookup, it is answered from then on.
+    A lookup reaches this index with the keys that the primary and the nearer tiers lack. A
+    request's number of missed blocks is known at the end of the step of its first lookup, or once
+    nearer tiers have resolved all its keys. Until then the answer is RETRY; then it is MISS if the
+    request misses too few blocks. Such a request is served after all if a later lookup misses more.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        break_even: Measures how many blocks a load needs to pay, beside the configured minimum;
-            None: only the minimum counts.
+        break_even: Measures the number of blocks from which a load pays; None: only the configured
+            minimum applies.
         has_decided: Whether the end of the last step has changed the answer for a request.
-        unknown: By request, the keys that a nearer tier does not know yet. To be read only.
+        unknown: Request -> keys that a nearer tier has not resolved yet. Read-only.
     """
 
     def __init__(
@@ -648,8 +643,8 @@ class CostGatedIndex(KeyIndex):
         """Start with no request.
 
         Args:
-            index: The index to ask; owned by this object from now on.
-            min_blocks: Blocks that a request must miss, at least.
+            index: The inner index; this object takes ownership.
+            min_blocks: Minimum number of blocks that a request must miss.
             break_even: See the class.
         """
         self.listeners = index.listeners
@@ -661,25 +656,25 @@ class CostGatedIndex(KeyIndex):
         self._needed_blocks: float = min_blocks
         self._worthwhile: set[Hashable] = set()
         self._missed: dict[Hashable, dict[OffloadKey, None]] = {}
-        """By request that has not missed enough blocks: the keys that it has asked for."""
+        """Request that has missed too few blocks so far -> the keys it has missed."""
         self._deferred: dict[Hashable, dict[OffloadKey, None]] = {}
-        """By undecided request: the keys that were answered with RETRY because they are too few,
-        and have to be asked for again. A decided request stays until the end of the step."""
+        """Undecided request -> its keys answered with RETRY, which have to be looked up again. A
+        decided request stays until the end of the step."""
         self._news: dict[Hashable, None] = {}
-        """Requests in `unknown` for which `settle` has to ask the nearer tiers."""
+        """Requests in `unknown` that the next `settle` must check with the nearer tiers."""
         self._blocked: dict[OffloadKey, dict[Hashable, None]] = {}
-        """First unknown key -> the other requests in `unknown`, which wait for that key."""
+        """First unknown key -> requests in `unknown` that wait for that key."""
         self._explorer: Hashable = None
 
     @property
     def needed_blocks(self) -> float:
-        """Blocks that a request must miss now; infinity: no number is enough."""
+        """Number of blocks that a request must miss; infinity if no number suffices."""
         return self._needed_blocks
 
     def lookup_many(
         self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
     ) -> list[LookupResult]:
-        """Return the other index's answers; RETRY, then MISS, where too few blocks are missed."""
+        """Return the inner index's answers; RETRY, then MISS, if too few blocks are missed."""
         if request not in self._worthwhile:
             missed = self._missed.get(request)
             if missed is None:
@@ -693,11 +688,11 @@ class CostGatedIndex(KeyIndex):
         return self._index.lookup_many(keys, request, stop_at_miss=stop_at_miss)
 
     def declines(self, request: Hashable) -> bool:
-        """Tell whether a request is told MISS because it misses too few blocks."""
+        """Return whether a request is answered MISS because it misses too few blocks."""
         return request in self._missed and request not in self._deferred
 
     def expect(self, keys: Sequence[OffloadKey], request: Hashable) -> None:
-        """Note that a request may miss blocks of which a nearer tier does not know yet."""
+        """Record keys of a request that a nearer tier has not resolved yet."""
         if not keys or request in self._worthwhile or self.declines(request):
             return
         unknown = self.unknown.get(request)
@@ -707,7 +702,7 @@ class CostGatedIndex(KeyIndex):
         unknown.update(dict.fromkeys(keys))
 
     def resolved(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that a nearer tier knows more of these keys now."""
+        """Re-examine requests that wait for these keys, which a nearer tier has resolved."""
         if self._blocked:
             for key in keys:
                 self._news.update(self._blocked.pop(key, {}))
@@ -715,11 +710,11 @@ class CostGatedIndex(KeyIndex):
     def settle(
         self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult], *, all_requests: bool
     ) -> None:
-        """Count the blocks that nearer tiers were found to lack; before each end of a step.
+        """Count the blocks that all nearer tiers lack; call before each end of a step.
 
         Args:
-            ask_nearer: Returns what the nearer tiers know of a key; RETRY: one does not know yet.
-            all_requests: Whether to ask for all requests; else for those with news.
+            ask_nearer: Returns the nearer tiers' answer for a key; RETRY if one is outstanding.
+            all_requests: Whether to check all requests, not only those with resolved keys.
         """
         news, self._news = self._news, {}
         if all_requests:
@@ -743,37 +738,37 @@ class CostGatedIndex(KeyIndex):
         del self.unknown[request]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Blocks were stored, or found."""
+        """Record stored or discovered blocks."""
         self._index.appeared(keys)
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Blocks are gone, or could not be loaded."""
+        """Record that blocks are gone, or that a load failed with a transient error."""
         self._index.vanished(keys, surely=surely)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the keys that are known to be absent."""
+        """Return the keys known to be absent."""
         return self._index.lacks(keys)
 
     def peek(self, key: OffloadKey) -> LookupResult:
-        """Return what the other index knows."""
+        """Return the inner index's answer."""
         return self._index.peek(key)
 
     def next_probe(self) -> StartProbe | None:
-        """End a step: decide who misses too little; return the other index's probe."""
+        """End a step: decide which requests miss too few blocks; return the next probe."""
         self._decide(may_explore=True)
         return self._index.next_probe()
 
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
-        """A probe ended."""
+        """Record the answer of a probe."""
         self._index.answered(generation, present)
 
     def left_alone(self) -> None:
-        """No probe may be started now."""
+        """Record that the tier is suspended: no probe may start."""
         self._decide(may_explore=False)
         self._index.left_alone()
 
     def forget_request(self, request: Hashable) -> None:
-        """A request ended."""
+        """Drop the state of a request that has ended."""
         self._worthwhile.discard(request)
         self._missed.pop(request, None)
         self._deferred.pop(request, None)
@@ -785,7 +780,7 @@ class CostGatedIndex(KeyIndex):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all of the tier's contents are known here."""
+        """Whether the index knows all of the tier's contents."""
         return self._index.is_exact
 
     @property
@@ -799,7 +794,7 @@ class CostGatedIndex(KeyIndex):
         return self._index.probes_outstanding
 
     def _decide(self, *, may_explore: bool) -> None:
-        """Let who was told to ask again do so: the answers are other ones from now on."""
+        """Decide the deferred requests; notify listeners of their keys, whose answers change."""
         if self.break_even is not None:
             self._needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
         deferred, self._deferred = self._deferred, {}
@@ -823,7 +818,7 @@ class CostGatedIndex(KeyIndex):
             self._notify(tuple(told))
 
     def _ask(self, request: Hashable) -> None:
-        """Ask for what a request has missed so far, and from now on for all of it."""
+        """Query the inner index for a request's missed keys, and for all its later lookups."""
         self._worthwhile.add(request)
         self._forget_unknown(request)
         self._index.lookup_many(tuple(self._missed.pop(request)), request)
@@ -840,7 +835,7 @@ class CostGatedIndex(KeyIndex):
             self._blocked.pop(first, None)
 
     def _explore(self, declined: Mapping[Hashable, int]) -> None:
-        """Ask for the largest of the requests that are declined, if what was measured is old."""
+        """Admit the declined request that misses most blocks, if the measurements are stale."""
         request = max(declined, key=declined.__getitem__)
         break_even = self.break_even
         if break_even is None or declined[request] < self._min_blocks or not break_even.may_explore:
@@ -851,9 +846,9 @@ class CostGatedIndex(KeyIndex):
 
 
 class AskedIndex(KeyIndex):
-    """Asks the tier itself for every key, during the lookup; keeps nothing.
+    """Queries the tier synchronously for every key of a lookup; caches nothing.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     notifies = False
@@ -863,11 +858,11 @@ class AskedIndex(KeyIndex):
         ask: Callable[[OffloadKey, Any], LookupResult],
         request_ended: Callable[[Any], object],
     ) -> None:
-        """Ask nothing yet.
+        """Create the index; makes no call.
 
         Args:
-            ask: Returns HIT, MISS or RETRY at once, for a key and the request that looks it up.
-            request_ended: Called with each request for which nothing more will be submitted.
+            ask: Returns HIT, MISS or RETRY without blocking, for a key and its request.
+            request_ended: Called with each request that submits no more jobs.
         """
         super().__init__()
         self._ask = ask
@@ -889,15 +884,15 @@ class AskedIndex(KeyIndex):
         return LookupResult.HIT
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return none: no key is known to be absent."""
+        """Return an empty list: no key is known to be absent."""
         return []
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Do nothing: the tier is asked anew."""
+        """Do nothing: every lookup queries the tier."""
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Do nothing: the tier is asked anew."""
+        """Do nothing: every lookup queries the tier."""
 
     def forget_request(self, request: Hashable) -> None:
-        """Pass the end of a request on."""
+        """Forward the end of a request to the tier."""
         self._request_ended(request)

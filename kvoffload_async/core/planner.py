@@ -1,7 +1,7 @@
-"""The planner: the primary tier, the secondary tiers behind it, and what moves between them.
+"""The planner: decides every transfer between the primary tier and the secondary tiers.
 
-It drives one `TierState` per tier. Effects wait there until a link hands them over; results wait
-there until `collect`. The planner executes nothing and has no clock: `begin_step` sets the time.
+It drives one `TierState` per tier, which queues effects until a link takes them, and results until
+`collect`. The planner does no I/O and reads no clock: `begin_step` sets the time.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _HIT: Final = LookupResult.HIT
 _PENDING: Final = LookupResult.HIT_PENDING
 _MISS: Final = LookupResult.MISS
 _KEYS_AT_ONCE: Final = 256
-"""A lookup asks for so many keys at once: no more are asked for in vain behind a miss."""
+"""Keys per batch of a lookup; bounds the keys looked up needlessly behind a miss."""
 
 
 class Planner:
-    """Decides what is stored, cascaded, promoted and evicted.
+    """Decides which blocks are stored, cascaded, promoted and evicted.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        now_s: When the step began.
+        now_s: Time of the current step's start, in seconds.
     """
 
     def __init__(self, primary: Primary, tiers: Sequence[TierState], limits: PlannerLimits) -> None:
-        """Start with an empty primary in front of `tiers`, in the order of their lookup."""
+        """Start with an empty primary; lookups query `tiers` in the given order."""
         self.primary = primary
         self.tiers = tuple(tiers)
         self.limits = limits
@@ -70,7 +70,7 @@ class Planner:
         self._search = TierSearch(self.tiers, self.promotions, self.counters)
         self.requests: dict[ReqContext, RequestState] = {}
         self._newest: dict[str, RequestState] = {}
-        """Request id -> the live request that has it; of several, the one that came last."""
+        """Request id -> the newest live request with that id."""
         self.promotions_paused = False
         self.own = EngineContext()
         self.cascades = Cascades(
@@ -88,15 +88,15 @@ class Planner:
 
     @property
     def sources(self) -> list[TierLookup]:
-        """Who answers a lookup in each tier: its state, or an observer put around that."""
+        """The lookup source of each tier: its `TierState`, or an observer that wraps it."""
         return self._search.sources
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
-        """Begin a request; raises StateError if it is live, or has the engine's own id.
+        """Begin a request; raises StateError if `ctx` is live or its id is reserved by the engine.
 
-        Others may be live that have its id.
+        Several live requests may share an id.
         """
         if ctx.req_id == ENGINE_REQ_ID:
             raise StateError(f"request {ctx.req_id!r}: the id is the engine's own; take another")
@@ -106,7 +106,7 @@ class Planner:
         self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
-        """End a request: commit its recency now, tell the tiers as soon as nothing can follow."""
+        """End a request: commit its recency now, notify tiers once it can submit no more jobs."""
         request = self._live_request(ctx)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
@@ -115,7 +115,7 @@ class Planner:
         self._end_if_done(request)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
-        """Return the answer of `lookup_many` for one key."""
+        """Look up one key; see `lookup_many`."""
         request = self._asking
         is_asking = request is not None and request.ctx is ctx and not request.is_finished
         if request is not None and is_asking and self.primary.lookup(key) is _HIT:
@@ -126,15 +126,15 @@ class Planner:
     def lookup_many(
         self, keys: Sequence[OffloadKey], ctx: ReqContext, *, stop_at_miss: bool = False
     ) -> list[LookupResult]:
-        """Return what is known of blocks; may reserve slots and queue promotions.
+        """Look up blocks in all tiers; may reserve slots and queue promotions.
 
         Args:
-            keys: The keys; room for promotions goes to the first ones.
+            keys: The keys; earlier keys get slots for promotion first.
             ctx: The request.
             stop_at_miss: Whether the answers end with the first MISS; later keys are not looked up.
 
         Raises:
-            StateError: The request is unknown or has finished, or a key has not a key's length.
+            StateError: The request is unknown or finished, or a key has the wrong length.
         """
         request = self._live_request(ctx)
         require_keys(keys)
@@ -158,10 +158,10 @@ class Planner:
         return slots
 
     def on_request_scheduled(self, ctx: ReqContext) -> bool:
-        """Learn that a request waits for no loads any more, if it still is there.
+        """End a request's wait for loads; a request that has ended is ignored.
 
         Returns:
-            Whether blocks were retained for it until now.
+            Whether blocks were retained for the request until now.
         """
         request = self.requests.get(ctx)
         if request is None:
@@ -173,13 +173,13 @@ class Planner:
     def complete_load(
         self, keys: Sequence[OffloadKey], ctx: ReqContext, generation: int | None = None
     ) -> None:
-        """Unpin what `prepare_load` pinned, unless a reset has."""
+        """Unpin the blocks of `prepare_load`, unless a reset has already unpinned them."""
         self.primary.complete_load(ctx, keys, generation)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for missing keys, or None if there is no room; the request proceeds."""
+        """Reserve slots for absent keys, None if there is no room; ends the request's wait."""
         request = self._live_request(ctx)
         require_keys(keys)
         self._proceed(request)
@@ -214,20 +214,20 @@ class Planner:
         self._end_if_done(request)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
-        """Note a use of keys."""
+        """Record a use of blocks, for eviction policies and tiers."""
         if self.primary.touch(ctx, keys):
             self._touches.note(keys)
 
     # -- steps and jobs -------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
-        """Note the time of the scheduler's step, at its first call."""
+        """Begin a scheduler step at `now_s` seconds."""
         self.now_s = now_s
         for tier in self.tiers:
             tier.begin_step(now_s)
 
     def collect(self) -> None:
-        """Apply the results and the releases that the tiers' states hold."""
+        """Apply the job results and slot releases queued in the tier states."""
         for index, tier in enumerate(self.tiers):
             if not tier.jobs.has_news:
                 continue
@@ -237,10 +237,10 @@ class Planner:
                 self._job_released(index, record)
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:
-        """Submit promotions and pending cascades, pass uses on, release what nobody waits for.
+        """Submit promotions and pending cascades, forward uses, release unneeded retained blocks.
 
         Args:
-            scheduled: Ids of requests that began to be computed in this step.
+            scheduled: Ids of requests whose computation began in this step.
         """
         for req_id in scheduled:
             if req_id in self._newest:
@@ -262,28 +262,28 @@ class Planner:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job has no result yet, or a block waits to cascade and may."""
+        """Whether a job has no result yet, or a pending block can cascade."""
         return self.counters.jobs_submitted != self.counters.job_results or self.cascades.has_work
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
-        """The jobs without a result, each with its tier. For inspection."""
+        """Job id -> (tier index, job) of the jobs without a result. For inspection."""
         jobs = [(i, job) for i, tier in enumerate(self.tiers) for job in tier.jobs.unreported()]
         return {job.job_id: (index, job) for index, job in jobs}
 
     @property
     def orphaned(self) -> dict[JobId, JobRecord]:
-        """The jobs that have a result and whose copies still run. For inspection."""
+        """Job id -> record of the jobs that have a result but whose copy still runs."""
         records = (record for tier in self.tiers for record in tier.jobs.orphaned())
         return {record.job.job_id: record for record in records}
 
     # -- reset ----------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        """Empty the primary; every job has its result. Promotions are held until the flush.
+        """Empty the primary and pause promotions until `reset_flushed`.
 
         Raises:
-            StateError: A job has none.
+            StateError: A job has no result yet.
         """
         if jobs := self.jobs:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
@@ -302,11 +302,11 @@ class Planner:
         self.promotions_paused = True
 
     def reset_flushed(self) -> None:
-        """Learn that no copy from before the reset touches the primary any more."""
+        """Resume promotions: no copy started before the reset accesses the primary any more."""
         self.promotions_paused = False
 
     def release_retained(self) -> None:
-        """Release what is retained for requests: nobody will load it any more."""
+        """Release the blocks retained for all requests; none will load them."""
         for request in self.requests.values():
             self._proceed(request)
 
@@ -331,7 +331,7 @@ class Planner:
     def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
         if result.orphaned:
-            good = frozenset()  # whatever the tier says: while the copy runs, nothing has landed
+            good = frozenset()  # no block has landed while the copy runs, whatever the tier reports
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
         request = self.requests.get(job.req_context)
@@ -380,7 +380,7 @@ class Planner:
         *,
         stop_at_miss: bool,
     ) -> list[LookupResult | MissReason]:
-        """Return the answers for keys of which the primary lacks some."""
+        """Return the answers for keys, at least one of which the primary lacks."""
         absent = [key for key, found in zip(keys, in_primary, strict=True) if found is _MISS]
         verdicts = self._search.ask(
             tuple(dict.fromkeys(absent)),
@@ -392,7 +392,7 @@ class Planner:
         last, verdict = next(reversed(verdicts.items()))
         if stop_at_miss and isinstance(verdict, str):
             keys = keys[: keys.index(last) + 1]
-        # Noted before the promotions, which evict nothing that the step has found.
+        # Recorded before the promotions, which must not evict this step's hits.
         found_now = zip(keys, in_primary, strict=False)
         self._found += [key for key, found in found_now if found is _HIT]
         below = self._search.promote(verdicts, request, stop_at_miss=stop_at_miss)
@@ -410,7 +410,7 @@ class Planner:
         outcomes: Sequence[LookupResult | MissReason],
         request: RequestState,
     ) -> list[LookupResult]:
-        """Count what was looked up; return the answers, without the reasons of misses."""
+        """Update the lookup counters; return the answers with each miss reason as MISS."""
         counters = self.counters
         answers: list[LookupResult] = []
         missing: list[OffloadKey] = []
@@ -432,12 +432,12 @@ class Planner:
         return answers
 
     def _begin_round(self, request: RequestState) -> None:
-        """Note that a request asks, and that others, or nobody, have asked before it."""
+        """Begin a request's series of lookups; ends that of the previous request."""
         self._asking = request
         self.retention.begin_round(request, self.now_s)
 
     def _decide(self, request: RequestState) -> bool:
-        """Note that a request waits for no lookup any more; return whether it has."""
+        """End a request's wait for lookups; return whether it was waiting."""
         asked_s = request.proceed()
         if asked_s is None:
             return False

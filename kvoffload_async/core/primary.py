@@ -1,20 +1,20 @@
-"""The primary tier: which key lies in which slot, and who may touch it.
+"""The primary tier: maps keys to slots and tracks writes, pins and evictions.
 
-A block's state machine, encoded in one counter so that a batch costs one integer a key:
+A block's state machine, encoded in one integer per slot:
 
     absent  --reserve--> writing (-1)
     writing --written--> idle (0)         writing --failed--> absent
     idle    --pin------> pinned (k > 0)   pinned  --unpin (last)--> idle
     idle    --evict----> absent
 
-Never evicted: a block that is writing or pinned. What is known of a block lies in arrays by slot: a
-million blocks cost no object each that the garbage collector walks, and no step moves more than a
-few small parts of a table. Bytes a block at a million, under LRU: 164 with its key of 36, 95
-without; 38 more once blocks have come and gone.
+A writing or pinned block is never evicted. Block state lives in arrays indexed by slot, so the
+garbage collector traverses no object per block, and no step rehashes more than a few small parts of
+a table. Memory per block at a million blocks under LRU: 164 bytes with a 36-byte key, 95 without;
+38 bytes more after churn.
 
-Which blocks a request used is committed to the policy once, when the request ends, in token order.
-So the ranking does not depend on the order in which transfers end, and the tail of a prompt is
-evicted before its head.
+The blocks that a request used are reported to the policy once, in token order, when the request
+ends. So the ranking does not depend on the order in which transfers end, and the tail of a prompt
+is evicted before its head.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class AdmissionFilter:
         self.clear()
 
     def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the offered keys that have had enough offers, this one included."""
+        """Return the keys that reach `threshold` offers, counting this one; records nothing."""
         counts = self._counts_with(keys)
         return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
 
     def offered(self, keys: Sequence[OffloadKey]) -> None:
-        """Count one offer of each key; the keys that were offered the longest ago are forgotten."""
+        """Count one offer of each key; drop the least recently offered keys when full."""
         for key, count in zip(keys, self._counts_with(keys), strict=True):
             number = self._table.get(key)
             if number is not None:
@@ -90,18 +90,18 @@ class AdmissionFilter:
 
 
 class Loads:
-    """The loads of live and ended requests.
+    """Pins held by the loads of live and ended requests.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(self) -> None:
         self._loads: dict[ReqContext, Counter[OffloadKey]] = {}
         self.num_pins = 0
-        """How many pins they hold; a block may have several."""
+        """Number of pins held by loads; a block may have several."""
 
     def begin(self, ctx: ReqContext, keys: Collection[OffloadKey]) -> None:
-        """Note that a request loads blocks."""
+        """Record that a request loads blocks."""
         if keys:
             self._loads.setdefault(ctx, Counter()).update(keys)
             self.num_pins += len(keys)
@@ -109,10 +109,10 @@ class Loads:
     def end(
         self, ctx: ReqContext, keys: Sequence[OffloadKey], *, may_be_unknown: bool
     ) -> Collection[OffloadKey]:
-        """Note that a load has ended; return the blocks that were indeed loaded, to be unpinned.
+        """End a load; return the recorded ones of its keys, to be unpinned.
 
         Raises:
-            StateError: One was not, and it must not be unknown; nothing has changed.
+            StateError: A key has no recorded load and not `may_be_unknown`; nothing has changed.
         """
         loads = self._loads.get(ctx, Counter())
         known = asked = Counter(keys)
@@ -131,7 +131,7 @@ class Loads:
         return ended
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Drop all loads."""
         self._loads.clear()
         self.num_pins = 0
 
@@ -147,7 +147,8 @@ class RecencyLog:
         """Start empty.
 
         Args:
-            rank: Takes what a request used, head to tail, and whether it found a key or stored it.
+            rank: Called with (key, reused) of a request's accesses, head to tail; `reused` is True
+                for a hit, False for a store.
         """
         self._rank = rank
         self._accesses: dict[ReqContext, dict[OffloadKey, bool]] = {}
@@ -156,18 +157,18 @@ class RecencyLog:
         """Begin a request.
 
         Raises:
-            StateError: This very request is live; another one may have its id.
+            StateError: `ctx` is live already; requests may share an id.
         """
         if ctx in self._accesses:
             raise StateError(f"request {ctx.req_id!r} is known already")
         self._accesses[ctx] = {}
 
     def knows(self, ctx: ReqContext) -> bool:
-        """Tell whether the request is live."""
+        """Return whether the request is live."""
         return ctx in self._accesses
 
     def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
-        """Record that a live request used keys; the first use of a key decides how it counts.
+        """Record that a live request used keys; the first use of a key sets its `reused` flag.
 
         Raises:
             StateError: The request is not live.
@@ -182,11 +183,11 @@ class RecencyLog:
             accesses.update(dict.fromkeys(keys, reused))
 
     def used_by(self, ctx: ReqContext) -> Collection[OffloadKey]:
-        """Return what a live request has used so far."""
+        """Return the keys that a live request has used so far."""
         return self._accesses[ctx].keys()
 
     def commit(self, ctx: ReqContext) -> list[OffloadKey]:
-        """End a request: rank what it used; return what it found, head to tail.
+        """End a request: rank the keys it used; return the reused ones, head to tail.
 
         Raises:
             StateError: The request is not live.
@@ -211,17 +212,17 @@ _FREE, _TAKEN, _HELD = range(3)
 
 
 class SlotPool:
-    """Hands out `num_slots` slots.
+    """Allocator of `num_slots` slots.
 
-    A slot is free, taken, or *held*: no longer anybody's, but an orphaned copy may still touch
-    it, so that it must not be handed out before the copy has ended.
+    A slot is free, taken, or *held*: it belongs to no block, but an orphaned copy may still access
+    it, so it must not be allocated before the copy has ended.
 
-    Never-used slots are handed out first, in increasing order, so that a fresh pool gives
-    neighbouring rows, which tiers can join into one call.
+    Never-used slots are allocated first, in increasing order: a fresh pool returns adjacent slots,
+    which tiers can coalesce into one I/O call.
 
     Attributes:
-        unused: The free slots. To be read only.
-        holds: Held slot -> how many copies may touch it. To be read only.
+        unused: The free slots. Read-only.
+        holds: Held slot -> number of copies that may access it. Read-only.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -232,16 +233,16 @@ class SlotPool:
 
     @property
     def free_count(self) -> int:
-        """Slots that `allocate` can hand out."""
+        """Number of free slots."""
         return self.unused.count
 
     @property
     def retained_count(self) -> int:
-        """Slots that wait for an orphaned copy."""
+        """Number of held slots, which wait for an orphaned copy."""
         return len(self.holds)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` slots.
+        """Allocate `count` slots.
 
         Raises:
             InvariantError: Fewer are free.
@@ -255,23 +256,23 @@ class SlotPool:
         return slots
 
     def free(self, slots: Sequence[int]) -> None:
-        """Give taken slots back."""
+        """Free taken slots."""
         states = self._states
         for slot in slots:
-            if states[slot] != _TAKEN:  # asked here: a call a slot takes longer than the rest
+            if states[slot] != _TAKEN:  # tested inline: a call per slot costs more than the rest
                 self._expect(slot, _TAKEN)
             states[slot] = _FREE
         self.unused.give_back(slots)
 
     def hold(self, slots: Iterable[int]) -> None:
-        """Keep taken slots from everybody until `release`."""
+        """Hold taken slots: they are not allocated again until `release`."""
         for slot in slots:
             self._expect(slot, _TAKEN)
             self._states[slot] = _HELD
             self.holds[slot] = 1
 
     def release(self, slots: Iterable[int]) -> None:
-        """Undo one hold of each slot; after the last one the slot is free."""
+        """Undo one hold of each slot; a slot without holds becomes free."""
         for slot in slots:
             self._expect(slot, _HELD)
             self.holds[slot] -= 1
@@ -281,7 +282,7 @@ class SlotPool:
                 self.unused.give_back([slot])
 
     def reset(self, still_touched: Iterable[int]) -> None:
-        """Free every slot but the held ones and `still_touched`, each entry one more hold."""
+        """Free all slots except held ones; each entry of `still_touched` adds one hold."""
         for slot in still_touched:
             self.holds[slot] = self.holds.get(slot, 0) + 1
         self._states = bytearray(self.num_slots)
@@ -304,20 +305,20 @@ class SlotPool:
 
 
 class LastToGo:
-    """Slots that the policy would have had go, were their blocks not pending for a tier.
+    """Eviction candidates of the policy that are protected: their blocks are pending for a tier.
 
-    In the order in which it asked for them, which is that of its ranking. It asks for each once
-    until that is released, so nobody goes through what must stay. Bytes a slot: 9, once used.
+    Ordered as the policy proposed them, which is by rank. The policy proposes a slot once until it
+    is released, so protected slots are not scanned again. Memory: 9 bytes per slot, once used.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start empty, over the slots of the primary."""
+        """Start empty, for a primary of `num_slots` slots."""
         self._num_slots = num_slots
         self._in_order: NumberLists | None = None
         self._is_member = small_integers(0)
 
     def note(self, slot: int) -> None:
-        """Put a slot at the end."""
+        """Append a slot; a member moves to the end."""
         if self._in_order is None:
             self._in_order = NumberLists(self._num_slots)
             self._is_member = small_integers(self._num_slots)
@@ -327,7 +328,7 @@ class LastToGo:
         self._in_order.append([slot])
 
     def discard(self, slots: Sequence[int]) -> list[int]:
-        """Take out those of the slots that are members; return these."""
+        """Remove the slots that are members; return them."""
         if self._in_order is None:
             return []
         is_member = self._is_member
@@ -338,51 +339,51 @@ class LastToGo:
         return members
 
     def first(self, count: int) -> list[int]:
-        """Return the first members."""
+        """Return up to `count` members, first first."""
         return [] if self._in_order is None else list(islice(self._in_order.walk(), count))
 
     def clear(self) -> None:
-        """Take everything out."""
+        """Remove all members."""
         self._in_order = None
 
 
 WRITING: Final = -1
 A_DEBT: Final = 1 << 24
 PINS: Final = A_DEBT - 1
-"""What of a counter is pins, unless it is `WRITING`."""
+"""Bit mask of the pin count in a block's counter, unless the counter is `WRITING`."""
 
 
 class ResidentBlocks:
-    """The blocks of a cache with `num_slots` slots: what `Primary` looks up, pins and ranks.
+    """The resident blocks of a cache with `num_slots` slots: look-up, pins and ranking.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        decided: Told of keys whose writes have ended, well or not, other than by a reset.
-        on_write_ended: The same, for the planner; set while it waits for such writes.
-        room_made: How many times a slot has become free or evictable so far. A store that found no
-            room can place at most as many blocks as this has grown since.
-        counters: What it has done so far.
+        decided: Called with keys whose writes have succeeded or failed, but not by a reset.
+        on_write_ended: Called likewise, for `Cascades`; set while it waits for such writes.
+        room_made: Number of times that a slot became free or evictable. A store that found no room
+            can place at most as many blocks as this has grown since.
+        counters: Counts of loads, stores, evictions and lookups.
     """
 
     decided: OnResolved | None = None
     on_write_ended: OnResolved | None = None
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
-        """Start empty; the policy is owned from now on."""
+        """Start empty; takes ownership of the policy."""
         self.room_made = 0
         self._policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
-        """Slot -> the counter of the block in it; of a free slot, whatever the last one left."""
+        """Slot -> counter of its block; undefined for a free slot."""
         self._idle = 0
-        """Blocks that are neither pinned nor protected."""
+        """Number of readable blocks that are neither pinned nor protected."""
         self._protected = 0
-        """Blocks that are protected, and not pinned."""
+        """Number of blocks that are protected and not pinned."""
         self._last_to_go = LastToGo(num_slots)
         self.on_evicted: Callable[[Sequence[int]], None] | None = None
-        """Told which slots are about to lose their blocks, while somebody needs to know."""
+        """Called with slots just before their blocks are evicted; None while not needed."""
         self.counters = PrimaryCounters()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
@@ -403,7 +404,7 @@ class ResidentBlocks:
         return [miss if s is None else hit if refs[s] >= 0 else pending for s in slots]
 
     def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Keep readable keys in place; return their slots, in key order.
+        """Pin readable blocks against eviction; return their slots, in key order.
 
         Raises:
             StateError: A key is not readable; nothing has changed.
@@ -419,7 +420,7 @@ class ResidentBlocks:
         return slots
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
-        """Undo one `pin`."""
+        """Undo one `pin` of each key; raises StateError at the first key that is not pinned."""
         keys = tuple(keys)
         refs = self._refs
         slots: list[int] = []
@@ -432,7 +433,7 @@ class ResidentBlocks:
             self._unhold(slots)
 
     def protect(self, slots: Iterable[int]) -> None:
-        """Have the readable blocks in these slots go last: they are pending for one more tier."""
+        """Evict the readable blocks in these slots last: they are pending for one more tier."""
         refs = self._refs
         num_idle = 0
         for slot in slots:
@@ -444,7 +445,7 @@ class ResidentBlocks:
         self._protected += num_idle
 
     def unprotect(self, slots: Iterable[int]) -> None:
-        """Undo one `protect`."""
+        """Undo one `protect` of each slot."""
         refs = self._refs
         released: list[int] = []
         for slot in slots:
@@ -459,12 +460,12 @@ class ResidentBlocks:
         self._policy.released(released)
 
     def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Return the slots of those of the keys that are readable, in their order."""
+        """Return the slots of the readable keys, in key order."""
         refs = self._refs
         return [s for s in self._blocks.find(keys) if s is not None and refs[s] >= 0]
 
     def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
-        """Return the keys of the blocks in slots that are taken."""
+        """Return the keys of the blocks in occupied slots."""
         return self._blocks.keys_of(slots)
 
     def slot_of(self, key: OffloadKey) -> int:
@@ -480,7 +481,7 @@ class ResidentBlocks:
 
     @property
     def policy(self) -> CachePolicy:
-        """The ranking. For invariants and inspection."""
+        """The eviction policy. For invariants and inspection."""
         return self._policy
 
     def ranked(self) -> list[OffloadKey]:
@@ -491,7 +492,7 @@ class ResidentBlocks:
         return self._blocks.keys_of(tuple(self._policy.resident()))
 
     def forgotten(self) -> list[OffloadKey]:
-        """Return keys that may go, but that the policy skips: there must be none.
+        """Return evictable keys that the policy skips; empty unless an invariant is broken.
 
         For invariants and inspection.
         """
@@ -509,7 +510,7 @@ class ResidentBlocks:
         )
 
     def debts(self) -> dict[int, int]:
-        """Return the slots of protected blocks, and for how many tiers each is pending.
+        """Return protected slot -> number of tiers for which its block is pending.
 
         For invariants and inspection.
         """
@@ -519,7 +520,7 @@ class ResidentBlocks:
     def _sorted_out(
         self, keys: Sequence[OffloadKey]
     ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
-        """Return the absent ones of the keys, the readable ones, and the slots of unpinned ones."""
+        """Return the absent keys, the readable keys, and the slots of readable unpinned keys."""
         refs = self._refs
         missing: list[OffloadKey] = []
         readable: list[OffloadKey] = []
@@ -535,7 +536,7 @@ class ResidentBlocks:
         return missing, readable, unpinned
 
     def _hold(self, slots: Iterable[int]) -> None:
-        """Pin the readable blocks in these slots, once each time that one is named."""
+        """Add one pin to the readable block in each slot, per occurrence of the slot."""
         refs = self._refs
         num_idle = 0
         protected: list[int] = []
@@ -552,7 +553,7 @@ class ResidentBlocks:
             self._last_to_go.discard(protected)
 
     def _unhold(self, slots: Iterable[int]) -> None:
-        """Undo one `_hold`."""
+        """Remove one pin per occurrence of a slot."""
         refs = self._refs
         num_idle = 0
         released: list[int] = []
@@ -576,7 +577,7 @@ class ResidentBlocks:
         return slots
 
     def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
-        """Tell the policy what a request used, head to tail; absent keys are left out."""
+        """Report a request's accesses to the policy, head to tail; skips absent keys."""
         parts = self._parts
         slots: list[int] = []
         reused: list[bool] = []
@@ -585,13 +586,13 @@ class ResidentBlocks:
             if slot is not None:
                 slots.append(slot)
                 reused.append(again)
-        if self._protected:  # their turn is not what it was
+        if self._protected:  # the access changes their rank
             self._policy.released(self._last_to_go.discard(slots))
         self._policy.access(slots, reused)
 
 
 class BlockState(enum.Enum):
-    """Where a key stands in the primary tier."""
+    """State of a key in the primary tier."""
 
     ABSENT = enum.auto()
     WRITING = enum.auto()
@@ -600,15 +601,15 @@ class BlockState(enum.Enum):
 
 
 class Primary(ResidentBlocks):
-    """Accounts for `num_slots` slots; moves no bytes.
+    """Bookkeeping of `num_slots` slots; transfers no data.
 
-    Every operation checks everything before it changes anything.
+    Operations validate their arguments before they change state.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        drops_pending: Whether protected blocks are evicted where no others are left; written by who
-            composes.
+        drops_pending: Whether protected blocks are evicted when no others are left; set by the
+            engine's configuration.
     """
 
     def __init__(
@@ -624,11 +625,11 @@ class Primary(ResidentBlocks):
 
         Args:
             num_slots: Capacity in blocks.
-            policy: Ranks resident keys; owned by this object from now on.
-            accept_prefix: Whether `prepare_store` takes the longest head of a batch that fits
-                beside what its request has used, instead of all or nothing.
-            admission: Filters what `prepare_store` takes.
-            enable_events: Whether `take_events` has anything to tell.
+            policy: Eviction policy; this object takes ownership.
+            accept_prefix: Whether `prepare_store` accepts the longest prefix of a batch that fits
+                without evicting blocks its request has used, instead of all or nothing.
+            admission: Admission filter of `prepare_store`.
+            enable_events: Whether to record events for `take_events`.
         """
         super().__init__(num_slots, policy)
         self._pool = SlotPool(num_slots)
@@ -638,34 +639,34 @@ class Primary(ResidentBlocks):
         self._accept_prefix = accept_prefix
         self._admission = admission
         self.loading = Loads()
-        """Which request loads which blocks. To be read only."""
+        """Blocks that requests are loading. Read-only."""
         refs = self._refs
         self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
         self.drops_pending = True
         self._writing = 0
         self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
-        """What `take_events` tells, and what of it was dropped."""
+        """Events for `take_events`, and the count of dropped ones."""
         self.generation = 0
-        """How often this was reset: a grant of an earlier generation is worth nothing any more."""
+        """Number of resets; a grant of an earlier generation is stale."""
 
     # -- requests -------------------------------------------------------------------------------
 
     def open_request(self, ctx: ReqContext) -> None:
-        """Begin a request; raises StateError if this very context is live already."""
+        """Begin a request; raises StateError if `ctx` is live already."""
         self._recency.open(ctx)
 
     def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
-        """Commit what the request used; return what it found, head to tail."""
+        """End a request: rank the keys it used; return the reused ones, head to tail."""
         return self._recency.commit(ctx)
 
     def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> bool:
-        """Note a use. Counts at the request's end, or at once if the request is unknown.
+        """Record a use of keys; ranked at the request's end, or now if the request is not live.
 
         Returns:
-            Whether it counts already.
+            Whether the keys were ranked now.
 
         Raises:
-            StateError: Something has not the length of a key.
+            StateError: A key has the wrong length.
         """
         require_keys(keys)
         if self._recency.knows(ctx):
@@ -677,7 +678,7 @@ class Primary(ResidentBlocks):
     # -- reading --------------------------------------------------------------------------------
 
     def prepare_load(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> list[int]:
-        """Pin readable keys for a request and note the use; return their slots, in key order.
+        """Pin readable keys for a request and record their use; return their slots, in key order.
 
         Raises:
             StateError: A key is not readable, or the request is not live; nothing has changed.
@@ -697,8 +698,9 @@ class Primary(ResidentBlocks):
 
         Args:
             ctx: The request.
-            keys: What it has loaded.
-            generation: That of the grant. None: whoever calls drops what is from before a reset.
+            keys: The keys it has loaded.
+            generation: Generation of the grant; None if the caller drops grants made before a
+                reset.
 
         Raises:
             StateError: The request did not load a key, and no reset has happened.
@@ -712,15 +714,15 @@ class Primary(ResidentBlocks):
     def prepare_store(
         self, ctx: ReqContext, keys: Sequence[OffloadKey]
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for the missing ones of `keys`, evicting others if need be.
+        """Reserve slots for the absent ones of `keys`, evicting other blocks if needed.
 
         Duplicate keys count once. Keys that are readable count as used by the request.
 
         Returns:
-            What was granted, or None if there is no room: then nothing has changed.
+            The granted keys and slots; None if there is no room, and then nothing has changed.
 
         Raises:
-            StateError: The request is not live, or something has not the length of a key.
+            StateError: The request is not live, or a key has the wrong length.
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
@@ -758,22 +760,22 @@ class Primary(ResidentBlocks):
 
     @property
     def room(self) -> int:
-        """How many blocks can be reserved now."""
+        """Number of slots that can be reserved now, free or by eviction."""
         return self._pool.unused.count + self._idle + self.drops_pending * self._protected
 
     @property
     def protected_blocks(self) -> int:
-        """Blocks that would be idle if they were not pending for tiers."""
+        """Number of unpinned blocks that are protected because they are pending for tiers."""
         return self._protected
 
     def _room_beside(self, unpinned: Collection[int]) -> int:
-        """Return how many blocks fit if those in some slots stay."""
+        """Return how many slots can be reserved without evicting the `unpinned` ones."""
         if self.drops_pending:
             return self.room - len(unpinned)
         return self.room - sum(not self._refs[slot] for slot in unpinned)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Reserve slots for as many absent keys as fit, evicting other blocks if need be.
+        """Reserve slots for as many absent keys as fit, evicting other blocks if needed.
 
         Args:
             keys: The keys, without duplicates; the first ones get the slots.
@@ -798,10 +800,10 @@ class Primary(ResidentBlocks):
         success: bool,
         generation: int | None = None,
     ) -> list[OffloadKey]:
-        """End the request's write of `keys`; return those that were its to end.
+        """End the request's write of `keys`; return the keys that the request was writing.
 
-        Keys that are ready, unknown, or being written by another are ignored; and so are all if
-        they were granted before a reset: see `complete_load` for the generation.
+        Keys that are readable, absent, or written by another request are ignored. A grant of an
+        earlier generation is ignored as a whole; see `complete_load`.
         """
         writers = self._writers
         mine: list[OffloadKey] = []
@@ -825,7 +827,7 @@ class Primary(ResidentBlocks):
         """Fail writes whose copy still runs: the keys become absent, their slots stay held.
 
         Returns:
-            The slots, for `release_slots` once nothing touches them any more.
+            The slots; pass them to `release_slots` once the copy has ended.
         """
         slots = self._writing_slots(keys)
         self._forget(keys, slots)
@@ -838,10 +840,10 @@ class Primary(ResidentBlocks):
         self.room_made += len(slots)
 
     def reset(self, still_touched: Iterable[int] = ()) -> None:
-        """Forget every key, pin and write; live requests stay known.
+        """Drop all keys, pins and writes; live requests stay live.
 
         Args:
-            still_touched: Slots that orphaned copies still touch, once a copy; they become held.
+            still_touched: Slots that orphaned copies access, once per copy; they become held.
         """
         self.generation += 1
         removed = [key for key, _, refs in self.resident() if refs >= 0]
@@ -857,7 +859,7 @@ class Primary(ResidentBlocks):
         self._idle = self._protected = self._writing = 0
         self.room_made += self.num_slots
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Detach and return the events since the last call."""
@@ -887,7 +889,7 @@ class Primary(ResidentBlocks):
         return self._pool
 
     def state_of(self, key: OffloadKey) -> BlockState:
-        """Return where a key stands."""
+        """Return the state of a key."""
         slot = self._blocks.get(key)
         if slot is None:
             return BlockState.ABSENT
@@ -897,7 +899,7 @@ class Primary(ResidentBlocks):
 
     @property
     def stored_now(self) -> int:
-        """How many blocks requests are writing."""
+        """Number of blocks that requests are writing."""
         return len(self._writers)
 
     def loads(self) -> Counter[OffloadKey]:
@@ -913,7 +915,7 @@ class Primary(ResidentBlocks):
         writer: ReqContext,
         is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Do what `_reserve` does, but do not evict the unpinned blocks in some slots."""
+        """Call `_reserve` with the blocks in the `unpinned` slots kept from eviction."""
         if not unpinned:
             return self._reserve(missing, writer, is_own_prefix)
         room_made = self.room_made
@@ -922,7 +924,7 @@ class Primary(ResidentBlocks):
             return self._reserve(missing, writer, is_own_prefix)
         finally:
             self._unhold(unpinned)
-            self.room_made = room_made  # they were evictable before
+            self.room_made = room_made  # the blocks were evictable before
 
     def _reserve(
         self,
@@ -930,7 +932,10 @@ class Primary(ResidentBlocks):
         writer: ReqContext | None,
         is_own_prefix: Callable[[OffloadKey], bool] | None = None,
     ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Return the slots of absent keys, and the evicted keys; the prefix stays."""
+        """Reserve slots; return them and the evicted keys, or None if there is no room.
+
+        Keys for which `is_own_prefix` is true are not evicted.
+        """
         if not missing:
             return [], []
         if len(missing) > self.room:
@@ -941,7 +946,7 @@ class Primary(ResidentBlocks):
             return None
         evicted = self._evict(victims) if victims else []
         if len(victims) == len(missing):
-            slots = victims[::-1]  # what freeing and allocating them would give
+            slots = victims[::-1]  # same result as freeing and allocating them
         else:
             if victims:
                 self._pool.free(victims)
@@ -957,7 +962,7 @@ class Primary(ResidentBlocks):
         return slots, evicted
 
     def _evict(self, victims: Sequence[int]) -> list[OffloadKey]:
-        """Forget the blocks in slots that the policy has given up; return their keys."""
+        """Remove the blocks in slots that the policy chose as victims; return their keys."""
         if self.on_evicted is not None:
             self.on_evicted(victims)
         evicted = self._blocks.remove(victims)
@@ -972,13 +977,13 @@ class Primary(ResidentBlocks):
         deficit: int,
         is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> list[int] | None:
-        """Return the slots that were given up; protected ones only where no others are left."""
+        """Return victims' slots, None if too few; protected slots only when no others are left."""
         is_evictable = self._may_go_first if self._protected else self._may_go
         if is_own_prefix is not None:
             return self._make_room_beside(missing, deficit, is_evictable, is_own_prefix)
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
-            # It has asked for all that it may ask for: the order of the protected ones is known.
+            # The policy has proposed every candidate: the rank of protected slots is known.
             self.on_evicted(self._last_to_go.first(deficit - self._idle))
             victims = self._policy.make_room(missing, deficit, is_evictable)
         return victims
@@ -990,7 +995,7 @@ class Primary(ResidentBlocks):
         is_evictable: Callable[[int], bool],
         is_own_prefix: Callable[[OffloadKey], bool],
     ) -> list[int] | None:
-        """Return the slots that were given up; there must be enough blocks that may go."""
+        """Return the victims' slots; never evicts blocks for which `is_own_prefix` is true."""
         skipped: list[int] = []
         key_of = self._blocks.key_of
 
@@ -1007,7 +1012,7 @@ class Primary(ResidentBlocks):
         return victims
 
     def _may_go_first(self, slot: int) -> bool:
-        """Tell whether the block in a slot may go; note that it is next if it is protected."""
+        """Return whether the block in a slot is evictable; record it if it is protected."""
         count = self._refs[slot]
         if count > 0 and not count & PINS:
             self._last_to_go.note(slot)

@@ -1,6 +1,6 @@
-"""Promotions: what a lookup comes to where the primary does not have the block.
+"""Promotions: loads of blocks from secondary tiers into the primary, on a lookup's miss there.
 
-Slots are reserved by lookups, and batched into one job a (tier, request) and step.
+Lookups reserve slots; the reservations of a step form one job per (tier, request).
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ _Batch = tuple[RequestState, list[OffloadKey], list[int]]
 
 
 class Promotions:
-    """Reserves primary slots for blocks that come back, up to the tiers' shares and the cap.
+    """Reserves primary slots for promoted blocks, up to the tiers' shares and the cap.
 
-    A reservation counts against the cap that `Retention` keeps until its block has been loaded, or
-    its request waits no more: waiting requests can neither fill the primary nor evict what each
-    other waits for. It counts against its tier's share until the block has landed; one that was
-    given up while its copy runs, until the copy has ended.
+    A reservation counts against the cap of `Retention` until its block has been loaded or its
+    request stops waiting: waiting requests can neither fill the primary nor evict each other's
+    blocks. It counts against its tier's share until the block has landed, or, if given up, until
+    the copy has ended.
 
-    A promotion that finds no room waits in its tier's line, if somebody else's use of the room ends
-    by itself.
+    A promotion without room waits in its tier's line if other users will free room by themselves.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        lines: Who waits for room.
+        lines: One queue per tier of the requests that wait for room.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class Promotions:
         self._retention = retention
         self._batches: dict[tuple[int, ReqContext], _Batch] = {}
         self._told = [0] * len(tiers)
-        """How much room there was when the first in each line was told of it last, or less."""
+        """By tier: room in slots when the first in line was last notified, or less."""
         self._in_vain: list[RequestState | None] = [None] * len(tiers)
-        """Who was told last, as the first in each line, that no room comes; until room may come."""
+        """By tier: the first in line if notified that no room will come; None once room may."""
         self._in_vain_s = [0.0] * len(tiers)
 
     @property
@@ -66,7 +65,7 @@ class Promotions:
 
     @property
     def outstanding_slots(self) -> int:
-        """Slots that count against the cap."""
+        """Slots that count against the cap of `Retention`."""
         return self._retention.in_flight + self._retention.retained_slots
 
     def unflushed(self) -> Iterator[tuple[int, OffloadKey, int]]:
@@ -83,13 +82,13 @@ class Promotions:
         """Reserve slots for as many absent keys as fit, and queue their promotion.
 
         Args:
-            tier: Where the blocks are.
-            request: Who asked for them.
+            tier: Index of the tier that has the blocks.
+            request: The request that looks up the blocks.
             keys: The keys, without duplicates; the first ones get the slots.
 
         Returns:
-            How many keys have a slot, and the answer for the others: RETRY: they wait in line for
-            room; MISS: there will be none.
+            The number of keys that got a slot, and the answer for the rest: RETRY if they wait in
+            line for room, MISS if no room will come.
         """
         lines = self.lines
         first = lines.first(tier)
@@ -116,18 +115,18 @@ class Promotions:
             yield tier, request, keys, slots
 
     def land(self, tier: int, keys: Sequence[OffloadKey], request: RequestState | None) -> None:
-        """Make promoted blocks readable, and keep them for the request if it still waits."""
+        """Make promoted blocks readable, and retain them for the request if it still waits."""
         self._end(tier, keys)
         self._primary.complete_write(keys, success=True)
         if request is not None and request.waits:
             self._retention.retain(request, keys, promoted=True)
 
     def serve(self, now_s: float) -> None:
-        """At the end of a step: have the first in line ask again if it gets another answer now.
+        """Notify the first request in each line whose lookup would now be answered otherwise.
 
-        Only the first one, and once for the same room: who has asked in vain is not told again. It
-        stays first until it has asked, so that it hears that there is no room, and leaves the line
-        if it has asked another tier meanwhile, and waits there.
+        Call at the end of a step. A request is notified once for the same amount of room. A request
+        that gets no room stays first until its next lookup, which then answers MISS. If it waits at
+        another tier by then, it leaves this line.
         """
         lines = self.lines
         for tier, _ in lines.firsts():
@@ -149,31 +148,31 @@ class Promotions:
             self._told[tier] = room
 
     def fail(self, tier: int, keys: Sequence[OffloadKey]) -> None:
-        """Free the slots of blocks that did not come; the keys become absent."""
+        """Free the slots of blocks whose promotion failed; the keys become absent."""
         self._end(tier, keys)
         self._primary.complete_write(keys, success=False)
 
     def orphan(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Give up blocks whose copy still runs; return their slots, which their tier occupies."""
+        """Give up blocks whose copy still runs; return their slots, still in the tier's share."""
         self._retention.in_flight -= len(keys)
         return self._primary.orphan_write(keys)
 
     def reset(self) -> None:
-        """Forget all but what copies still occupy; the primary is about to be emptied."""
+        """Drop all reservations except slots of orphaned copies; call before `Primary.reset`."""
         for _ in self.flush():
-            pass  # flushing detaches the batches; the jobs are never made
+            pass  # flush() detaches the batches; no jobs are created
         self._retention.reset()
         for tier in self._tiers:
             late = (record.job for record in tier.jobs.orphaned())
             tier.promotion_slots = sum(len(job.keys) for job in late if job.is_promotion)
 
     def _room(self, tier: int) -> int:
-        """Return how many blocks of a tier may be reserved now."""
+        """Return how many slots may be reserved now for blocks of a tier."""
         room = min(self._shares.room_to_load(tier), self._retention.spare_slots)
         return min(room, self._primary.room)
 
     def _reserve(self, tier: int, request: RequestState, keys: Sequence[OffloadKey]) -> int:
-        """Reserve slots for as many keys as fit; return for how many."""
+        """Reserve slots for as many keys as fit; return their number."""
         room = min(len(keys), self._shares.room_to_load(tier), self._retention.spare_slots)
         if room > self._primary.pool.free_count:
             self._retention.pin_step_hits()
@@ -201,13 +200,13 @@ class Promotions:
         return LookupResult.RETRY
 
     def _room_may_come(self, tier: int, request: RequestState) -> bool:
-        """Tell whether room for a request's promotion, which there is not, comes without it."""
+        """Return whether room for a request will be freed without any action of that request."""
         if self._retention.is_full:
             return self._others_go_on(tier, request)
         state, shares, primary = self._tiers[tier], self._shares, self._primary
         if not shares.room_to_load(tier):
             if state.counters.loads_in_flight or self._batches:
-                return True  # its own loads too leave the share when they have landed
+                return True  # the request's own loads also leave the share once landed
             if state.promotion_slots >= shares.promotions:
                 return False
         elif primary.loading.num_pins or primary.stored_now > len(request.writing):
@@ -217,9 +216,10 @@ class Promotions:
         return stores or self._others_go_on(tier, request)
 
     def _others_go_on(self, tier: int, request: RequestState) -> bool:
-        """Tell whether others hold some of the room who do not wait for more of it themselves.
+        """Return whether other requests hold slots under the cap and can proceed without more.
 
-        If only the first in the lines hold any, that of the first tier waits for the others.
+        If only the first requests of lines hold slots, the one of the lowest tier waits for the
+        others, so that they do not deadlock.
         """
         held = self._retention.in_flight + self._retention.retained_slots
         held -= request.promoting + len(request.retained)
@@ -229,7 +229,7 @@ class Promotions:
         return held > 0 and tier < min(others.values(), default=tier)
 
     def _first_without_room(self, tier: int) -> RequestState | None:
-        """Return the first in line whose blocks nobody else has brought; those before it leave."""
+        """Return the first in line with keys absent from the primary; others leave the line."""
         while (first := self.lines.first(tier)) is not None:
             keys = tuple(first.refused[tier])
             answers = zip(keys, self._primary.lookup_many(keys), strict=True)
@@ -247,20 +247,20 @@ class Promotions:
 _RETRY: Final = LookupResult.RETRY
 
 Verdict = int | LookupResult | MissReason
-"""Where a block is: the tier that has it, or RETRY; or why the lookup is a miss."""
+"""Index of the tier that has the block, RETRY if unknown yet, or the reason of a miss."""
 
 
 class TierSearch:
-    """Asks the tiers in order for what the primary lacks; the first that has a block promotes it.
+    """Looks up keys absent from the primary in the tiers, in order; the first hit is promoted.
 
-    A remote tier is asked over the network. So it is asked only for keys that all tiers before it
-    are known to lack, and waits while one of them does not know yet. While a request waits, no tier
-    is asked again for a key that it lacks.
+    A remote tier is queried over the network, so only for keys that all nearer tiers are known to
+    lack; keys that a nearer tier has not resolved yet are deferred. While a request waits, a tier
+    is not queried again for a key that it lacks.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        sources: Who answers in each tier: its state, or an observer around that.
+        sources: The lookup source of each tier: its `TierState`, or an observer that wraps it.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class TierSearch:
         self._counters = counters
         self.sources: list[TierLookup] = list(tiers)
         self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
-        """By tier: which of the tiers before it were in use when `settle` was called last."""
+        """By tier: (is available, loads permitted) of each nearer tier at the last `_settle`."""
 
     def ask(
         self,
@@ -286,9 +286,9 @@ class TierSearch:
 
         Args:
             keys: Keys that are absent from the primary, without duplicates.
-            request: Who asks.
-            now_s: When.
-            is_paused: Whether nothing may be promoted now.
+            request: The request that looks up the keys.
+            now_s: Time of the step, in seconds.
+            is_paused: Whether promotions are paused.
             stop_at_miss: Whether the verdicts end with the first miss.
         """
         if request.is_expired or is_paused:
@@ -308,10 +308,10 @@ class TierSearch:
     def promote(
         self, verdicts: dict[OffloadKey, Verdict], request: RequestState, *, stop_at_miss: bool
     ) -> dict[OffloadKey, LookupResult | MissReason]:
-        """Promote the blocks that tiers have; return the answers, in order.
+        """Reserve promotions for the blocks that tiers have; return the answers, in order.
 
-        HIT_PENDING: the block is promoted. RETRY: a tier does not know yet, or has the block and
-        there will be room for it.
+        HIT_PENDING: the block is being promoted. RETRY: a tier has not resolved the key yet, or has
+        the block and room will come.
         """
         answers: dict[OffloadKey, LookupResult | MissReason] = {}
         for verdict, run in groupby(verdicts.items(), itemgetter(1)):
@@ -334,14 +334,14 @@ class TierSearch:
         return answers
 
     def defer(self, request: RequestState, now_s: float, limit_s: float) -> bool:
-        """Note a deferred lookup; return whether its request may still be deferred."""
+        """Record a deferred lookup; return whether its request may still be deferred."""
         self._counters.deferrals_expired += request.defer(now_s, limit_s)
         if request.is_expired:
             self._promotions.lines.leave(request)
         return not request.is_expired
 
     def end_step(self, now_s: float) -> None:
-        """Tell tiers that wait for nearer ones what these have found out in this step."""
+        """Update the cost-gated tiers that wait for nearer tiers with this step's answers."""
         for index, tier in enumerate(self._tiers):
             if tier.cost_gated is not None and tier.cost_gated.unknown:
                 self._settle(tier.cost_gated, index, now_s)
@@ -363,7 +363,7 @@ class TierSearch:
         *,
         stop_at_miss: bool,
     ) -> tuple[dict[OffloadKey, Verdict], set[OffloadKey]]:
-        """Return the verdicts but for misses, in any order, and the keys that a tier skipped."""
+        """Return the verdicts other than misses, unordered, and the keys that a tier skipped."""
         verdicts: dict[OffloadKey, Verdict] = {}
         skipped: set[OffloadKey] = set()
         unknown: set[OffloadKey] = set()
@@ -391,7 +391,7 @@ class TierSearch:
         now_s: float,
         skipped: set[OffloadKey],
     ) -> bool:
-        """Tell whether a tier is not asked at all; move keys that it skips to `skipped`."""
+        """Return whether a tier is skipped for all keys; move its skipped keys to `skipped`."""
         tier = self._tiers[index]
         reason = tier.skips_load(request.ctx, now_s)
         left_out = asked
@@ -414,7 +414,7 @@ class TierSearch:
         *,
         stop_at_miss: bool,
     ) -> dict[OffloadKey, Verdict]:
-        """Return one tier's verdicts but for misses; add keys that it declines to `skipped`."""
+        """Return one tier's verdicts other than misses; add keys it declines to `skipped`."""
         tier, lacking = self._tiers[index], request.lacking.setdefault(index, set())
         if stop_at_miss and not lacking.isdisjoint(keys):
             keys = keys[: [key in lacking for key in keys].index(True)]
@@ -447,10 +447,7 @@ class TierSearch:
 def _ask_nearer(
     tiers: Sequence[TierState], now_s: float, key: OffloadKey, ctx: ReqContext
 ) -> LookupResult:
-    """Return what tiers know of a block; RETRY: one does not know yet, and the others lack it.
-
-    A tier whose contents are not known here counts as having it.
-    """
+    """Return HIT if a usable tier has the block, RETRY if one has not resolved it, else MISS."""
     answer = LookupResult.MISS
     for tier in tiers:
         if tier.skips_load(ctx, now_s) is not None:

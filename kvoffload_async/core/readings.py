@@ -1,4 +1,4 @@
-"""Reads counters and gauges into the statistics that are shown outside."""
+"""Copies counters and gauges and converts them to the public statistics."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from kvoffload_async.statistics import (
 )
 
 Figures = tuple[Any, ...]
-"""What was taken of one object; immutable, but for dicts of its own that nobody changes."""
+"""Values copied from one object; treat as immutable."""
 
 
 class Snapshot(NamedTuple):
-    """The figures of a planner, its primary and its tiers at one moment; not changed afterwards."""
+    """Immutable copy of the figures of a planner, its primary and its tiers."""
 
     primary: Figures
     planner: Figures
@@ -43,7 +43,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(planner: Planner) -> Snapshot:
-    """Copy what `read_primary`, `read_planner` and `read_tier` show. Thread: owner."""
+    """Copy the figures of the primary, the planner and the tiers. Call on the owner's thread."""
     tiers = []
     for tier, queue in zip(planner.tiers, planner.cascades.queues, strict=True):
         tiers.append(_TIER.take(tier, queue.count))
@@ -52,22 +52,22 @@ def take_snapshot(planner: Planner) -> Snapshot:
 
 
 def take_primary(primary: Primary) -> Figures:
-    """Copy what `read_primary` shows. Thread: owner."""
+    """Copy the figures for `read_primary`. Call on the owner's thread."""
     return _PRIMARY.take(primary)
 
 
 def take_tier(state: TierState, pending_blocks: int = 0) -> Figures:
-    """Copy what `read_tier` shows of a state. Thread: owner.
+    """Copy the figures for `read_tier`. Call on the owner's thread.
 
     Args:
-        state: What the planner knows of the tier; its manager, where there is no planner.
-        pending_blocks: Blocks that wait in the primary for room in the tier.
+        state: The tier's state, of the planner or of a manager without one.
+        pending_blocks: Blocks in the primary that are pending for the tier.
     """
     return _TIER.take(state, pending_blocks)
 
 
 def read_primary(taken: Figures, row_bytes: int = 0) -> PrimaryStatistics:
-    """Return how the primary was; `row_bytes` is 0 where there is no memory behind it."""
+    """Return the primary's statistics; `row_bytes` is 0 if it has no memory."""
     figures = _PRIMARY.named(taken)
     slots = SlotStatistics(**figures.pop("slots"))
     return PrimaryStatistics(**figures, slots=slots, row_bytes=row_bytes)
@@ -80,13 +80,13 @@ def read_tier(
     waiting_jobs: int = 0,
     gauges: Mapping[str, float] | None = None,
 ) -> TierStatistics:
-    """Return how a tier was.
+    """Return a tier's statistics.
 
     Args:
         taken: From `take_tier`.
-        own: The tier's state; read now, as no sum of the statistics is about these figures.
-        waiting_jobs: Jobs that were handed over, and that the tier has not begun.
-        gauges: What the tier says of itself.
+        own: The tier's state, for figures that are read now, not from `taken`.
+        waiting_jobs: Launched jobs that the tier has not started.
+        gauges: Gauges that the tier reports.
     """
     counted, said = _TIER.named(taken), gauges or {}
     row_bytes = own.jobs.slot_bytes
@@ -112,7 +112,7 @@ def read_tier(
 
 
 def read_planner(taken: Figures) -> PlannerStatistics:
-    """Return what the planner had done."""
+    """Return the planner's statistics."""
     return PlannerStatistics(**_PLANNER.named(taken))
 
 
@@ -139,13 +139,13 @@ _HOW: Final[dict[type[Any], Callable[[Any], Any]]] = {
     Histogram: Histogram.read,
     JobDurations: _read_durations,
 }
-"""How what is not a number is read, so that it does not change afterwards."""
+"""Type of a figure that is not a number -> function that copies it."""
 
 
 class _FigureSet:
-    """Which figures are taken of an object: they are copied at once, and named when they are read.
+    """A set of figures of an object, copied by `take` and named later by `named`.
 
-    The copies are the owner's at the end of every step, the rest is whoever's who reads them.
+    The owner's thread calls `take` at the end of every step; any thread may call `named`.
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class _FigureSet:
         gauges: Mapping[str, str] | None = None,
         given: Sequence[str] = (),
     ) -> None:
-        """Take every counter, whose names are those of the statistics' fields.
+        """Select all counters of a class; their names equal those of the statistics' fields.
 
         Args:
             counters: Class of the counters.
-            path: Where they are among the object's attributes, with a dot behind it.
-            gauges: Name -> path among the object's attributes of what else is taken.
-            given: Names of what `take` is given.
+            path: Attribute path of the counters in the object, with a trailing dot.
+            gauges: Name -> attribute path of further figures.
+            given: Names of the values passed to `take`.
         """
         fresh = counters()
         kinds = {field.name: type(getattr(fresh, field.name)) for field in fields(counters)}
@@ -174,14 +174,14 @@ class _FigureSet:
         self._names = (*numbers, *others, *given)
 
     def take(self, source: object, *given: object) -> Figures:
-        """Copy the figures of an object."""
+        """Copy the figures of an object, followed by the given values."""
         figures = [*self._get_numbers(source)]
         for get, how in self._others:
             figures.append(how(get(source)))
         return (*figures, *given)
 
     def named(self, taken: Figures) -> dict[str, Any]:
-        """Return figures that were taken, by name."""
+        """Return copied figures by name."""
         return dict(zip(self._names, taken, strict=True))
 
 

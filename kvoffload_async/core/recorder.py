@@ -122,7 +122,7 @@ class _Record:
         self.parent = parent
 
     def add(self, event: _Raw, text: str | None = None, *, ends: int = 0) -> bool:
-        """Store an event and reserve space for `ends` ends of jobs; return False if it is full."""
+        """Store an event, reserve space for `ends` job ends; return False if the record is full."""
         room = self.max_events - len(self.events) - len(self.open_jobs)
         num_bytes = _bytes_of(event, text) + ends * _END_BYTES
         if room <= ends or num_bytes > self.free_bytes:

@@ -1,7 +1,7 @@
-"""What the planner remembers of one live request, what the request may hold, and its turn for room.
+"""State of live requests, blocks retained for them, and their queues for promotion slots.
 
-A request holds blocks that are pinned while it waits, and what a step has found. Requests that wait
-for room for promotions form one line per tier, first come, first served.
+Blocks retained for a waiting request are pinned; a step's hits stay until the step ends. Requests
+that wait for room for promotions form one FIFO queue ("line") per tier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
 
 
 class RequestState:
-    """One request, from `on_new_request` until every tier was told that it has finished."""
+    """One request, from `on_new_request` until all tiers were notified of its end."""
 
     __slots__ = (
         "_decided",
@@ -45,32 +45,32 @@ class RequestState:
         self.request_level_tiers = tuple(request_level_tiers)
         self.is_finished = False
         self.is_expired = False
-        """Whether the request was deferred for too long: pending means missing from now on."""
+        """Whether the deferral limit has passed: pending counts as missing from now on."""
         self.writing: set[OffloadKey] = set()
-        """Keys that were granted slots and whose write has not ended."""
+        """Keys with granted slots whose write has not ended."""
         self.unflushed_promotions = 0
         """Slots reserved in this step whose job is not submitted yet."""
         self.promoting = 0
-        """Slots of promotions for it that have not ended, and whose copies are not overdue."""
+        """Slots of the request's promotions under way, without overdue ones."""
         self.refused: dict[int, dict[OffloadKey, None]] = {}
-        """Tier -> keys that found no room for their promotion from there, and wait; see `Lines`."""
+        """Tier -> keys whose promotion from that tier waits for room; see `Lines`."""
         self.is_behind = False
-        """Whether another one is before it in such a line: then nothing is retained for it."""
+        """Whether it waits behind another request in a line; then no block is retained for it."""
         self.parked: dict[OffloadKey, None] = {}
         """Keys to cascade to the request-level tiers once another request has written them."""
         self.retained: dict[OffloadKey, bool] = {}
-        """Blocks that stay, pinned, until the request loads them or proceeds without them, and
-        whether they were promoted for it."""
+        """Key of a block pinned until the request loads it or proceeds without it -> whether the
+        block was promoted for the request."""
         self.waits = False
-        """Whether it has looked something up and not proceeded since; see `Retention`."""
+        """Whether the request has made a lookup and not proceeded since; see `Retention`."""
         self.is_deferred = False
         """Whether a lookup of this step was deferred."""
         self.asked_at_s = 0.0
-        """When it last looked something up."""
+        """Time of the last lookup, in seconds."""
         self.failed: set[tuple[int, OffloadKey]] = set()
-        """Promotions that failed: not tried again for this request."""
+        """(tier, key) of failed promotions, which are not retried for this request."""
         self.lacking: dict[int, set[OffloadKey]] = {}
-        """Tier -> keys that it lacks: it is not asked for them again while the request waits."""
+        """Tier -> keys that the tier lacks; not looked up there again while the request waits."""
         self._deferred_s = 0.0
         self._deferred_at_s: float | None = None
         self._undecided_since_s: float | None = None
@@ -78,7 +78,7 @@ class RequestState:
 
     @property
     def can_end(self) -> bool:
-        """Whether the tiers may be told that nothing more will be submitted."""
+        """Whether the request is finished and can submit no more jobs."""
         return (
             self.is_finished
             and not self.writing
@@ -87,9 +87,9 @@ class RequestState:
         )
 
     def defer(self, now_s: float, limit_s: float) -> bool:
-        """Note a deferred lookup; return True if the request has now been deferred for too long.
+        """Record a deferred lookup; return True if the deferral limit has just been reached.
 
-        Time adds up from one deferred lookup to the next, and a failed round does not reset it.
+        The time between consecutive deferred lookups accumulates; a failed round does not reset it.
         """
         self.is_deferred = True
         if self._deferred_at_s is not None:
@@ -101,23 +101,23 @@ class RequestState:
         return True
 
     def begin_round(self, now_s: float) -> None:
-        """Note that the request asks."""
+        """Record the start of a series of lookups."""
         self.asked_at_s = now_s
         self.waits = not self.is_expired
         if self._undecided_since_s is None:
             self._undecided_since_s = now_s
 
     def decides(self, keys: Iterable[OffloadKey]) -> int:
-        """Note that keys were found, or are missing, for certain; return how many are new."""
+        """Record keys with a final answer, hit or miss; return how many are new."""
         before = len(self._decided)
         self._decided.update(keys)
         return len(self._decided) - before
 
     def proceed(self) -> float | None:
-        """Note that the request was scheduled: it is not being deferred any more.
+        """End the deferral: the request was scheduled.
 
         Returns:
-            Since when it has asked; None: it has not, since it last proceeded.
+            Time of its first lookup since it last proceeded, in seconds; None without a lookup.
         """
         since_s, self._undecided_since_s = self._undecided_since_s, None
         self._deferred_at_s = None
@@ -125,7 +125,7 @@ class RequestState:
         return since_s
 
     def forget_blocks(self) -> None:
-        """Forget what a reset of the primary has made void."""
+        """Clear the state of blocks after a reset of the primary."""
         self.writing.clear()
         self.parked.clear()
         self.retained.clear()
@@ -135,38 +135,38 @@ class RequestState:
 
 
 TURN_S: Final = 1.0
-"""Seconds that the first in a line may leave room unused that others wait for."""
+"""Seconds that the first request in a line may leave room unused while others wait."""
 
 
 class Lines:
-    """A request is in a tier's line from the first key that found no room until it has its blocks.
+    """FIFO queues ("lines"), one per tier, of requests that wait for promotion slots.
 
-    Or until it waits no more. Only the first in a line gets room; who is behind holds nothing that
-    the first may need, so nobody waits for somebody who waits for him.
+    A request stays in line until all its refused keys have room or it stops waiting. Only the first
+    in a line gets room. Requests behind it retain no blocks, which prevents deadlock.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        has_new_first: By tier: whether another request is the first since `moved` was called.
+        has_new_first: By tier: whether the first request has changed since the last `moved`.
     """
 
     def __init__(self, num_tiers: int) -> None:
-        """Start with nobody in line."""
+        """Start with empty lines."""
         self._lines: list[dict[RequestState, None]] = [{} for _ in range(num_tiers)]
         self._moved_s = [0.0] * num_tiers
-        """When the first in each line had no room last, or asked for it."""
+        """By tier: last time, in seconds, that the first in line had no room or looked up."""
         self.has_new_first = [False] * num_tiers
 
     def first(self, tier: int) -> RequestState | None:
-        """Return who is served next, if anybody waits."""
+        """Return the first request in a tier's line, None if the line is empty."""
         return next(iter(self._lines[tier]), None)
 
     def firsts(self) -> list[tuple[int, RequestState]]:
-        """Return each tier that has a line, with the first request in the line."""
+        """Return (tier, first request) for each tier whose line is not empty."""
         return [(tier, next(iter(line))) for tier, line in enumerate(self._lines) if line]
 
     def join(self, tier: int, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """Have a request wait for room for keys, behind the requests that wait already."""
+        """Append a request to a tier's line, or add keys to its entry."""
         line = self._lines[tier]
         if not line:
             self.has_new_first[tier] = True
@@ -175,7 +175,7 @@ class Lines:
         self._look_ahead(request)
 
     def served(self, tier: int, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """Learn that keys of a request wait no more: they have room, or never get any."""
+        """Remove keys that have room or will get none; the request leaves with its last key."""
         refused = request.refused.get(tier)
         if refused is not None:
             for key in keys:
@@ -184,27 +184,27 @@ class Lines:
                 self._leave(tier, request)
 
     def leave(self, request: RequestState) -> None:
-        """Learn that a request waits no more."""
+        """Remove a request from all lines."""
         for tier in list(request.refused):
             self._leave(tier, request)
 
     def moved(self, tier: int, now_s: float) -> None:
-        """Note that it is not the first one's fault if room is left until now."""
+        """Restart the stall timer of the first request in a line."""
         self._moved_s[tier] = now_s
         self.has_new_first[tier] = False
 
     def has_stalled(self, tier: int, now_s: float) -> bool:
-        """Tell whether the first in line has not asked although there was room."""
+        """Return whether the first in line has left room unused for more than `TURN_S`."""
         return not self.has_new_first[tier] and now_s - self._moved_s[tier] > TURN_S
 
     def clear(self) -> None:
-        """Let nobody wait any more."""
+        """Remove all requests from all lines."""
         for line in self._lines:
             for request in list(line):
                 self.leave(request)
 
     def waiting(self) -> list[list[RequestState]]:
-        """Return who is in each line, in order. For invariants and inspection."""
+        """Return each tier's line, in order. For invariants and inspection."""
         return [list(line) for line in self._lines]
 
     def _leave(self, tier: int, request: RequestState) -> None:
@@ -221,23 +221,23 @@ class Lines:
 
 
 class Retention:
-    """Pins blocks for requests that wait, and what was found in a step until its end.
+    """Pins blocks for waiting requests, and a step's hits until the step ends.
 
-    A request waits from a lookup until it proceeds: it loads, is computed without loading, ends, is
-    deferred for too long, or stops asking. Retained for it meanwhile are the blocks that were
-    promoted for it and, while its lookups are deferred, those that it has found. A block that many
-    requests wait for has one pin and counts once.
+    A request waits from a lookup until it proceeds: it loads, is computed without loading, ends,
+    reaches the deferral limit, or makes no more lookups. Meanwhile its promoted blocks are
+    retained, and its hits too while its lookups are deferred. A block retained for many requests
+    has one pin and counts once.
 
-    What a step has found stays until the step ends, since its finder may load it: whatever
-    promotions evict, and up to the cap whatever stores evict. It is pinned only when somebody is
-    about to evict.
+    A step's hits stay resident until the step ends, since their requests may load them. They are
+    pinned only before an eviction: all of them before one by a promotion, as many as the cap allows
+    before one by a store.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        cap_slots: Slots that may be retained, or reserved by promotions under way.
-        in_flight: The latter.
-        found: What the step has found, in this order; appended to by who looks up.
+        cap_slots: Slots that retained blocks and promotions under way may occupy together.
+        in_flight: Slots of promotions under way.
+        found: Keys of the step's hits, in lookup order; the planner's lookups append to it.
     """
 
     def __init__(
@@ -246,11 +246,11 @@ class Retention:
         """Retain nothing.
 
         Args:
-            primary: Where the blocks are.
-            shares: Told how many are retained; what it reserves is not retained either.
-            lines: Left by who waits no more.
+            primary: The tier whose blocks are pinned.
+            shares: Counts the retained slots and bounds them, with the tiers' use, by its total.
+            lines: Lines that a request leaves when it stops waiting.
             cap_slots: See the attribute.
-            patience_s: Seconds after its last lookup that a request counts as waiting.
+            patience_s: Seconds after its last lookup for which a request counts as waiting.
         """
         self.cap_slots = cap_slots
         self.in_flight = 0
@@ -262,56 +262,56 @@ class Retention:
         self._holders: dict[OffloadKey, int] = {}
         """Retained key -> how many requests it is retained for."""
         self._waiting: dict[ReqContext, RequestState] = {}
-        """Requests that wait, the one that has not asked for the longest time first."""
+        """Waiting requests, ordered by last lookup, oldest first."""
         self._proceeding: list[RequestState] = []
         self._rounds: list[tuple[RequestState, int]] = []
-        """Who asked in this step, and where in `found` its hits begin."""
+        """Requests that made lookups in this step, each with the index in `found` of its hits."""
         self._guarded: dict[OffloadKey, None] = {}
         self._stepped_at_s = 0.0
         self._num_examined = 0
-        """How much of `found` is guarded, or retained anyway."""
+        """Length of the prefix of `found` whose blocks are guarded or retained."""
 
     @property
     def retained_slots(self) -> int:
-        """Blocks that are retained."""
+        """Number of retained blocks."""
         return len(self._holders)
 
     @property
     def spare_slots(self) -> int:
-        """Slots that are left under the cap."""
+        """Slots left under the cap and the total of `Shares`."""
         under_cap = self.cap_slots - self.in_flight - len(self._holders)
         return max(0, min(under_cap, self._shares.spare_slots))
 
     @property
     def is_full(self) -> bool:
-        """Whether the cap is reached, whatever else is left."""
+        """Whether the cap is reached."""
         return self.in_flight + len(self._holders) >= self.cap_slots
 
     @property
     def guarded(self) -> list[OffloadKey]:
-        """What is pinned until the end of the step. For invariants and inspection."""
+        """Keys pinned until the end of the step. For invariants and inspection."""
         return list(self._guarded)
 
     def has_reason(self, request: RequestState) -> bool:
-        """Tell whether something may be retained for a request. For invariants and inspection."""
+        """Return whether blocks may be retained for a request. For invariants and inspection."""
         if request in self._proceeding or any(request is asking for asking, _ in self._rounds):
-            return not request.is_finished  # as long as the step lasts
+            return not request.is_finished  # until the step ends
         is_patient = self._stepped_at_s - request.asked_at_s <= self._patience_s
         return self._waiting.get(request.ctx) is request and request.waits and is_patient
 
     # -- requests -------------------------------------------------------------------------------
 
     def begin_round(self, request: RequestState, now_s: float) -> None:
-        """Note that a request asks: what is appended to `found` from here on is its own."""
+        """Attribute the keys appended to `found` from now on to a request."""
         self._rounds.append((request, len(self.found)))
         request.begin_round(now_s)
 
     def retain(
         self, request: RequestState, keys: Iterable[OffloadKey], *, promoted: bool = False
     ) -> None:
-        """Retain readable blocks for a request, from the first on, as many as fit under the cap.
+        """Retain the longest prefix of readable blocks that fits under the cap.
 
-        None while it waits for room behind others.
+        Retains none while the request waits for room behind others.
         """
         if request.is_behind:
             return
@@ -323,7 +323,7 @@ class Retention:
         spare = self.spare_slots
         for key, found in zip(wanted, self._primary.lookup_many(wanted), strict=True):
             if key not in holders:
-                # A store may have evicted what the cap did not protect.
+                # A store may have evicted a block that the cap left unpinned.
                 if not spare or found is not LookupResult.HIT:
                     break
                 spare -= 1
@@ -334,20 +334,20 @@ class Retention:
         self._shares.retained_slots = len(holders)
 
     def proceed(self, request: RequestState) -> None:
-        """Release what is retained for a request: it waits no more."""
+        """End a request's wait: it leaves all lines, and its retained blocks are released."""
         request.waits = request.is_deferred = False
         self._lines.leave(request)
         self._waiting.pop(request.ctx, None)
         self.give_back(request)
 
     def give_back(self, request: RequestState) -> None:
-        """Release what is retained for a request, which still waits."""
+        """Release the blocks retained for a request, which keeps waiting."""
         self._release(request, list(request.retained))
 
     def load(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Release what a request loads, which is pinned for that.
+        """Release the blocks that a request loads; its load pins them instead.
 
-        The rest follows at the end of the step: until then it may load more of what it has found.
+        The other blocks are released at the end of the step: the request may load more until then.
         """
         self._release(request, [key for key in dict.fromkeys(keys) if key in request.retained])
         request.waits = request.is_deferred = False
@@ -357,7 +357,7 @@ class Retention:
     # -- steps ----------------------------------------------------------------------------------
 
     def pin_step_hits(self) -> None:
-        """Keep what the step has found: a promotion is about to evict."""
+        """Pin the step's hits until its end; call before a promotion evicts."""
         fresh = self.found[self._num_examined :]
         if not fresh:
             return
@@ -368,13 +368,13 @@ class Retention:
         guarded.update(dict.fromkeys(fresh))
 
     def guard_from_store(self) -> None:
-        """The same, but no more than the cap allows: a store is about to evict."""
+        """Pin as many of the step's hits as the cap allows; call before a store evicts."""
         self.pin_step_hits()
         excess = len(self._guarded) - max(0, self.spare_slots)
         self._primary.unpin([self._guarded.popitem()[0] for _ in range(excess)])
 
     def end_step(self, now_s: float) -> None:
-        """Retain what deferred requests have found; release what nobody waits for any more."""
+        """Retain the hits of deferred requests; release blocks no request waits for any more."""
         self._stepped_at_s = now_s
         if self._rounds or self._proceeding:
             self._end_rounds()
@@ -385,7 +385,7 @@ class Retention:
             self.proceed(request)
 
     def reset(self) -> None:
-        """Forget everything; the primary is about to be emptied."""
+        """Release all blocks and empty the lines; call before `Primary.reset`."""
         self.in_flight = 0
         self._holders.clear()
         self._lines.clear()
@@ -398,7 +398,7 @@ class Retention:
 
     def _end_rounds(self) -> None:
         for request in self._proceeding:
-            if not request.waits:  # else it has asked again
+            if not request.waits:  # else it has made another lookup
                 self.proceed(request)
         for request, found in self._found_by_request():
             if not request.waits or request.is_expired:
@@ -408,7 +408,7 @@ class Retention:
                 self.retain(request, found)
             else:
                 request.lacking.clear()
-                if request.retained:  # a decided request has no use for blocks behind a miss
+                if request.retained:  # blocks behind a miss are useless once all keys are resolved
                     useful = frozenset(found)
                     self._release(request, [key for key in request.retained if key not in useful])
             request.is_deferred = False
@@ -417,7 +417,7 @@ class Retention:
         self._forget_step()
 
     def _found_by_request(self) -> Iterable[tuple[RequestState, Sequence[OffloadKey]]]:
-        """Return the requests that asked in this step, each with the keys it has found."""
+        """Return the requests that made lookups in this step, each with the keys of its hits."""
         ends = [start for _, start in self._rounds[1:]] + [len(self.found)]
         rounds: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
         for (request, start), end in zip(self._rounds, ends, strict=False):
@@ -443,7 +443,7 @@ class Retention:
                 del holders[key]
                 last.append(key)
         self._shares.retained_slots = len(holders)
-        if self._num_examined:  # somebody may have found them in this step
+        if self._num_examined:  # the blocks may be hits of this step
             again = [key for key in last if key in self._guarded]
             self._guarded.update(dict.fromkeys(last))
             last = again

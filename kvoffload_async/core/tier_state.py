@@ -1,16 +1,16 @@
 """One tier on the owner's side: its jobs, its index, its breakers, its counters, its effects.
 
-Its shares say how much of the primary its transfers may occupy, in each direction. A slot counts
-against a tier from its reservation for a promotion until its block has landed or was given up, and
-for each cascade of its block; in both directions until the copy has ended, however long it is
-overdue. So what hangs keeps its own share and nothing else:
+`Shares` bounds the primary slots that each tier's transfers may occupy, per direction. A promotion
+occupies its slots from their reservation until the blocks land or are given up. A cascade occupies
+the slots of its blocks. Both occupy them until the copy ends, however late. So a hung tier blocks
+its own share only:
 
     primary = reserved | share of tier 0 | share of tier 1 | ...
-    share   = left to the other direction | what this direction may occupy
+    share   = left to the other direction | limit of this direction
 
-The same fraction is kept from the tiers, and within a share from each direction; but one slot can
-always be transferred. What is retained for requests that wait is nobody's share, but keeps out of
-what is reserved as well.
+`reserved_fraction` applies to the primary, and again to each direction of a share; at least one
+slot can always be transferred. Blocks retained for waiting requests belong to no tier's share, but
+stay out of the reserved part too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _GONE = (BlockMissingError, CorruptBlockError)
 
 
 class TierLookup(Protocol):
-    """Answers whether a tier has a key, during a lookup and without I/O."""
+    """Answers during a lookup, without I/O, whether a tier has a key."""
 
     def lookup_many(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
@@ -78,27 +78,27 @@ class TierLookup(Protocol):
 
 
 class TierState:
-    """Everything that the owner knows of one tier; driven by the planner, or by a manager alone.
+    """The owner's state of one tier; driven by the planner, or by a manager without a planner.
 
-    Effects pile up until `take_effects`, which also launches the jobs among them: until then a
-    job is certainly untouched by the tier. What happened in the tier comes in through `handle`.
-    Breakers and back-pressure are for the planner; a manager without a planner ignores them.
+    Effects are queued until `take_effects`, which marks their jobs as launched; the tier cannot
+    have touched a job before that. `handle` applies the tier's events. Only the planner uses the
+    breakers and back-pressure.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        jobs: From their submission until their result, and their release, have been taken.
-        index: What is known of the tier's contents.
+        jobs: Jobs, from submission until their result and their release have been taken.
+        index: The known contents of the tier.
         cost_gated: The index, if it probes only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
-        promotion_slots: Slots of promotions, from their reservation until their block has landed or
-            was given up, and no copy runs.
-        counters: Submitted jobs and their results.
-        observed: Figures from the tier's own events.
-        effects: Effects that wait to be handed over.
+        promotion_slots: Slots of promotions, from reservation until the block has landed or was
+            given up, and no copy runs.
+        counters: Counts of submitted jobs and of results.
+        observed: Statistics from the tier's own events.
+        effects: Effects queued for `take_effects`.
         event_log: Events for `take_events`.
         health: The breakers, which suspend a failing tier.
-        is_available: Whether the tier is open; it may not be yet, or not any more.
+        is_available: Whether the tier is open.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class TierState:
 
         Args:
             name: For messages and metrics.
-            index: What is known of the tier's contents; owned by this object from now on.
-            slot_bytes: Bytes a row.
+            index: Index of the tier's contents; this object takes ownership.
+            slot_bytes: Bytes per slot.
             events: Log to which changes of the tier's contents are added.
-            breaker: When a failing tier is suspended, in each direction.
-            medium: Where the tier's blocks lie.
-            locality: How far away that is.
+            breaker: Thresholds for suspending a failing tier, in each direction.
+            medium: Storage medium of the tier.
+            locality: Whether the tier is local or remote.
             backpressure: Drops cascades to the tier while it is slow.
         """
         self.name = name
@@ -142,11 +142,11 @@ class TierState:
         self._closed = False
         self._may_probe = self.cost_gated is not None or not index.is_exact
 
-    # -- questions ------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
-        """The name that tells the tier apart from the others of its engine."""
+        """A name unique among the tiers of the engine."""
         return self.event_log.ownership or self.name
 
     def lookup_many(
@@ -156,7 +156,7 @@ class TierState:
         return self.index.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
 
     def skips_load(self, ctx: ReqContext, now_s: float) -> SkipReason | None:
-        """Return why a request cannot be promoted from here now; None: it can."""
+        """Return why a request cannot load from this tier now; None if it can."""
         if not self.is_available:
             return "unavailable"
         if not self.health.loads.permits(now_s):
@@ -167,38 +167,38 @@ class TierState:
         return "filtered"
 
     def takes_store(self, now_s: float) -> bool:
-        """Tell whether one more cascade may be submitted now."""
+        """Return whether one more cascade may be submitted now, back-pressure included."""
         if not self.may_store(now_s):
             return False
         return self.backpressure is None or not self.backpressure.drops_store(now_s)
 
     def may_store(self, now_s: float) -> bool:
-        """Tell whether the tier is open and in order, as far as is known."""
+        """Return whether the tier is open and its store breaker permits a store."""
         return self.is_available and self.health.stores.permits(now_s)
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether the tier takes pending blocks: it is open, its stores work, and no copy hangs.
+        """Whether pending blocks may be sent: tier open, store breaker closed, no orphaned copy.
 
-        Of a load neither: overdue copies may occupy all of the tier's share.
+        Orphaned loads count too: overdue copies may occupy the tier's whole share.
         """
         works = self.is_available and self.health.stores.state is BreakerState.CLOSED
         return works and not self.jobs.orphaned_count
 
     @property
     def is_exact(self) -> bool:
-        """Whether all of the tier's contents are known here."""
+        """Whether the index knows all of the tier's contents."""
         return self.index.is_exact
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the keys that the tier is known not to have."""
+        """Return the subset of keys known to be absent from the tier."""
         return self.index.lacks(keys)
 
     @property
     def has_pending_work(self) -> bool:
         """Whether a job has no result yet, a result was not taken, or a probe is outstanding.
 
-        Nobody waits for a probe once the tier is closed: it may never have been started.
+        Probes of a closed tier do not count: they may never have been started.
         """
         return bool(
             self.jobs.unfinished_count
@@ -206,42 +206,41 @@ class TierState:
             or (self._waits_for_probes and not self._closed)
         )
 
-    # -- what the planner tells -----------------------------------------------------------------
+    # -- notifications from the planner ---------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
-        """Note the time; from the first call on the breakers are heeded for probes too."""
+        """Set the time, in seconds; from the first call on, the breakers also gate probes."""
         self.health.now_s = now_s
 
     def reserve_slots(self, count: int) -> None:
-        """Count slots that were reserved for a promotion."""
+        """Count slots as reserved for a promotion."""
         self.promotion_slots += count
         self.health.promotion_reserved()
 
     def reset(self) -> None:
-        """Forget what a reset of the primary has made void."""
+        """Reset the breakers and back-pressure after a reset of the primary."""
         self.health.reset()
         if self.backpressure is not None:
             self.backpressure.clear()
 
     @property
     def _waits_for_probes(self) -> bool:
-        """Whether a probe is outstanding, or may be started: steps do not bring a tier back."""
+        """Whether a probe is outstanding, or a needed one is permitted; steps resume no tier."""
         if self.health.permits_probe():
             return self.index.is_waiting
         return bool(self.index.probes_outstanding)
 
-    # -- what the owner wants -------------------------------------------------------------------
+    # -- commands -------------------------------------------------------------------------------
 
     def submit(self, job: JobMetadata) -> None:
-        """Accept a job; its one result will come out of `jobs`.
+        """Accept a job; `jobs` will yield exactly one result for it.
 
-        A job that comes after `close` is answered at once, with a failure, and so is one whose
-        id is in use.
+        A job fails at once if it is submitted after `close` or its id is in use.
 
         Raises:
-            StateError: Lengths differ; the job was not accepted.
+            StateError: The numbers of keys and block ids differ; the job was not accepted.
         """
-        # All else is the actor's to find: a look at every key or slot takes longer than the rest.
+        # The actor checks the keys and slots: a check of each costs more than the rest of this.
         if len(job.block_ids) != len(job.keys):
             raise StateError(
                 f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
@@ -256,7 +255,7 @@ class TierState:
             self.effects.append(StartJob(job))
 
     def take_on(self, job: JobMetadata) -> None:
-        """Accept a job of the planner's; it counts, and so does what `take_ended` says of it."""
+        """Submit a planner's job, and count it against the breakers and the tier's share."""
         if job.is_promotion:
             self.health.promotion_submitted()
         else:
@@ -265,21 +264,21 @@ class TierState:
         self.submit(job)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
-        """Pass a use of blocks on to the tier, if it is open."""
+        """Forward a use of blocks to the tier, if it is open."""
         if keys and self.is_available:
             self.effects.append(TouchBlocks(tuple(keys), ctx))
 
     def finish_request(self, ctx: ReqContext) -> None:
-        """Learn that nothing more will be submitted for a request; its jobs may still run."""
+        """Drop index state of a request that submits no more jobs; its jobs may still run."""
         self.index.forget_request(ctx)
 
     def tell_time(self, clock: Callable[[], float]) -> None:
-        """Advance the clock of the break-even model, if there is one; before `end_step`."""
+        """Advance the clock of the break-even model, if there is one; call before `end_step`."""
         if self._break_even is not None:
             self._break_even.advance(clock())
 
     def end_step(self) -> None:
-        """Queue the probe for what was asked in this step, unless the tier is suspended."""
+        """Queue one probe for the keys looked up in this step, unless the tier is suspended."""
         if self._closed or not self._may_probe:
             return
         if not self.health.permits_probe():
@@ -291,20 +290,20 @@ class TierState:
             self.health.probe_started(probe.generation)
 
     def take_effects(self) -> list[TierEffect]:
-        """Detach the effects; the jobs among them now belong to the tier until they settle."""
+        """Detach the effects; the tier owns their jobs from now on until they settle."""
         effects, self.effects = self.effects, []
         for effect in effects:
             if isinstance(effect, StartJob):
                 self.jobs.handle(Launched(effect.job.job_id))
         return effects
 
-    # -- what the tier did ----------------------------------------------------------------------
+    # -- events of the tier ---------------------------------------------------------------------
 
     def handle(self, event: TierEvent) -> None:
-        """Apply what happened in the tier.
+        """Apply an event of the tier.
 
         Raises:
-            IllegalTransitionError: The tier's actor settled a job twice, or an external one.
+            IllegalTransitionError: The tier's actor settled a job twice, or an unknown job.
         """
         match event:
             case JobSettled():
@@ -329,7 +328,7 @@ class TierState:
                 self.observed.refused_keys += event.num_keys
 
     def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
-        """Detach the planner's jobs that have a result since the last call, and count them."""
+        """Detach the planner's jobs that got a result since the last call, and count them."""
         ended = self.jobs.take_ended()
         for job, result in ended:
             self._count(job, result, now_s)
@@ -346,16 +345,16 @@ class TierState:
         return released
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Detach what appeared in and disappeared from the tier since the last call."""
+        """Detach the events of blocks added to and removed from the tier since the last call."""
         return self.event_log.take(lambda _key: False)
 
-    # -- begin and end --------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------------
 
     def take_over(self, opened: TierState) -> None:
-        """Continue as the state of a tier that is open now, with what `opened` knows of it.
+        """Become available, with the index, events, observations and medium of `opened`.
 
         Args:
-            opened: The state that the tier was opened with; it has no jobs.
+            opened: State created when the tier was opened; has no jobs.
         """
         for listener in self.index.listeners:
             opened.index.watch(listener)
@@ -366,14 +365,14 @@ class TierState:
         self.is_available = True
 
     def close(self) -> None:
-        """Stop the intake; jobs that were not handed over fail now, the others go on."""
+        """Reject new jobs; queued jobs fail now, launched jobs continue."""
         self._closed = True
         self.is_available = False
         self.effects.clear()
         self._abandon(JobState.QUEUED)
 
     def abandon_rest(self) -> list[JobId]:
-        """Fail everything that has no result yet; return the jobs whose copies still run."""
+        """Fail all jobs without a result; return the ids of jobs whose copies still run."""
         self.effects = [e for e in self.effects if not isinstance(e, StartJob)]
         self._abandon(JobState.QUEUED, JobState.FLYING)
         return self.jobs.ids_in(JobState.ORPHANED)
@@ -441,11 +440,11 @@ class PlannerLimits:
     """The planner's bounds.
 
     Attributes:
-        promotion_slots: Primary slots that promotions may occupy until they are loaded, together
-            with what is retained for requests that wait.
-        cascade_blocks: Blocks in cascade to one tier at once; the others wait their turn.
-        deferral_s: Seconds that a request may be deferred in all; then pending means missing.
-        reserved_fraction: Part of the primary that tiers never occupy; see `Shares`.
+        promotion_slots: Primary slots that promotions under way and blocks retained for waiting
+            requests may occupy together.
+        cascade_blocks: Blocks in cascade to one tier at once; further blocks are queued.
+        deferral_s: Total seconds that a request may be deferred; then pending counts as missing.
+        reserved_fraction: Part of the primary, 0 to 1, that tiers never occupy; see `Shares`.
     """
 
     promotion_slots: int
@@ -455,16 +454,16 @@ class PlannerLimits:
 
 
 class Shares:
-    """Bounds what tiers occupy, by what their states count.
+    """Bounds the primary slots that tiers occupy, from the counts in their states.
 
-    Thread: owner.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        total: Slots that all tiers' transfers, and what is retained, may occupy together.
+        total: Slots that all tiers' transfers and retained blocks may occupy together.
         each: Slots that one tier's transfers may occupy.
         promotions: Slots that one tier's promotions may occupy.
         cascades: Blocks that may be in cascade to one tier.
-        retained_slots: What is retained for requests; written by `Retention`.
+        retained_slots: Blocks retained for requests; written by `Retention`.
     """
 
     def __init__(
@@ -476,7 +475,7 @@ class Shares:
         cascade_blocks: int,
         reserved_fraction: float,
     ) -> None:
-        """Divide `num_slots` equally among the tiers; the two caps bound a direction further."""
+        """Divide `num_slots` equally among tiers; the two limits further bound each direction."""
         self._tiers = tiers
         self.total = num_slots - _part_of(num_slots, reserved_fraction)
         self.each = max(1, self.total // max(1, len(tiers)))
@@ -495,7 +494,7 @@ class Shares:
 
     @property
     def spare_slots(self) -> int:
-        """What is left of the total."""
+        """Slots of `total` that are not occupied; negative if overcommitted."""
         return self.total - self.occupied
 
     def room_to_load(self, tier: int) -> int:
@@ -514,5 +513,5 @@ class Shares:
 
 
 def _part_of(slots: int, fraction: float) -> int:
-    """Return the slots that are kept back: the fraction, rounded up, but never all."""
+    """Return the number of reserved slots: the fraction, rounded up, but never all slots."""
     return min(slots - 1, math.ceil(slots * fraction))
