@@ -81,9 +81,9 @@ def _kind(error):
 
 
 def search(seed, seconds=math.inf, programs=sys.maxsize, worlds=tuple(WORLDS), most_failures=10):
-    """Run programs with seeds from `seed` on; return how many of each world, and those that fail.
+    """Run programs with seeds from `seed` on; return how many of each world, and the failures.
 
-    Of those that fail alike, the first.
+    A failure is a shortened program and its error; of programs that fail alike, the first counts.
     """
     end_s, counts, failed = time.monotonic() + seconds, Counter(), {}
     gc.collect()
@@ -95,7 +95,8 @@ def search(seed, seconds=math.inf, programs=sys.maxsize, worlds=tuple(WORLDS), m
         counts[program.world] += 1
         error = program.failure()
         if error is not None and _kind(error) not in failed:
-            failed[_kind(error)] = program = program.shorter(error)
+            program = program.shorter(error)
+            failed[_kind(error)] = program, error
             report(program, error)
     return counts, list(failed.values())
 

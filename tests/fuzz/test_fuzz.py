@@ -76,8 +76,8 @@ def test_a_planted_fault_is_found(monkeypatch, place, fault, world, symptom):
     call = getattr(*place)
     planted = functools.wraps(call)(lambda *a, **k: fault(call, *a, **k))
     monkeypatch.setattr(*place, planted)
-    _, (program,) = search(seed=1, programs=300, worlds=(world,), most_failures=1)
-    assert symptom in str(program.failure())
+    _, ((program, error),) = search(seed=1, programs=300, worlds=(world,), most_failures=1)
+    assert symptom in str(error)
     assert len(program.steps) <= 20
 
 
