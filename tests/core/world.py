@@ -120,6 +120,8 @@ class World:
         self.live: dict[str, ReqContext] = {}
         self.ended: list[tuple[int, str]] = []
         self.kept: set[OffloadKey] = set()
+        self.unnoticed: set[tuple[int, OffloadKey]] = set()
+        """Blocks that a tier has ever lost without an announcement."""
         self.waiting: list[set[OffloadKey]] = [set() for _ in self.tiers]
         self.lost: list[set[OffloadKey]] = [set() for _ in self.tiers]
         self.touched: list[tuple[int, tuple[OffloadKey, ...]]] = []
@@ -260,6 +262,8 @@ class World:
         tier, job = self.late.pop(job_id)
         failed = self.tiers[tier].copy(job, self.memory, failed)
         self.history.record(CopyEnded(tier, job_id))
+        # If the index still lists blocks that the tier has lost unnoticed, nobody can count them.
+        self.kept.difference_update(key for key in job.keys if (tier, key) in self.unnoticed)
         self.tiers[tier].release(job, failed)
         self._collect()
 
@@ -272,6 +276,8 @@ class World:
         """A tier drops a block, and says so, or does not know."""
         self.tiers[tier].lose(key, announced=announced)
         self.kept.discard(key)
+        if not announced:
+            self.unnoticed.add((tier, key))
 
     # -- reset ----------------------------------------------------------------------------------
 
