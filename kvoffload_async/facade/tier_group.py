@@ -25,7 +25,7 @@ from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.facade.external import ExternalLink, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
@@ -43,7 +43,6 @@ _POLL_S: Final = 0.05
 
 
 _FIRST_PAUSE_S: Final = 1.0
-_LONGEST_PAUSE_S: Final = 60.0
 
 
 def create_tier(
@@ -59,10 +58,10 @@ def create_tier(
     try:
         return create()
     except Exception as error:
-        if tier_config.get("required", True):
+        if tier_config.get("required", EngineTierOptions.required):
             raise
         drop_tracebacks(error)  # before it is logged, as logs may be kept
-        longest_s = tier_config.get("reopen_pause_s", _LONGEST_PAUSE_S)
+        longest_s = tier_config.get("reopen_pause_s", EngineTierOptions.reopen_pause_s)
         name = tier_config["type"]
         bridge: Bridge | None = getattr(offloading_spec, "runtime", None)
         hangs = partial(bridge.opening_hangs, name) if bridge is not None else bool
