@@ -38,8 +38,8 @@ def fill_fs(root: Path, options: dict, copy: Path) -> None:
         shutil.copytree(root, copy)  # copies attributes as well
     for entry in copy.glob("*/.writers/*"):
         entry.write_text(entry.read_text().replace(boot_id(), NO_BOOT))
-        leaf = next(copy.glob("*_r0/*/*_g0"))
-        (leaf / f"{'ab' * 32}.bin.{entry.name}.7.tmp").write_bytes(bytes(512))
+        folder = next(copy.glob("*_r0/**/*.bin")).parent
+        (folder / f"{'ab' * 32}.bin.{entry.name}.7.tmp").write_bytes(bytes(512))
 
 
 def fill_slab(root: Path, options: dict, copy: Path) -> None:
@@ -65,8 +65,10 @@ SLAB = {
 FS = {"type": "fs", "model": "org/sample", "capacity_bytes": "1MiB"}
 
 MAKERS = {
-    "fs-1": (fill_fs, FS),
-    "fs-1-count": (fill_fs, FS),
+    "fs-1": (fill_fs, FS | {"trust_vllm_directory": True}),
+    "fs-1-count": (fill_fs, FS | {"trust_vllm_directory": True}),
+    "fs-2": (fill_fs, FS),
+    "fs-2-count": (fill_fs, FS),
     "slab-2-headers": (fill_slab, SLAB),
 }
 

@@ -38,7 +38,8 @@ def truth(sample):
 
 
 def test_there_is_a_sample_of_every_version():
-    assert {"fs-1-key", "fs-1-count", "slab-2-headers", "slab-2-headers-key"} <= set(NAMES)
+    fs = {"fs-1-key", "fs-1-count", "fs-2-key", "fs-2-count"}
+    assert fs | {"slab-2-headers", "slab-2-headers-key"} == set(NAMES)
 
 
 def test_every_block_of_a_sample_is_served_with_its_bytes(sample, root):
@@ -99,16 +100,20 @@ def test_a_sample_with_a_key_is_served_to_nobody_without_it(sample, root):
         assert opened.load(sample.keys()) == {}
 
 
-@pytest.mark.parametrize("sample", ["fs-1-count"], indirect=True)
-def test_the_count_of_a_sample_is_read_and_goes_on(sample, root):
+@pytest.mark.parametrize(
+    ("sample", "counted"),
+    [("fs-1-count", (8, 126976)), ("fs-2-count", (8, 53248))],
+    indirect=["sample"],
+)
+def test_the_count_of_a_sample_is_read_and_goes_on(sample, root, counted):
     (path,) = root.glob("*_r0/.usage")
     usage = read_usage(FileOps(), str(path.parent))
     assert usage is not None
     assert usage.is_complete
-    assert (usage.sequence, usage.settled_bytes) == (8, 126976)
+    assert (usage.sequence, usage.settled_bytes) == counted
     assert [writer.has_ended(2) for writer in usage.writers.values()] == [True]
     assert served(sample, root) == truth(sample)
     after = read_usage(FileOps(), str(path.parent))
     assert after is not None
-    assert after.sequence > 8
+    assert after.sequence > counted[0]
     assert not after.writers

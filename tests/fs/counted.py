@@ -3,10 +3,8 @@
 import pytest
 
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.corrections import BucketScan
-from kvoffload_async.tiers.fs.counts import NUM_BUCKETS, Usage
 from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.usage import NUM_BUCKETS, BucketScan, Usage, UsageFile
 
 MANY = 10**9
 
@@ -43,8 +41,14 @@ def grown(added: int = 0, removed: int = 0, bucket: int = 7) -> DiskChange:
     return change
 
 
+def settle(usage: UsageFile, released_bytes: int, change: DiskChange, operation=None) -> None:
+    """Tell the count what a job has changed."""
+    usage.record(released_bytes, change, operation)
+    usage.tell()
+
+
 def seen(before: Usage, found: dict[int, int]) -> list[BucketScan]:
-    return [BucketScan(bucket, size, 0, before.bucket(bucket)[1]) for bucket, size in found.items()]
+    return [BucketScan(bucket, size, before.bucket(bucket)[1]) for bucket, size in found.items()]
 
 
 def walk(usage: UsageFile, found: dict[int, int]) -> list[BucketScan]:

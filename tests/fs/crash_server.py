@@ -9,7 +9,7 @@ from pathlib import Path
 from crashes import answer, crew, load, serve
 from faulty_files import FaultyFileOps
 from fs.places import Place
-from fs.spaces import rescan
+from fs.spaces import rescan, room_for
 
 from kvoffload_async.errors import BlockMissingError, TierFullError
 from kvoffload_async.testing.harness import key_of
@@ -17,8 +17,8 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 
 K = [key_of(number) for number in range(60)]
 BAD = K[5]
-CAPACITY = 28 * 1024 + 5 * 12 * 1024
-SHARED_CAPACITY = 44 * 1024 + 30 * 12 * 1024
+CAPACITY = room_for(5)
+SHARED_CAPACITY = room_for(34)
 
 
 def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:

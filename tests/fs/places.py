@@ -9,15 +9,14 @@ from faulty_files import FileCall
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import DEADLINE_S, ManagerHarness, TierHarness, content_of
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.counts import FILE_NAME, Usage
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
-from kvoffload_async.tiers.fs.inventory import Inventory, take_inventory
-from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.layout import Namespace, counted_bytes
 from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, StoreOutcome, Verify
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
-from kvoffload_async.tiers.fs.usage import read_usage
+from kvoffload_async.tiers.fs.usage import FILE_NAME, Usage, read_usage
+from kvoffload_async.tiers.fs.walk import Inventory, take_inventory
 from kvoffload_async.types import OffloadKey
 
 BLOCK = 4096
@@ -31,10 +30,10 @@ WRITER = "1-0123456789ab"
 class Place:
     """One namespace below one directory."""
 
-    def __init__(self, root: Path, rank: int = 0) -> None:
+    def __init__(self, root: Path, rank: int = 0, *, is_vllms: bool = False) -> None:
         self.root = root
         self.rank = rank
-        self.namespace = Namespace(str(root), FIELDS, rank)
+        self.namespace = Namespace(str(root), FIELDS, rank, is_vllms=is_vllms)
         self.folder = Path(self.namespace.folder)
 
     def tier(
@@ -56,6 +55,7 @@ class Place:
                 verify=Verify(verify),
                 capacity_bytes=capacity_bytes,
                 high_watermark=high,
+                trust_vllm_directory=self.namespace.is_vllms,
                 low_watermark=low,
                 **settings,
             ),
@@ -101,8 +101,8 @@ class Place:
         return take_inventory(FileOps(), self.namespace, roots)
 
     def disk_bytes(self) -> int:
-        """What the whole namespace takes, folders included."""
-        return self.inventory().total_bytes + disk_bytes(self.folder.stat())
+        """What the namespace takes, beside its folders as they were made."""
+        return self.inventory().total_bytes + counted_bytes(self.folder.stat())
 
     def counted_bytes(self) -> int:
         """What the shared count says is there."""

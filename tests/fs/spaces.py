@@ -10,8 +10,14 @@ from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.walk import Step
 
 K = [key_of(number) for number in range(400)]
-# 4 KiB a block, twice that for its folders, 28 KiB for the namespace itself, 10 for growth.
-ROOM_FOR_8 = 28 * KIB + 8 * 12 * KIB + 10 * KIB
+
+
+def room_for(num_blocks: int) -> int:
+    """Return a capacity: 4 KiB a block, 20 KiB for the count and the entry of the writer."""
+    return 20 * KIB + num_blocks * 4 * KIB
+
+
+ROOM_FOR_8 = room_for(8)
 
 
 def evicted(harness: TierHarness) -> set:

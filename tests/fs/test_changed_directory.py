@@ -9,14 +9,12 @@ import threading
 import pytest
 from faulty_files import FaultyFileOps, is_temp
 from fs.places import BLOCK, Place
-from fs.spaces import rescan
+from fs.spaces import rescan, room_for
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.fs.counts import FILE_NAME
-from kvoffload_async.tiers.fs.folders import LeafFolders
-from kvoffload_async.tiers.fs.inventory import sweep_temps
-from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.usage import FILE_NAME
+from kvoffload_async.tiers.fs.walk import sweep_temps
 
 K = [key_of(number) for number in range(16)]
 ROOMY = {"capacity_bytes": 256 * BLOCK, "rescan_interval_s": 3600.0}
@@ -45,7 +43,7 @@ REMOVALS = [remove_all, remove_writers, remove_count, remove_blocks]
 
 
 def beat(harness: TierHarness) -> bool:
-    return harness.run(harness.tier._housekeeping._recovery.beat())
+    return harness.run(harness.tier._housekeeping._beat())
 
 
 def writer_of(harness: TierHarness) -> str:
@@ -177,7 +175,7 @@ def test_a_store_whose_temporary_file_was_swept_is_made_again(place, on):
 @pytest.mark.parametrize("on", ["get_xattr", "open", "pwritev", "publish"])
 def test_a_store_in_the_place_of_a_victim_is_made_again_too(place, on):
     ops = Sweeping(on)
-    capacity_bytes = 40 * 1024 + 2 * (BLOCK + 8 * 1024) + 3 * 4096
+    capacity_bytes = room_for(2)
     with place.open(ops, capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
         for key in K[:3]:
             assert harness.store([key]) == {}
@@ -228,11 +226,11 @@ def test_while_it_cannot_register_again_a_store_fails_and_later_ones_do_not(plac
 
 def test_several_stores_that_fail_register_once(place):
     with place.open(**ROOMY) as harness:
-        recovery = harness.tier._housekeeping._recovery
+        housekeeping = harness.tier._housekeeping
 
         async def together():
             async with asyncio.TaskGroup() as group:
-                beats = [group.create_task(recovery.beat()) for _ in range(3)]
+                beats = [group.create_task(housekeeping._beat()) for _ in range(3)]
             return [task.result() for task in beats]
 
         remove_all(place)
@@ -257,30 +255,6 @@ def test_after_registering_again_temporary_files_are_named_for_the_new_id(place)
         assert harness.store(K[1:2]) == {}
         temps = {call.path for call in ops.calls[before:] if is_temp(call)}
         assert {temp.split(".")[-3] for temp in temps} == {writer_of(harness)}
-
-
-def test_folders_that_were_all_removed_are_made_and_measured_anew(folders_on_disk):
-    ops = FaultyFileOps()
-    folders = LeafFolders(ops, lambda _folder: 0)
-    leaf = folders_on_disk / "a" / "b"
-    sizes = {}
-    ops.stat = lambda path: sizes.get(path) or FaultyFileOps.stat(ops, path)
-
-    def grow(number: int) -> int:
-        """Put something into the leaf that makes it grow; return by how much that is counted."""
-        change = DiskChange()
-        folders.ensure(str(leaf), DiskChange())
-        with folders.growing(str(leaf), change):
-            status = leaf.stat()
-            sizes[str(leaf)] = os.stat_result(status, {"st_blocks": status.st_blocks + number})
-        del sizes[str(leaf)]
-        return change.added_bytes
-
-    assert grow(8) == 4096
-    assert grow(8) == 0  # that was counted
-    shutil.rmtree(folders_on_disk / "a")
-    folders.forget_all()
-    assert grow(8) == 4096
 
 
 def test_registering_again_drops_the_blocks_that_are_gone(place):

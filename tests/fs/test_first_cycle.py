@@ -6,14 +6,13 @@ import os
 
 import pytest
 from fs.places import BLOCK, KIB, Place
-from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, trim
+from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, room_for, trim
 
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
-from kvoffload_async.tiers.fs.ages import Ages
-from kvoffload_async.tiers.fs.known import KnownBlocks
+from kvoffload_async.tiers.fs.known import Ages, KnownBlocks
 from kvoffload_async.tiers.fs.walk import Step
 
 
@@ -65,7 +64,7 @@ def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(place):
 @pytest.mark.usefixtures("slow_opening")
 def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(place):
     by_age = fill(place, 60)
-    with open_later(place, 3 * ROOM_FOR_8) as harness:
+    with open_later(place, room_for(30)) as harness:
         harness.tier._housekeeping._task.cancel()
         assert harness.load(by_age[:2]) == {}
         rescan(harness)
@@ -73,13 +72,13 @@ def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(place):
         trim(harness)
         gone = set(by_age) - place.blocks()
         assert gone == set(by_age[4 : 4 + len(gone)])
-        check(place, harness, 3 * ROOM_FOR_8)
+        check(place, harness, room_for(30))
 
 
 @pytest.mark.usefixtures("slow_opening")
 def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(place, caplog):
     by_age = fill(place, 60)
-    with open_later(place, 8 * ROOM_FOR_8) as harness:
+    with open_later(place, room_for(86)) as harness:
         rescan(harness)
         trim(harness)
     assert not caplog.messages
@@ -104,7 +103,7 @@ def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_i
 @pytest.mark.usefixtures("slow_opening")
 def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_ends(place):
     fill(place, 60)
-    with open_later(place, 8 * ROOM_FOR_8) as harness:
+    with open_later(place, room_for(86)) as harness:
         rescan(harness)
     full_bytes = place.disk_bytes() + 4 * KIB  # and 4 for the entry of a writer
     with open_later(place, full_bytes) as harness:
@@ -146,7 +145,7 @@ def test_a_block_that_could_not_be_ranked_and_is_used_is_not_among_the_oldest():
 def test_opening_looks_at_everything_in_as_many_steps_as_that_takes(place, monkeypatch):
     monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
     by_age = fill(place, 20)
-    with open_later(place, 4 * ROOM_FOR_8) as harness:
+    with open_later(place, room_for(41)) as harness:
         assert harness.tier._space.known() == set(by_age)
         assert not harness.tier._space.blocks.is_first_cycle
 
@@ -166,7 +165,7 @@ def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(plac
 def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, monkeypatch):
     monkeypatch.setattr(housekeeping_module, "_PORTION", 1)
     monkeypatch.setattr("kvoffload_async.tiers.fs.known._SLOTS_AT_ONCE", 1)
-    with open_later(place, 3 * ROOM_FOR_8) as harness:
+    with open_later(place, room_for(30)) as harness:
         housekeeping, space = harness.tier._housekeeping, harness.tier._space
         seen, ends = [], asyncio.Event()
 
@@ -196,17 +195,17 @@ def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, m
     "case",
     [
         (True, 10.0, 0.0, 50.0),
-        (True, 10.0, 2.0, 100.0),
-        (True, 0.0, 0.0, 0.1),
-        (False, 10.0, 0.0, 0.1),
-        (False, 10.0, 2.0, 8.0),
+        (True, 10.0, 2.0, 98.0),
+        (True, 0.0, 0.0, 0.02),
+        (False, 10.0, 0.0, 0.02),
+        (False, 10.0, 2.0, 2.0),
     ],
 )
 def test_walks_rest_by_what_they_cost_and_less_while_nothing_can_be_stored(
     place, monkeypatch, case
 ):
     is_known, took_s, cpu_s, rest_s = case
-    with open_later(place, 3 * ROOM_FOR_8) as harness:
+    with open_later(place, room_for(30)) as harness:
         housekeeping = harness.tier._housekeeping
         housekeeping._usage.is_complete = is_known
 
@@ -219,8 +218,16 @@ def test_walks_rest_by_what_they_cost_and_less_while_nothing_can_be_stored(
         harness.on_loop(rest)
 
 
+def test_until_all_blocks_have_been_seen_walks_take_more_of_a_cpu(place):
+    with open_later(place, room_for(30)) as harness:
+        housekeeping = harness.tier._housekeeping
+        assert housekeeping._is_known
+        harness.tier._space.blocks.is_first_cycle = True
+        assert not housekeeping._is_known
+
+
 def test_trimming_goes_on_where_it_was_left(place, monkeypatch):
-    monkeypatch.setattr("kvoffload_async.tiers.fs.trimming._SLICE_S", -math.inf)
+    monkeypatch.setattr("kvoffload_async.tiers.fs.space._SLICE_S", -math.inf)
     monkeypatch.setattr("kvoffload_async.tiers.fs.space._TRIM_BATCH", 3)
     by_age = fill(place, 60)
     with open_later(place, ROOM_FOR_8) as harness:

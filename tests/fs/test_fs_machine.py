@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
-from fs.places import BLOCK, KIB, Place
-from fs.spaces import rescan, trim
+from fs.places import BLOCK, Place
+from fs.spaces import rescan, room_for, trim
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -61,7 +61,7 @@ class FsMachine(RuleBasedStateMachine):
     is: right, wrong, or right without a digest. Rules of other writers and of faults change both.
     """
 
-    capacity_bytes = 40 * KIB + 6 * 12 * KIB + 3 * 4 * KIB
+    capacity_bytes = room_for(10)
 
     instances = Bundle("instances")
 

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fs.places import KIB, Place
-from fs.spaces import rescan
+from fs.places import Place
+from fs.spaces import rescan, room_for
 from power_cut import MetadataOrder, RecordingFileOps
 from powercuts import PER_STEP, check_each, problems, sampled, states
 from sweeps import sizes
@@ -19,7 +19,7 @@ from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 
 K = [key_of(number) for number in range(24)]
-CAPACITY = 28 * KIB + 5 * 12 * KIB
+CAPACITY = room_for(5)
 
 
 def recorded(root: Path, work, **options) -> RecordingFileOps:

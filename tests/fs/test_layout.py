@@ -20,8 +20,18 @@ HOSTILE += ["\ud800", "\udcff", "~", "$HOME", "a/../../b", "-rf", "\x7f\x1b[2J"]
 keys = st.builds(make_offload_key, st.binary(min_size=1, max_size=80), st.integers(0, 2**32 - 1))
 
 
-def test_paths_are_those_of_vllm():
-    namespace = Namespace(ROOT, {"model_name": "org/model", "b": 1, "a": "x"}, rank=3)
+def test_a_block_lies_in_the_folder_of_its_first_two_digits():
+    namespace = Namespace(ROOT, {"model_name": "m", "b": 1}, rank=3)
+    key = make_offload_key(bytes.fromhex("0123456789abcdef"), 2)
+    # sha256 of '{"b":1,"fs_layout":2,"model_name":"m"}'
+    assert namespace.digest == "d15448e18c54"
+    assert namespace.folder == f"{ROOT}/m_{namespace.digest}_r3"
+    assert namespace.get_file_name(key) == f"{namespace.folder}/01/0123456789abcdef_g2.bin"
+
+
+def test_paths_in_a_shared_directory_are_those_of_vllm():
+    fields = {"model_name": "org/model", "b": 1, "a": "x"}
+    namespace = Namespace(ROOT, fields, rank=3, is_vllms=True)
     key = make_offload_key(bytes.fromhex("0123456789abcdef"), 2)
     # sha256 of '{"a":"x","b":1,"model_name":"org/model"}'
     assert namespace.digest == "a70438eb8d2c"
@@ -88,8 +98,9 @@ def test_models_whose_names_flatten_alike_do_not_share_a_folder():
 
 @given(keys)
 def test_a_blocks_path_names_its_key(key):
-    namespace = Namespace(ROOT, FIELDS)
-    assert namespace.key_of(namespace.get_file_name(key)) == key
+    for is_vllms in (False, True):
+        namespace = Namespace(ROOT, FIELDS, is_vllms=is_vllms)
+        assert namespace.key_of(namespace.get_file_name(key)) == key
 
 
 @pytest.mark.parametrize(
@@ -107,6 +118,32 @@ def test_a_blocks_path_names_its_key(key):
         "012/3_g00/0123.bin",
         "012/34_g0/.bin",
         "012/3A_g0/0123A.bin",
+        "config.json",
+    ],
+)
+def test_other_paths_name_no_key_in_vllms_layout(name):
+    namespace = Namespace(ROOT, FIELDS, is_vllms=True)
+    assert namespace.key_of(f"{namespace.folder}/{name}") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "01/0123_g0.tmp",
+        "01/0123_g0.bin/x",
+        "02/0123_g0.bin",
+        "012/34_g0/0123.bin",
+        "01/01 23_g0.bin",
+        "01/0123_g+0.bin",
+        "01/0123_g-1.bin",
+        "01/0123_g99999999999.bin",
+        "01/0123.bin",
+        "01/0123_g00.bin",
+        "01/_g0.bin",
+        "01/0123A_g0.bin",
+        "01/012A_g0.bin",
+        "01/0123_g0",
+        "0123_g0.bin",
         "config.json",
     ],
 )

@@ -318,6 +318,6 @@ def test_what_cannot_be_asked_for_counts_as_absent(place):
 
 def test_a_folder_that_is_a_file_is_a_miss(place):
     place.folder.mkdir(parents=True)
-    place.path(A).parent.parent.write_bytes(b"")
+    place.path(A).parent.write_bytes(b"")
     assert isinstance(load_key(place.files(), A).error, BlockMissingError)
     assert place.files().present([A]) == frozenset()

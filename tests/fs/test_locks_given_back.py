@@ -5,8 +5,9 @@ import threading
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, KIB, Place
-from fs.spaces import rescan
+from fs.counted import settle
+from fs.places import BLOCK, Place
+from fs.spaces import rescan, room_for
 from sweeps import shares
 
 from kvoffload_async.errors import (
@@ -19,12 +20,11 @@ from kvoffload_async.errors import (
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.counts import FILE_NAME
 from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
 
 K = [key_of(number) for number in range(12)]
-FULL = 40 * KIB + 3 * (BLOCK + 8 * KIB) + 3 * 4 * KIB
+FULL = room_for(4)
 WAIT_S = 60.0
 SHARES = 8
 
@@ -92,7 +92,7 @@ def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place)
     stuck = threading.Thread(target=usage.read)
     stuck.start()
     assert hang.entered.wait(WAIT_S)
-    for call in (usage.read, lambda: usage.settle(0, grown)):
+    for call in (usage.read, lambda: settle(usage, 0, grown)):
         with pytest.raises(TimeoutError, match=r"not released for 0.01 s"):
             call()
     ops.heal()

@@ -26,7 +26,7 @@ def put(place: Place, value: bytes, content: bytes | None = None):
     return path
 
 
-@pytest.mark.parametrize("verify", ["when_present", "required"])
+@pytest.mark.parametrize("verify", ["when_present", "required", "off"])
 @pytest.mark.parametrize("length", [0, 100, BLOCK, BLOCK + 1])
 @pytest.mark.parametrize("value", NEWER)
 def test_a_newer_block_is_a_miss_and_its_file_stays(place, value, length, verify):
@@ -38,13 +38,23 @@ def test_a_newer_block_is_a_miss_and_its_file_stays(place, value, length, verify
     assert path.stat().st_size == length
 
 
-@pytest.mark.parametrize("length", [0, 100, BLOCK + 1])
-def test_one_of_another_length_stays_without_verification_too(place, length):
-    path = put(place, NEWER[0], bytes(length))
-    failure = load_key(place.files(verify="off"), A)
-    assert isinstance(failure.error, BlockMissingError)
-    assert failure.freed_bytes is None
-    assert path.exists()
+KEYED = b"\x02" + bytes(24)
+"""A checksum that an integrity key has made, which this tier lacks."""
+
+
+@pytest.mark.parametrize("options", [{}, {"direct_io": True}])
+@pytest.mark.parametrize("value", [*NEWER, KEYED])
+def test_a_tier_that_verifies_nothing_does_not_serve_what_it_could_not_verify(
+    place, value, options
+):
+    path = put(place, value)
+    place.put(B)
+    with place.open(verify="off", **options) as harness:
+        failures = harness.load([A, B])
+        assert list(failures) == [0]
+        assert isinstance(failures[0], BlockMissingError)
+        assert harness.store([A]) == {}, "present"
+    assert os.getxattr(path, ATTRIBUTE) == value
 
 
 @pytest.mark.parametrize("value", DAMAGED)

@@ -10,7 +10,7 @@ import threading
 import pytest
 from faulty_files import FaultyFileOps, is_temp
 from fs.places import BLOCK, TRIES, Place
-from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, start
+from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, room_for, start
 from log_records import errors_with_frames
 from sweeps import shares
 
@@ -138,7 +138,7 @@ def test_a_store_that_the_pool_refuses_gives_its_room_back(place):
 
 
 def test_two_jobs_that_store_the_same_new_blocks_both_succeed(place):
-    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+    with place.open(capacity_bytes=room_for(41)) as harness:
         harness.fill(K[:8], range(8))
 
         async def both():
@@ -152,12 +152,12 @@ def test_two_jobs_that_store_the_same_new_blocks_both_succeed(place):
             return [task.result() for task in tasks]
 
         assert harness.run(both()) == [{}, {}, {}]
-        check(place, harness, 4 * ROOM_FOR_8)
+        check(place, harness, room_for(41))
 
 
 def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it(place):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=4 * ROOM_FOR_8) as harness:
+    with place.open(ops, capacity_bytes=room_for(41)) as harness:
         harness.fill(K[:1], [0])
         hang = ops.hang(on="pwritev", when=is_temp, times=1)
 
@@ -169,11 +169,11 @@ def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it
         hang.release()
         assert sorted(harness.run(end_of(first))) == [0]
         assert not place.blocks()
-        check(place, harness, 4 * ROOM_FOR_8)
+        check(place, harness, room_for(41))
 
 
 @pytest.mark.usefixtures("folders_on_disk")
-@pytest.mark.parametrize("capacity_bytes", [1, BLOCK, BLOCK + 6 * 4096 - 1])
+@pytest.mark.parametrize("capacity_bytes", [1, BLOCK, BLOCK + 5 * 4096 - 1])
 def test_a_capacity_below_one_block_is_refused(place, capacity_bytes):
     with pytest.raises(ConfigError, match=r"capacity_bytes: .* give at least \d+"):
         place.open(capacity_bytes=capacity_bytes)

@@ -14,7 +14,7 @@ from kvoffload_async.errors import TierFullError
 
 @pytest.mark.usefixtures("folders_on_disk")
 def test_on_a_full_disk_below_the_capacity_blocks_replace_others(place):
-    ops = FaultyFileOps(small_root=str(place.root), small_bytes=150 * KIB)
+    ops = FaultyFileOps(small_root=str(place.root), small_bytes=1200 * KIB)
     with place.open(ops, capacity_bytes=10_000 * KIB) as harness:
         for start in range(0, 60, 3):
             failures = harness.store(K[start : start + 3])

@@ -7,11 +7,22 @@ import re
 import pytest
 from faulty_files import FaultyFileOps
 from fs.places import BLOCK, KIB
-from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, rescanned, start, trim
+from fs.spaces import (
+    ROOM_FOR_8,
+    K,
+    check,
+    end_of,
+    evicted,
+    rescan,
+    rescanned,
+    room_for,
+    start,
+    trim,
+)
 
 
 def test_a_rescan_corrects_what_strangers_have_added_and_removed(place):
-    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+    with place.open(capacity_bytes=room_for(41)) as harness:
         harness.store(K[:10])
         for key in K[:3]:
             place.path(key).unlink()
@@ -20,12 +31,12 @@ def test_a_rescan_corrects_what_strangers_have_added_and_removed(place):
         (place.folder / "stranger").write_bytes(b"x" * 10_000)
         assert place.counted_bytes() != place.disk_bytes()
         rescan(harness)
-        check(place, harness, 4 * ROOM_FOR_8)
+        check(place, harness, room_for(41))
         assert place.blocks() == set(K[3:15])
 
 
 def test_a_rescan_announces_what_others_have_removed(place):
-    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+    with place.open(capacity_bytes=room_for(41)) as harness:
         harness.store(K[:4])
         for key in K[:2]:
             place.path(key).unlink()
@@ -34,7 +45,7 @@ def test_a_rescan_announces_what_others_have_removed(place):
 
 
 def test_storing_what_others_have_removed_announces_that_it_was_gone(place):
-    with place.open(capacity_bytes=4 * ROOM_FOR_8) as harness:
+    with place.open(capacity_bytes=room_for(41)) as harness:
         harness.store(K[:2])
         place.path(K[0]).unlink()
         assert harness.store(K[:2]) == {}
@@ -47,12 +58,12 @@ def test_strangers_are_evicted_in_their_turn_and_loaded_before(place):
     for number, key in enumerate(K[:20]):
         path = place.put(key)
         os.utime(path, (number, number))
-    with place.open(capacity_bytes=3 * ROOM_FOR_8) as harness:
+    with place.open(capacity_bytes=room_for(30)) as harness:
         assert harness.load(K[:1]) == {}
         harness.store(K[30:42])
         assert K[0] in place.blocks()
         assert K[1] not in place.blocks()
-        check(place, harness, 3 * ROOM_FOR_8)
+        check(place, harness, room_for(30))
 
 
 def test_room_is_made_at_the_start_the_oldest_first(place):
@@ -70,7 +81,7 @@ def test_room_is_made_at_the_start_the_oldest_first(place):
 
 @pytest.mark.usefixtures("folders_on_disk")
 def test_a_capacity_that_became_smaller_says_how_many_blocks_and_bytes_it_costs(place, caplog):
-    with place.open(capacity_bytes=8 * ROOM_FOR_8) as harness:
+    with place.open(capacity_bytes=room_for(86)) as harness:
         harness.store(K[:30])
     before_bytes, num_blocks = place.disk_bytes(), len(place.blocks())
     with place.open(capacity_bytes=ROOM_FOR_8) as harness:
@@ -111,7 +122,7 @@ def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_lea
         walking = start(harness, rescanned(harness.tier._housekeeping))
         assert hang.entered.wait(60)
         found = sorted(place.blocks())
-        harness.store(K[4:10])
+        harness.store(K[4:12])
         assert not set(K[:4]) & place.blocks()
         assert not set(space.blocks.learn(found))
         hang.release()
@@ -144,7 +155,7 @@ def test_a_file_that_has_shrunk_and_is_removed_does_not_make_the_count_too_small
 
 @pytest.mark.usefixtures("folders_on_disk")
 def test_room_is_made_from_the_high_down_to_the_low_watermark(place):
-    capacity_bytes = 500 * KIB
+    capacity_bytes = 250 * KIB
     with place.open(capacity_bytes=capacity_bytes, high=0.5, low=0.3) as harness:
         harness.store(K[:15])
         trim(harness)

@@ -4,9 +4,8 @@ from faulty_files import FileOps
 
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.counts import Usage
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
-from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 
 CAPACITY = 1000
 K = [key_of(number) for number in range(50)]
@@ -33,7 +32,6 @@ def space_with(place, keys) -> tuple[Space, AskedPolicy]:
         UsageFile(FileOps(), str(place.folder), "writer", set),
         place.files(),
         block_bytes=10,
-        folder_bytes=0,
         announce=lambda _keys: None,
     )
     space.blocks.learn(keys)

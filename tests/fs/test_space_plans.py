@@ -33,7 +33,6 @@ def space_of(place, capacity_blocks):
         usage,
         place.files(),
         block_bytes=10,
-        folder_bytes=0,
         announce=lambda _keys: None,
     )
     return space, usage

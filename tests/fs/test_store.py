@@ -12,6 +12,7 @@ from fs.places import BLOCK, Place, item, load_key, store, store_key
 from kvoffload_async.errors import TierFullError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
+from kvoffload_async.tiers.fs.layout import FOLDERS
 from kvoffload_async.tiers.fs.outcome import StoreStatus
 
 A, B, C, D = (key_of(number) for number in range(4))
@@ -42,13 +43,22 @@ def test_a_block_without_room_is_only_looked_for(place):
     assert not place.blocks()
 
 
-def test_leaf_folders_are_made_once_and_remembered(place):
+def test_a_missing_folder_is_made_once(place):
     ops = FaultyFileOps()
     files = place.files(ops)
-    keys = [type(A)(A[:3] + bytes([n]) + A[4:]) for n in range(3)]  # one leaf folder
+    keys = [type(A)(A[:3] + bytes([n]) + A[4:]) for n in range(3)]  # of one folder
     store(files, *map(item, keys))
-    assert ops.counts()["mkdir"] == 2
+    assert ops.counts()["mkdir"] == 1
     assert place.blocks() == set(keys)
+
+
+def test_no_folder_is_made_by_a_store_in_an_open_tier(place):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        since = len(ops.calls)
+        assert harness.store([A, B, C]) == {}
+        assert ops.counts(since)["mkdir"] == 0
+    assert {path.name for path in place.folder.glob("[!.]*")} == set(FOLDERS)
 
 
 def test_a_lost_race_for_publishing_is_success_and_leaves_no_temp(place):

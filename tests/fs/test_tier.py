@@ -12,7 +12,7 @@ from fs.places import Place
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.fs.footprint import Footprint
+from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.types import make_offload_key
 
 K = [key_of(number) for number in range(8)]
@@ -119,9 +119,9 @@ def test_the_grain_of_a_filesystem_is_no_less_than_a_sector():
         Footprint.of(SimpleNamespace(st_blksize=grain, st_blocks=8), 1025) for grain in (1, 512)
     ]
     assert footprints[0] == footprints[1]
-    assert (footprints[0].block_bytes, footprints[0].folder_bytes) == (1536, 512)
+    assert footprints[0].block_bytes == 1536
     coarse = Footprint.of(SimpleNamespace(st_blksize=4096, st_blocks=24), 1025)
-    assert (coarse.block_bytes, coarse.folder_bytes) == (4096, 4096)
+    assert coarse.block_bytes == 4096
 
 
 @pytest.mark.parametrize("options", [{}, {"fsync": True}, {"capacity_bytes": MIB}])

@@ -1,20 +1,21 @@
 """The shared count: what is granted, told, presumed, and what survives a crash."""
 
 import pytest
-from fs.counted import MANY, grown, living, opened, state, walk
+from fs.counted import MANY, grown, living, opened, settle, state, walk
 
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.counts import (
+from kvoffload_async.tiers.fs.usage import (
     FILE_BYTES,
     MAX_WRITERS,
     NUM_BUCKETS,
     SLOT_BYTES,
     NewerCountError,
     Usage,
+    UsageFile,
     WriterCount,
     parsed,
+    read_usage,
 )
-from kvoffload_async.tiers.fs.usage import UsageFile, read_usage
 
 __all__ = ["living", "opened"]
 
@@ -36,7 +37,7 @@ def test_a_count_that_was_never_taken_grants_nothing_before_a_walk(opened):
 
 def test_beside_another_counter_its_count_goes_on(opened):
     first = opened("first")
-    first.settle(0, grown(70))
+    settle(first, 0, grown(70))
     second = opened("second", is_known=False)
     assert second.is_complete
     assert state(second) == state(first) == (70, 0, 0)
@@ -44,7 +45,7 @@ def test_beside_another_counter_its_count_goes_on(opened):
 
 def test_the_count_outlives_all_who_count(opened):
     first = opened("first")
-    first.settle(0, grown(70))
+    settle(first, 0, grown(70))
     first.close()
     second = opened("second", is_known=False)
     assert second.is_complete
@@ -62,11 +63,11 @@ def test_a_writers_own_entry_is_counted_as_long_as_it_is_there(opened, place):
 
 def test_room_is_granted_up_to_the_capacity_by_all_together(opened):
     first, second = opened("first"), opened("second")
-    first.settle(0, grown(100))
+    settle(first, 0, grown(100))
     assert first.reserve(100, 5, 1000) == 5
     assert second.reserve(100, 5, 1000) == 4
     assert second.reserve(100, 5, 1000) == 0
-    first.settle(500, grown(250))
+    settle(first, 500, grown(250))
     assert second.reserve(100, 5, 1000) == 2
     assert second.reserve(100, 5, 10) == 0
 
@@ -74,13 +75,13 @@ def test_room_is_granted_up_to_the_capacity_by_all_together(opened):
 def test_settling_gives_back_and_counts(opened):
     usage = opened()
     usage.reserve(100, 3, MANY)
-    usage.settle(200, grown(150, 30))
+    settle(usage, 200, grown(150, 30))
     after = usage.read()
     assert after.settled_bytes == 120
     assert after.bucket(7)[0] == 120
     assert after.reserved_bytes == {"me": 100}
     assert after.changed_bytes == 512
-    usage.settle(900, grown(removed=900))
+    settle(usage, 900, grown(removed=900))
     assert usage.read().total_bytes == 0
 
 
@@ -104,7 +105,7 @@ def test_a_writer_that_goes_on_under_another_id_keeps_what_it_had_reserved(opene
     assert usage.read().reserved_bytes == {"new": 300, "other": 0}
     other.begin_cycle()
     assert other.read().presumed_bytes == 0
-    usage.settle(300, grown(250))
+    settle(usage, 300, grown(250))
     assert usage.read().reserved_bytes == {"new": 0, "other": 0}
 
 
@@ -115,7 +116,7 @@ def test_without_a_place_among_the_writers_nothing_is_granted(opened, living):
     first._change(lambda usage: usage.writers.update(others))
     late = opened("late", is_known=False)
     assert late.reserve(100, 1, MANY) == 0
-    late.settle(0, grown(70))
+    settle(late, 0, grown(70))
     assert late.read().settled_bytes == 70
     living.discard("w5")
     first.begin_cycle()
@@ -176,7 +177,7 @@ def test_a_change_that_was_cut_off_leaves_the_state_before_it(opened, place):
     usage = opened()
     usage.reserve(100, 3, MANY)
     before = read_usage(FileOps(), str(place.folder)).sequence
-    usage.settle(300, grown(250))
+    settle(usage, 300, grown(250))
     content = bytearray((place.folder / ".usage").read_bytes())
     newest = (before + 1) % 2 * SLOT_BYTES
     content[newest + 2000 : newest + SLOT_BYTES] = b"x" * (SLOT_BYTES - 2000)
@@ -209,7 +210,7 @@ def test_a_file_that_does_not_parse_grants_nothing_before_a_walk(opened, place, 
 
 def test_a_count_that_was_removed_is_made_again_and_knows_nothing(opened, place):
     usage = opened()
-    usage.settle(0, grown(70))
+    settle(usage, 0, grown(70))
     (place.folder / ".usage").unlink()
     assert usage.reserve(10, 5, MANY) == 0
     walk(usage, {7: 70})

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.counted import MANY, grown, living, opened, state
+from fs.counted import MANY, grown, living, opened, settle, state
 from fs.places import BLOCK
 
 __all__ = ["living", "opened"]
@@ -18,7 +18,7 @@ def test_a_change_that_failed_is_told_by_the_next_one(opened, on):
     usage.reserve(100, 3, MANY)
     ops.fail(errno.EIO, on=on, times=2 if on == "lock" else 1)
     with pytest.raises(OSError, match="injected"):
-        usage.settle(300, grown(200))
+        settle(usage, 300, grown(200))
     assert state(usage) == (200, 0, 0)
     assert usage.read().settled_bytes == 200
 
@@ -37,7 +37,7 @@ def test_short_reads_and_writes_of_the_count_are_continued(opened):
     usage = opened(ops=ops)
     ops.shorten(3000, on="pwrite")
     ops.shorten(3000, on="pread_into")
-    usage.settle(0, grown(123456789))
+    settle(usage, 0, grown(123456789))
     assert usage.read().settled_bytes == 123456789
 
 
@@ -45,13 +45,13 @@ def test_short_reads_and_writes_of_the_count_are_continued(opened):
 def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
-    usage.settle(0, grown(555))
+    settle(usage, 0, grown(555))
     ops.shorten(written_bytes, on="pwrite", times=1)
     ops.fail(errno.EIO, on="pwrite", times=1)
     with pytest.raises(OSError, match="injected"):
-        usage.settle(0, grown(444))
+        settle(usage, 0, grown(444))
     assert usage.read().settled_bytes == 999
-    usage.settle(0, grown(1))
+    settle(usage, 0, grown(1))
     assert usage.read().settled_bytes == 1000
 
 
@@ -74,10 +74,10 @@ def test_a_change_that_was_made_though_it_failed_is_told_once(opened):
     usage.reserve(100, 3, MANY)
     ops.is_lying = True
     with pytest.raises(OSError, match="injected"):
-        usage.settle(300, grown(200))
-    other.settle(0, grown(7))
+        settle(usage, 300, grown(200))
+    settle(other, 0, grown(7))
     assert state(usage) == (207, 0, 0)
-    usage.settle(0, grown(1))
+    settle(usage, 0, grown(1))
     assert state(usage) == (208, 0, 0)
 
 
@@ -87,7 +87,7 @@ def test_a_change_under_another_id_that_was_made_though_it_failed_is_told_once(o
     living.add("new")
     ops.is_lying = True
     with pytest.raises(OSError, match="injected"):
-        usage.settle(0, grown(70))
+        settle(usage, 0, grown(70))
     usage.rename_writer("new")
     assert state(usage) == (70, 0, 0)
     assert usage.read().reserved_bytes == {"new": 0}
@@ -117,7 +117,7 @@ def test_threads_of_one_tier_lose_no_update(opened):
     def job(_number):
         operation = usage.begin()
         assert usage.reserve(BLOCK, 1, MANY) == 1
-        usage.settle(BLOCK, grown(10, 3), operation)
+        settle(usage, BLOCK, grown(10, 3), operation)
 
     run_together(4, job)
     assert state(usage) == (1400, 0, 0)
@@ -127,5 +127,5 @@ def test_threads_of_one_tier_lose_no_update(opened):
 
 def test_tiers_lose_no_update_to_each_other(opened):
     usages = [opened(f"w{n}") for n in range(4)]
-    run_together(4, lambda n: usages[n].settle(0, grown(10, 3)))
+    run_together(4, lambda n: settle(usages[n], 0, grown(10, 3)))
     assert usages[0].read().settled_bytes == 1400

@@ -12,7 +12,7 @@ from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files import identity
 from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.inventory import sweep_folders, sweep_temps, writer_of
+from kvoffload_async.tiers.fs.walk import sweep_temps, writer_of
 from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
 
 A, B = key_of(1), key_of(2)
@@ -258,40 +258,3 @@ def test_a_temp_that_stayed_behind_goes_with_the_close(place):
         assert sorted(harness.store([A])) == [0]
         assert len(place.temps()) == TRIES
     assert not place.temps()
-
-
-def test_empty_folders_that_a_crash_has_left_are_removed_and_no_others(place):
-    place.folder.mkdir(parents=True)
-    entry(place.folder, "9-dead", boot_id())
-    alone = temp_of(place, "9-dead", key_of(3)).parent
-    place.put(A)
-    empty = place.folder / "000" / "00_g0"
-    empty.mkdir(parents=True)
-    with place.open():
-        assert not alone.parent.exists()
-        assert not empty.parent.exists()
-        assert place.path(A).exists()
-        assert (place.folder / ".writers").is_dir()
-
-
-def test_a_folder_that_is_in_use_again_stays(place):
-    ops = FaultyFileOps()
-    (place.folder / "000" / "00_g0").mkdir(parents=True)
-    inventory = place.inventory()
-    before = inventory.total_bytes
-    (place.folder / "000" / "00_g0" / "new").write_bytes(b"")
-    assert sweep_folders(ops, inventory) == 0
-    assert inventory.total_bytes == before
-    assert (place.folder / "000" / "00_g0" / "new").exists()
-
-
-@pytest.mark.usefixtures("folders_on_disk")
-def test_an_empty_folder_that_another_process_has_swept_is_not_counted(place):
-    leaf = place.path(key_of(1)).parent
-    leaf.mkdir(parents=True)
-    inventory = place.inventory()
-    leaf.rmdir()
-    leaf.parent.rmdir()
-    assert sweep_folders(FileOps(), inventory) == 2 * 4096
-    assert inventory.total_bytes == 0
-    assert not inventory.folders

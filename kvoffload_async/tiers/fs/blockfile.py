@@ -26,7 +26,6 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     DigestCache,
     Origin,
 )
-from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
@@ -49,7 +48,6 @@ class BlockFiles:
 
     Attributes:
         writer: Writes the files.
-        folders: Their folders.
         digester: Computes the values of their checksum attributes.
         digest_cache: Cached checksum attributes.
     """
@@ -88,14 +86,12 @@ class BlockFiles:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._verify = verify
-        self.folders = LeafFolders(ops, namespace.bucket_of_folder, counts_bytes=counts_bytes)
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
         self.digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
         self.digest_cache = DigestCache()
         self.writer = BlockWriter(
             ops,
             namespace,
-            self.folders,
             self._direct,
             writer_id,
             digester=self.digester,
@@ -106,11 +102,6 @@ class BlockFiles:
             reuses_inodes=reuses_inodes,
             counts_bytes=counts_bytes,
         )
-
-    def rename_writer(self, writer_id: str) -> None:
-        """Use another writer's id for new temporary files; forget all known folders."""
-        self.writer.writer_id = writer_id
-        self.folders.forget_all()
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -151,11 +142,9 @@ class BlockFiles:
             if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
                 return None
             bad = self._read(fd, key, row, direct)
-            if not isinstance(bad, CorruptBlockError):
-                return None if bad is None else (bad, None)
-            if self._verify is Verify.OFF and self._is_newer(fd):
-                return BlockMissingError(f"{bad}, and is of a newer release"), None
-            return bad, self._remove_bad(fd, path)
+            if isinstance(bad, CorruptBlockError):
+                return bad, self._remove_bad(fd, path)
+            return None if bad is None else (bad, None)
         finally:
             self._ops.close(fd)
 
@@ -174,9 +163,11 @@ class BlockFiles:
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
         """Read a block into the row; return the reason not to serve it, or None."""
         # Read before the bytes, so that a file overwritten meanwhile does not match.
-        digest = None if self._verify is Verify.OFF else self._ops.get_xattr(fd, ATTRIBUTE)
+        digest = self._ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
             return BlockMissingError(f"block {key.hex()} has a checksum {why}")  # the file stays
+        if self._verify is Verify.OFF:
+            digest = None
         lacks_digest = digest is None and self._verify is Verify.REQUIRED
         # An incomplete file is corrupt, and a direct read past its end would be misaligned.
         if direct or lacks_digest:
@@ -214,10 +205,6 @@ class BlockFiles:
             done += count
         return done
 
-    def _is_newer(self, fd: int) -> bool:
-        value = self._ops.get_xattr(fd, ATTRIBUTE)
-        return value is not None and self.digester.origin_of(value) is Origin.NEWER
-
     def _remove_bad(self, fd: int, path: str) -> int | None:
         """Delete a corrupt file, unless its path names another file now; see `LoadFailure`."""
         try:
@@ -244,7 +231,7 @@ class BlockFiles:
         return frozenset(found)
 
     def remove(self, keys: Sequence[OffloadKey]) -> DiskChange:
-        """Delete blocks' files and then empty folders; errors are logged."""
+        """Delete blocks' files; errors are logged."""
         change = DiskChange()
         for key in keys:
             path = self._namespace.get_file_name(key)
@@ -259,5 +246,4 @@ class BlockFiles:
                 logger.warning("an evicted block was not removed: %s", str(error))
                 continue
             change.remove(bucket_of(key), disk_bytes(status))
-            self.folders.remove_empty(self._namespace.leaf_of(key), change)
         return change

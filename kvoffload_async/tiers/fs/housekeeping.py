@@ -17,13 +17,10 @@ from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.footprint import Footprint
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.namespace_init import enter_namespace
+from kvoffload_async.tiers.fs.namespace_init import Footprint, enter_namespace
 from kvoffload_async.tiers.fs.outcome import Verify
-from kvoffload_async.tiers.fs.recovery import Recovery
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings
-from kvoffload_async.tiers.fs.trimming import Trimming
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings, Trimming
 from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
@@ -32,15 +29,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+
 _LEAVE_TIMEOUT_S = 1.0
 
 _SHARE = 0.02
 """Average share of one CPU that walks may use."""
-_SHARE_UNKNOWN = 0.25
-"""Share of one CPU while nothing can be stored, because the count is unknown or too high."""
+_SHARE_UNKNOWN = 0.5
+"""Share of one CPU while the blocks or the count are not known, or the count is too high."""
 _REST = 5.0
 """Minimum pause between walks, as a multiple of the last walk's duration."""
-_LEAST_REST_S = 0.1
+_LEAST_REST_S = 0.02
 _STEP_S = 0.02
 """CPU time after which a step begins no further bucket."""
 _OPENING_S = 0.2
@@ -74,7 +72,8 @@ class Housekeeping:
         self._trimming: Trimming | None = None
         self._verify = Verify.OFF
         self._check_root: Callable[[], None] = _unchecked
-        self._recovery = Recovery(writers, self._run, self._enter_again, self._begin_anew)
+        self._registering = asyncio.Lock()
+        self._num_registered = 1
         self._walk = NamespaceWalk(ops, namespace, writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
@@ -112,7 +111,7 @@ class Housekeeping:
         status = await self._run(partial(self._ops.stat, self._namespace.folder))
         footprint = Footprint.of(status, row_bytes)
         footprint.check(settings.capacity_bytes)
-        block_bytes, folder_bytes = footprint.block_bytes, footprint.folder_bytes
+        block_bytes = footprint.block_bytes
         usage = UsageFile(
             self._ops, self._namespace.folder, self._writers.writer_id, self._writers.living
         )
@@ -125,7 +124,6 @@ class Housekeeping:
             usage,
             self._files,
             block_bytes=block_bytes,
-            folder_bytes=folder_bytes,
             announce=self._env.blocks_evicted,
         )
         self._trimming = Trimming(
@@ -186,7 +184,11 @@ class Housekeeping:
 
     async def recover(self) -> bool:
         """Register again if necessary, after a failed store; return whether that happened."""
-        return await self._recovery.try_beat()
+        try:
+            return await self._beat()
+        except (OSError, OffloadError) as error:
+            logger.warning("registering again failed: %s", str(error))
+            return False
 
     async def leave(self) -> None:
         """Stop, release reservations, and unregister."""
@@ -201,11 +203,37 @@ class Housekeeping:
     async def _run(self, call: Callable[[], T], /) -> T:
         return await self._env.io.run(Direction.METADATA, call)
 
+    async def _beat(self) -> bool:
+        """Send a heartbeat, or register again; return whether the tier was registered again.
+
+        This writer's entry is removed together with the namespace or its folder of writers, or by
+        another writer that assumed this one dead, for instance after ten minutes of suspension.
+
+        Raises:
+            OSError: It cannot be registered now, or its root is lost.
+        """
+        num_registered = self._num_registered
+        async with self._registering:
+            if self._num_registered != num_registered:
+                return True
+            if await self._run(self._writers.heartbeat):
+                return False
+            old_id = self._writers.writer_id
+            await self._run(self._enter_again)
+            self._num_registered += 1
+            logger.warning(
+                "%s: its writer entry was removed, with its folder or by a writer that assumed "
+                "it dead; registered again, counting again",
+                old_id,
+            )
+            await self._begin_anew()
+            return True
+
     def _enter_again(self) -> None:
         """Register and create the folders again, as at opening. Runs on an I/O thread."""
         self._check_root()
         self._writers.renew_id()
-        self._files.rename_writer(self._writers.writer_id)
+        self._files.writer.rename(self._writers.writer_id)
         self.enter(self._verify)
         if self._usage is not None:  # a writer must register before it joins the count
             self._usage.rename_writer(self._writers.writer_id)
@@ -238,14 +266,13 @@ class Housekeeping:
         tick_at_s = loop.time() + tick_s
         while True:
             walk_at_s = self._next_step_s
-            is_known = self._space is None or self._space.can_store
-            if is_known and not self._walk.is_in_cycle:
+            if self._is_known and not self._walk.is_in_cycle:
                 walk_at_s = max(walk_at_s, self._cycle_begun_s + rescan_interval_s)
             await asyncio.sleep(min(walk_at_s, tick_at_s) - loop.time())
             try:
                 if loop.time() >= tick_at_s:
                     tick_at_s = loop.time() + tick_s
-                    await self._recovery.beat()
+                    await self._beat()
                     await self._trim()
                 elif loop.time() >= walk_at_s:
                     async with self._walking:
@@ -315,12 +342,17 @@ class Housekeeping:
             space.blocks.end_cycle()
         return cpu_s
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether walks are not urgent: all blocks are known, and can be stored."""
+        space = self._space
+        return space is None or (space.can_store and not space.blocks.is_first_cycle)
+
     def _rest(self, begun_s: float, cpu_s: float) -> None:
         """Schedule the next step."""
         now_s = asyncio.get_running_loop().time()
-        is_known = self._space is None or self._space.can_store
-        rest_s = cpu_s / (_SHARE if is_known else _SHARE_UNKNOWN)
-        if is_known:
+        rest_s = cpu_s * (1 / (_SHARE if self._is_known else _SHARE_UNKNOWN) - 1)
+        if self._is_known:
             rest_s = max(rest_s, _REST * (now_s - begun_s))
         self._next_step_s = now_s + max(rest_s, _LEAST_REST_S)
 

@@ -1,22 +1,30 @@
 """Paths of blocks: the folder of their run configuration, and the path below it.
 
     <root>/<model>_<12 hex digits of the run configuration's digest>/config.json
+    <same>_r<rank>/<hash[0:2]>/<hash>_g<group>.bin
+
+The digest is over the configuration and the version of this layout, as JSON with sorted keys and no
+blanks; everything that changes the layout of a block's bytes must be part of it.
+
+A directory that is shared with vLLM's `fs` tier has its layout, and a digest over the configuration
+alone:
+
     <same>_r<rank>/<hash[0:3]>/<hash[3:5]>_g<group>/<hash>.bin
 
-Source: the layout of vLLM's `fs` tier (file_mapper.py, 0.33), so that the two can share a folder.
-The digest is over the configuration as JSON with sorted keys and no blanks; everything that
-changes the layout of a block's bytes must be part of it.
+Source: file_mapper.py of vLLM 0.33.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import stat as stat_module
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvoffload_async.tiers.files.ops import safe_name
+from kvoffload_async.tiers.files.ops import disk_bytes, safe_name
 from kvoffload_async.types import (
     OffloadKey,
     get_offload_block_hash,
@@ -31,8 +39,16 @@ TEMP_SUFFIX = ".tmp"
 REST: Final = 256
 """Bucket of everything outside block folders; block folders have the buckets 0 to 255."""
 
+VERSION: Final = 2
+"""Version of the layout, part of the digest; 1 was vLLM's layout."""
+
+FOLDERS: Final = tuple(f"{number:02x}" for number in range(REST))
+"""Names of the folders of blocks."""
+
+_FOLDER_BYTES: Final = 4096
+
 _TOP_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}")
-_BLOCK_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
+_VLLMS_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
 
 
 class Namespace:
@@ -44,12 +60,17 @@ class Namespace:
         folder: Folder of the blocks.
         rank: Rank of the blocks.
         fields: The run configuration.
+        is_vllms: Whether the layout is that of vLLM's tier.
     """
 
-    def __init__(self, root_dir: str, fields: Mapping[str, Any], rank: int = 0) -> None:
+    def __init__(
+        self, root_dir: str, fields: Mapping[str, Any], rank: int = 0, *, is_vllms: bool = False
+    ) -> None:
         self.fields = dict(fields)
         self.rank = rank
-        canonical = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
+        self.is_vllms = is_vllms
+        named = self.fields if is_vllms else {**self.fields, "fs_layout": VERSION}
+        canonical = json.dumps(named, sort_keys=True, separators=(",", ":"))
         self.digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
         base = f"{root_dir}/{safe_name(str(self.fields['model_name']))}_{self.digest}"
         self.config_path = f"{base}/config.json"
@@ -57,9 +78,7 @@ class Namespace:
 
     def get_file_name(self, key: OffloadKey) -> str:
         """Return the path of a key's block."""
-        digits = get_offload_block_hash(key).hex()
-        leaf = f"{self.folder}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}"
-        return f"{leaf}/{digits}{BLOCK_SUFFIX}"
+        return self.names_of([key], 0)[0]
 
     def names_of(self, keys: Iterable[OffloadKey], start: int) -> list[str]:
         """Return the paths of blocks without the first `start` characters of the folder's path."""
@@ -67,32 +86,28 @@ class Namespace:
         names = []
         for key in keys:
             digits, group = get_offload_block_hash(key).hex(), get_offload_group_idx(key)
-            names.append(f"{folder}/{digits[:3]}/{digits[3:5]}_g{group}/{digits}{BLOCK_SUFFIX}")
+            if self.is_vllms:
+                names.append(f"{folder}/{digits[:3]}/{digits[3:5]}_g{group}/{digits}{BLOCK_SUFFIX}")
+            else:
+                names.append(f"{folder}/{digits[:2]}/{digits}_g{group}{BLOCK_SUFFIX}")
         return names
-
-    def leaf_of(self, key: OffloadKey) -> str:
-        """Return the leaf folder of a key's block."""
-        digits = get_offload_block_hash(key).hex()
-        return f"{self.folder}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}"
 
     def key_of(self, path: str) -> OffloadKey | None:
         """Return the key of a block's path, or None if the path is not a block's."""
-        leaf, _, name = path.rpartition("/")
-        _, _, group = leaf.rpartition("_g")
+        folder, _, name = path.rpartition("/")
+        digits, _, group = name.removesuffix(BLOCK_SUFFIX).partition("_g")
+        if self.is_vllms:
+            group = folder.rpartition("_g")[2]
         try:
-            key = make_offload_key(bytes.fromhex(name.removesuffix(BLOCK_SUFFIX)), int(group))
+            key = make_offload_key(bytes.fromhex(digits), int(group))
         except (ValueError, OverflowError):
             return None
         return key if self.get_file_name(key) == path else None
 
-    def bucket_of_folder(self, path: str) -> int:
-        """Return the bucket of the namespace's folder or of a block folder."""
-        digits = path[len(self.folder) + 1 :][:2]
-        return int(digits, 16) if digits else REST
-
     def is_block_folder(self, path: str) -> bool:
-        """Return whether a path is that of a block folder."""
-        return _BLOCK_FOLDER.fullmatch(path, len(self.folder) + 1) is not None
+        """Return whether a path is that of a folder of blocks."""
+        name = path[len(self.folder) + 1 :]
+        return bool(_VLLMS_FOLDER.fullmatch(name)) if self.is_vllms else name in FOLDERS
 
     def layout_of(self, block_bytes: int) -> str:
         """Return the name of the layout of a block's bytes."""
@@ -102,6 +117,21 @@ class Namespace:
 def bucket_of(key: OffloadKey) -> int:
     """Return a block's bucket: the first byte of its hash."""
     return key[0]
+
+
+def counted_bytes(status: os.stat_result) -> int:
+    """Return the disk bytes of a file, or the growth of a folder.
+
+    Folders as they are made, of up to 4 KiB each, are not counted.
+    """
+    is_folder = stat_module.S_ISDIR(status.st_mode)
+    return max(0, disk_bytes(status) - (_FOLDER_BYTES if is_folder else 0))
+
+
+def has_vllms_layout(names: Iterable[str]) -> bool:
+    """Return whether the names of a namespace's entries are those of vLLM's layout."""
+    folders = list(filter(_TOP_FOLDER.fullmatch, names))
+    return bool(folders) and not set(FOLDERS).intersection(folders)
 
 
 def top_folder_bucket(name: str) -> int | None:

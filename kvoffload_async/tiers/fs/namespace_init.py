@@ -1,22 +1,120 @@
-"""Initialisation of a namespace before a tier uses it. Run on I/O threads."""
+"""Checks and initialisation of a namespace before a tier uses it.
+
+The format of a namespace is version 1 without features, which has no version file. A release that
+changes the format writes `.format` into a namespace before anything else, to lock out releases that
+do not know the change. This release checks for that file.
+
+Run on I/O threads.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import logging
 import os
+from dataclasses import dataclass
+from typing import Final
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.format import require_known_format
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.files.features import (
+    Features,
+    MalformedFormatError,
+    NewerFormatError,
+    check_format,
+)
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.fs.layout import FOLDERS, TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
-from kvoffload_async.tiers.fs.writers import WriterRegistry
+from kvoffload_async.tiers.fs.usage import FILE_BYTES, NewerCountError, read_usage
+from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER, BlockWriter
+
+FILE_NAME: Final = ".format"
+FORMAT: Final = "kvoffload-fs"
+VERSION: Final = 1
+KNOWN: Final = Features()
+"""Features known to this release; docs/formats.md describes them."""
+
+_MAX_BYTES: Final = 1 << 16
+
+
+def check_namespace(ops: FileOps, folder: str, *, for_writing: bool) -> None:
+    """Check that the format of a namespace, if it exists, is known to this release.
+
+    Raises:
+        NewerFormatError: The format is not known, or not for this access.
+        OSError: The format cannot be read.
+    """
+    try:
+        fd = ops.open(f"{folder}/{FILE_NAME}", os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        buffer = memoryview(bytearray(_MAX_BYTES))
+        content = bytes(buffer[: ops.pread_into(fd, buffer, 0)])
+    finally:
+        ops.close(fd)
+    try:
+        body = json.loads(content)
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise MalformedFormatError(f"it is not of {FORMAT!r}")
+        check_format(body, VERSION, KNOWN, for_writing=for_writing)
+    except (ValueError, RecursionError) as error:
+        raise NewerFormatError(f"its {FILE_NAME} is not known to this release") from error
+
+
+def require_known_format(ops: FileOps, folder: str) -> None:
+    """Check that a tier may use a namespace.
+
+    Raises:
+        ConfigError: It was written by a newer release.
+        OSError: The format cannot be read.
+    """
+    try:
+        check_namespace(ops, folder, for_writing=True)
+    except NewerFormatError as error:
+        raise ConfigError(
+            f"root_dir: the blocks in {folder!r} are of a newer release: {error}; upgrade, or give "
+            "another directory"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Disk usage of a block on a filesystem.
+
+    Attributes:
+        block_bytes: Disk bytes of a block, in whole filesystem blocks.
+        least_bytes: Minimum capacity for one block.
+    """
+
+    block_bytes: int
+    least_bytes: int
+
+    @classmethod
+    def of(cls, folder: os.stat_result, row_bytes: int) -> Footprint:
+        """Return the footprint of blocks of `row_bytes`, given the status of a folder there."""
+        grain = max(512, folder.st_blksize)
+        block_bytes = -(-row_bytes // grain) * grain
+        count_bytes = -(-FILE_BYTES // grain) * grain
+        return cls(block_bytes, block_bytes + count_bytes + grain)  # with this writer's entry
+
+    def check(self, capacity_bytes: int) -> None:
+        """Check that the capacity fits a block; raises ConfigError."""
+        if capacity_bytes < self.least_bytes:
+            raise ConfigError(
+                f"capacity_bytes: {capacity_bytes} holds no block of {self.block_bytes} bytes "
+                f"beside the count; give at least {self.least_bytes}"
+            )
+
 
 logger = logging.getLogger(__name__)
 
 _CREATE = os.O_WRONLY | os.O_CREAT
+_MAX_FORMER = 20_000
+"""Files and folders of the former layout that are looked at, so that opening takes no longer."""
 
 
 def enter_namespace(
@@ -37,12 +135,40 @@ def enter_namespace(
     require_known_format(ops, namespace.folder)
     writers.register()  # before any other file: temporary ones name their writer
     _write_config(ops, namespace, writer)
+    if not namespace.is_vllms:  # whose 4096 times 256 folders are made when a block needs them
+        paths = {f"{namespace.folder}/{name}" for name in FOLDERS}
+        for path in sorted(paths.difference(path for path, _ in ops.entries(namespace.folder))):
+            with contextlib.suppress(FileExistsError):
+                ops.mkdir_own(path)
     if verify is Verify.OFF:
         marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
         ops.close(ops.open_own(marker, os.O_WRONLY))
     if verify is Verify.REQUIRED:
         _require_attributes(ops, namespace, writer)
     writer.sync_root()
+
+
+def warn_of_former(ops: FileOps, namespace: Namespace) -> None:
+    """Warn of blocks that former releases, with another layout, have stored for this identity.
+
+    Raises:
+        OSError: They cannot be read.
+    """
+    root_dir = namespace.folder.rpartition("/")[0]
+    former = Namespace(root_dir, namespace.fields, namespace.rank, is_vllms=True)
+    if namespace.is_vllms or not ops.exists(f"{former.folder}/{FOLDER}"):
+        return  # without writers, it is vLLM's own
+    found = itertools.islice(ops.walk(former.folder), _MAX_FORMER)
+    num_bytes = sum(disk_bytes(status) for _, status in found)
+    with contextlib.suppress(FileNotFoundError, NewerCountError):
+        if (usage := read_usage(ops, former.folder)) is not None:
+            num_bytes = max(num_bytes, usage.settled_bytes)
+    logger.warning(
+        "%s: at least %d bytes in the layout of former releases, which are not served and not "
+        "limited by capacity_bytes; `kvoffload store gc --former-layout` removes them",
+        former.folder,
+        num_bytes,
+    )
 
 
 def _write_config(ops: FileOps, namespace: Namespace, writer: BlockWriter) -> None:

@@ -1,8 +1,7 @@
 """Fast path for storing blocks with native code; errors and special cases use `BlockWriter`.
 
-An I/O thread checks the root, creates leaf folders and renames victims. Then one batch writes the
-files and gives them their names. A second call follows only if something has to be counted, synced
-or removed.
+An I/O thread checks the root and renames victims. Then one batch writes the files and gives them
+their names. A second call follows only if something has to be synced or removed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvoffload_async.block_io.contract import (
@@ -70,12 +69,10 @@ class _Job:
 
     Attributes:
         check: Checks the root, unless that was already done for this job.
-        leaves: Leaf folder -> (size before the job, outcome to which its growth is added).
     """
 
     drafts: Sequence[_Draft]
     check: Callable[[], None]
-    leaves: dict[str, tuple[int, StoreOutcome]] = field(default_factory=dict)
 
 
 class NativeWriter:
@@ -96,7 +93,6 @@ class NativeWriter:
         self._ops = ops
         self._namespace = namespace
         self._writer = files.writer
-        self._folders = files.folders
         self._digest_cache = files.digest_cache
         self._settings = settings
         self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
@@ -125,17 +121,14 @@ class NativeWriter:
             await self._look([draft for draft in job.drafts if not draft.outcome.item.may_write])
             await self._write([draft for draft in job.drafts if draft.is_ready])
         finally:
-            if job.leaves or self._settings.fsync or any(draft.temp for draft in job.drafts):
+            if self._settings.fsync or any(draft.temp for draft in job.drafts):
                 await self._end_on_thread(job)
         return [draft.outcome for draft in job.drafts if draft.is_open]
 
     # -- on the loop ----------------------------------------------------------------------------
 
     async def _end_on_thread(self, job: _Job) -> None:
-        """End a job. If no thread is available, temporary files stay and blocks are not durable.
-
-        The growth of folders is then counted by the next walk.
-        """
+        """End a job. If no thread is available, temporary files stay and blocks are not durable."""
         try:
             await self._run(partial(self._end, job))
         except asyncio.CancelledError:  # `_end` may not have run
@@ -229,21 +222,17 @@ class NativeWriter:
             if draft.outcome.item.may_write:
                 # After an error, `BlockWriter` stores the block from the start.
                 with contextlib.suppress(OSError), self._ops.batch():
-                    self._prepare_one(job, draft)
+                    self._prepare_one(draft)
 
-    def _prepare_one(self, job: _Job, draft: _Draft) -> None:
+    def _prepare_one(self, draft: _Draft) -> None:
         outcome, writer = draft.outcome, self._writer
         item = outcome.item
         if item.victim is not None and self._ops.has_file(draft.path):
             _end_with(draft, StoreStatus.PRESENT)
             return
-        leaf = draft.path.rpartition("/")[0]
-        self._folders.ensure(leaf, outcome.change)
-        if self._settings.counts_bytes and leaf not in job.leaves:
-            job.leaves[leaf] = self._folders.size_of(leaf), outcome
         temp = writer.temp_of(draft.path)
         if item.victim is not None:
-            if not writer.take_victim(item.key, item.victim, temp, outcome):
+            if not writer.take_victim(item.victim, temp, outcome):
                 _end_with(draft, StoreStatus.VICTIM_GONE)
                 return
             draft.temp = temp
@@ -252,9 +241,7 @@ class NativeWriter:
         draft.is_ready = True
 
     def _end(self, job: _Job) -> None:
-        """Account for folder growth, delete temporary files, fsync folders. On an I/O thread."""
-        for leaf, (before_bytes, outcome) in job.leaves.items():
-            self._folders.count_growth(leaf, before_bytes, outcome.change)
+        """Delete temporary files, and sync folders. On an I/O thread."""
         for draft in job.drafts:
             if draft.temp:
                 self._writer.discard(draft.temp)

@@ -19,7 +19,7 @@ class Verify(enum.StrEnum):
     WHEN_PRESENT = "when_present"
     """Those with a valid checksum or none."""
     OFF = "off"
-    """All of the right length."""
+    """Those of the right length, unless another key or a newer release made their checksum."""
 
 
 class StoreStatus(enum.Enum):
@@ -35,7 +35,7 @@ class StoreStatus(enum.Enum):
 
 
 class DiskChange:
-    """Change of disk usage by an operation, in allocated bytes of files and folders.
+    """Change of disk usage by an operation, in allocated bytes of files.
 
     Attributes:
         buckets: Bucket of the namespace -> (bytes added, bytes removed); see `counts`.

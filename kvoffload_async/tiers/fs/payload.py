@@ -46,9 +46,8 @@ class NativeFiles:
         self._ops = ops
         self._namespace = namespace
         self._files = files
-        self._attribute = None
-        if verify is not Verify.OFF:
-            self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
+        self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
+        self._verifies = verify is not Verify.OFF
         self._checks = Coalescer[None](
             "fs:check", lambda *_: check(), partial(io.run, Direction.METADATA)
         )
@@ -65,12 +64,14 @@ class NativeFiles:
         recall, remember = self._files.digest_cache.recall, self._files.digest_cache.remember
         expected = [recall(key) for key in keys]
         batch = FileBatch((root.fd, root.path), names, keys, rows)
-        statuses, digests = await self._file_io.load_files(batch, expected, self._attribute)
+        statuses, digests = await self._file_io.load_files(
+            batch, expected, self._attribute, verify=self._verifies
+        )
         if not checking.done():
             await checking
         if (error := checking.result()) is not None:
             raise TierUnavailableError(str(error)) from error
-        if self._attribute is not None:
+        if self._verifies:
             for index, status in enumerate(statuses):
                 start = index * DIGEST_BYTES
                 value = self._attribute.prefix + digests[start : start + DIGEST_BYTES]

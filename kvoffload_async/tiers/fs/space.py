@@ -1,27 +1,30 @@
-"""Space management under a capacity: reservations and eviction.
+"""Space management under a capacity: reservations and eviction, also in the background.
 
 The eviction policy and the known blocks are used on the loop's thread, the shared count and the
 files on I/O threads. A victim is removed from the policy before its file is deleted, and from the
 count only after.
+
+Background eviction starts after the first cycle of walks; until then, only stores evict. Blocks
+beyond the capacity at that time are evicted by age, oldest first; later ones in the order of the
+policy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.counts import Usage
 from kvoffload_async.tiers.fs.known import KnownBlocks
 from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreOutcome, StoreStatus
-from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -29,8 +32,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TRIM_BATCH = 256
-_ENTRIES_BYTES = 256
-_GROWTH_STEPS = 2
+_ENTRY_BYTES = 4096
+_ENTRIES_SHARE = 64
+_MAX_ENTRIES_BYTES = 16 * _ENTRY_BYTES
 
 
 class RunIo(Protocol):
@@ -82,7 +86,6 @@ class Space:
         files: BlockFiles,
         *,
         block_bytes: int,
-        folder_bytes: int,
         announce: Callable[[Iterable[OffloadKey]], None],
     ) -> None:
         """Start without known blocks.
@@ -93,7 +96,6 @@ class Space:
             usage: The shared count.
             files: The block files.
             block_bytes: Disk bytes of a block's file.
-            folder_bytes: Disk bytes of a new folder.
             announce: Called with the blocks that were evicted or have vanished.
         """
         self._settings = settings
@@ -101,11 +103,9 @@ class Space:
         self._usage = usage
         self._files = files
         self._block_bytes = block_bytes
-        # A block may need a leaf folder and its parent, and folders grow with their
-        # entries, in steps that may coincide.
-        self._folders_bytes = 2 * folder_bytes + (_ENTRIES_BYTES if folder_bytes else 0)
-        self._unit_bytes = block_bytes + self._folders_bytes
-        self._limit_bytes = settings.capacity_bytes - _GROWTH_STEPS * folder_bytes
+        # Tiers that open later find room for their entries, and need not evict blocks for them.
+        entries_bytes = settings.capacity_bytes // _ENTRIES_SHARE // _ENTRY_BYTES * _ENTRY_BYTES
+        self._limit_bytes = settings.capacity_bytes - min(entries_bytes, _MAX_ENTRIES_BYTES)
         self._announce = announce
         self._busy: Counter[OffloadKey] = Counter()
         self.blocks = KnownBlocks(self._policy, self._busy)
@@ -225,8 +225,9 @@ class Space:
         operation: int | None = None,
     ) -> None:
         """Update the shared count. On an error, a later update catches up, and no job fails."""
+        self._usage.record(released_bytes, change, operation)
         try:
-            await run_io(partial(self._usage.settle, released_bytes, change, operation))
+            await run_io(self._usage.tell)
         except (OSError, OffloadError) as error:
             logger.warning("the shared count was not updated: %s", str(error))
 
@@ -237,7 +238,7 @@ class Space:
         granted = 0
         if new:
             count = 0 if squeeze else len(new)
-            granted = await self._reserve(plan, self._unit_bytes, count, run_io)
+            granted = await self._reserve(plan, count, run_io)
         new = []
         for item in items:  # checked again: another job may have stored it
             if item.key in self._policy:
@@ -254,53 +255,24 @@ class Space:
         plan.unplaced = new[len(coming) :]
         self.blocks.admit([item.key for item in coming])
         plan.items += coming[:roomy]
-        replacing = [
+        plan.items += [
             replace(item, victim=victim)
             for item, victim in zip(coming[roomy:], victims, strict=True)
         ]
-        plan.items += replacing
-        if replacing and self._folders_bytes:
-            await self._pay_folders(plan, replacing, run_io, squeeze=squeeze)
 
-    async def _pay_folders(
-        self, plan: Plan, replacing: list[StoreItem], run_io: RunIo, *, squeeze: bool
-    ) -> None:
-        """Reserve room for folders, which replacing a victim's file may need in addition.
-
-        Items of `replacing` (the last of the plan) without such room are removed from the plan.
-        """
-        unpaid = len(replacing)
-        if not squeeze:
-            unpaid -= await self._reserve(plan, self._folders_bytes, unpaid, run_io)
-        if not unpaid:
-            return
-        spare = min(-(-unpaid * self._folders_bytes // self._block_bytes), self._idle_count())
-        if spare:
-            await self.remove(self._evict([], spare), run_io)
-            unpaid -= await self._reserve(plan, self._folders_bytes, unpaid, run_io)
-        if not unpaid:
-            return
-        given_up = replacing[-unpaid:]
-        await self.remove([item.victim for item in given_up if item.victim is not None], run_io)
-        paid = await self._reserve(plan, self._unit_bytes, unpaid, run_io)
-        given_up = [replace(item, victim=None) for item in given_up]
-        plan.items[-unpaid:] = given_up[:paid]
-        plan.unplaced += given_up[paid:]
-        self.forget([item.key for item in given_up[paid:]])
-
-    async def _reserve(self, plan: Plan, unit_bytes: int, count: int, run_io: RunIo) -> int:
+    async def _reserve(self, plan: Plan, count: int, run_io: RunIo) -> int:
         granted = 0
 
         def reserve() -> None:
             nonlocal granted
             if plan.operation is None:
                 plan.operation = self._usage.begin()
-            granted = self._usage.reserve(unit_bytes, count, self._limit_bytes)
+            granted = self._usage.reserve(self._block_bytes, count, self._limit_bytes)
 
         try:
             await run_io(reserve)
         finally:
-            plan.reserved_bytes += granted * unit_bytes  # even if this task is cancelled
+            plan.reserved_bytes += granted * self._block_bytes  # even if this task is cancelled
         return granted
 
     def _take_in(self, outcome: StoreOutcome, evicted: list[OffloadKey]) -> None:
@@ -331,9 +303,8 @@ class Space:
         """
         settings = self._settings
         mark = settings.low_watermark if trimming else settings.high_watermark
-        excess = max(0, usage.total_bytes - int(mark * self._limit_bytes))
-        # Assumes that folders are freed, too; if not, the next batch continues.
-        return min(_TRIM_BATCH, -(-excess // self._unit_bytes))
+        excess = max(0, usage.total_bytes - int(mark * settings.capacity_bytes))
+        return min(_TRIM_BATCH, -(-excess // self._block_bytes))
 
     def evict_idle(self, count: int) -> list[OffloadKey]:
         """Remove up to `count` idle blocks from the policy; `remove` deletes their files."""
@@ -372,3 +343,98 @@ class Space:
         victims = self._policy.make_room(incoming, count, lambda key: key not in busy) or []
         self.blocks.leave(victims)
         return victims
+
+
+_SLICE_S = 5.0
+"""Maximum time per call, so that the caller can send heartbeats."""
+_PORTION = 1024
+
+
+class Trimming:
+    """Trims one namespace to its capacity."""
+
+    def __init__(
+        self, usage: UsageFile, space: Space, run: RunIo, folder: str, capacity_bytes: int
+    ) -> None:
+        """Create the object; `folder` and `capacity_bytes` appear in log messages."""
+        self._usage = usage
+        self._space = space
+        self._run = run
+        self._folder = folder
+        self._capacity_bytes = capacity_bytes
+        self._has_warned = False
+        self._is_sorted = False
+        self._before_bytes = 0
+        self._num_removed = 0
+
+    async def trim(self) -> None:
+        """Evict blocks down to the low watermark, or for a limited time; call again to continue.
+
+        Raises:
+            OSError: The count cannot be used.
+        """
+        if self._space.blocks.is_first_cycle:
+            self._warn_of_waiting()
+            return
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _SLICE_S
+        now = await self._run(self._usage.read)
+        if not self._num_removed:
+            self._before_bytes = now.total_bytes
+        while victims := await self._victims(now):
+            await self._space.remove(victims, self._run)
+            self._num_removed += len(victims)
+            now = await self._run(self._usage.read)
+            if loop.time() >= until_s:
+                return
+        await self._end(now)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _warn_of_waiting(self) -> None:
+        """Warn once that a reduced capacity takes effect only after a cycle of walks."""
+        total_bytes = self._usage.total_bytes
+        if self._has_warned or not self._usage.is_complete or total_bytes <= self._capacity_bytes:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s: %d bytes are stored, and capacity_bytes is %d: blocks are served, and no new ones "
+            "stored until a walk over all of them has found the oldest to remove",
+            self._folder,
+            total_bytes,
+            self._capacity_bytes,
+        )
+
+    async def _victims(self, now: Usage) -> list[OffloadKey]:
+        space, ages = self._space, self._space.blocks.ages
+        count = space.num_excess(now, trimming=self._num_removed > 0)
+        if not count:
+            return []
+        if ages is not None:
+            if not self._is_sorted:
+                await self._run(ages.sorting())
+                self._is_sorted = True
+            if victims := space.blocks.take_oldest(count):
+                return victims
+        return space.evict_idle(count)
+
+    async def _end(self, now: Usage) -> None:
+        """Learn blocks that could not be ranked before; log removals after a reduced capacity."""
+        blocks = self._space.blocks
+        if blocks.ages is not None:
+            rest, blocks.ages = blocks.ages.rest(), None
+            for first in range(0, len(rest), _PORTION):
+                surplus = blocks.learn(rest[first : first + _PORTION])
+                await asyncio.sleep(0)
+                await self._space.remove(surplus, self._run)
+        num_removed, self._num_removed = self._num_removed, 0
+        if num_removed and self._before_bytes > self._capacity_bytes:
+            logger.warning(
+                "%s: %d bytes were stored, and capacity_bytes is %d: %d blocks were removed, the "
+                "least valuable first, and %d bytes are stored now",
+                self._folder,
+                self._before_bytes,
+                self._capacity_bytes,
+                num_removed,
+                now.total_bytes,
+            )

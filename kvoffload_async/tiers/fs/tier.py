@@ -34,11 +34,12 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.files.coalescing import SerialExecutor
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.modes import warn_of_others
-from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable
+from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable, warn_of_capacity
 from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
+from kvoffload_async.tiers.fs.namespace_init import warn_of_former
 from kvoffload_async.tiers.fs.outcome import (
     LOST_ROOM,
     DiskChange,
@@ -86,6 +87,8 @@ class FsSettings(DiskSettings):
     rescan_interval_s: float = option(parse_seconds, 60.0)
     """Minimum seconds between two scans of the directory for blocks that other processes have added
     or removed; longer if scans would take more than 2 % of a core."""
+    trust_vllm_directory: bool = option(parse_bool, default=False, is_internal=True)
+    """Use the layout of vLLM's own tier, to share its directory."""
     io_threads: int = 3
 
     @property
@@ -94,6 +97,13 @@ class FsSettings(DiskSettings):
         if self.capacity_bytes is None:
             return None
         return SpaceSettings(self.capacity_bytes, self.high_watermark, self.low_watermark)
+
+    @property
+    def namespace(self) -> Namespace:
+        """The location of the blocks."""
+        return Namespace(
+            self.root_dir, self.run_config, self.rank, is_vllms=self.trust_vllm_directory
+        )
 
 
 class FsTier(AsyncTier):
@@ -143,12 +153,13 @@ class FsTier(AsyncTier):
             ConfigError: The directory cannot be created or written, the filesystem lacks a feature
                 that `verify` requires, or the capacity is less than one block.
             TierTimeoutError: A lock in it was not released in time.
+            TierUnavailableError: Descriptors, memory or threads are exhausted.
         """
         settings = self._settings
         self._env = env
         self._row_bytes = env.kv_view.nbytes // len(env.kv_view)
         self._rows = env.kv_view.cast("B", (env.kv_view.nbytes,))
-        namespace = Namespace(settings.root_dir, settings.run_config, settings.rank)
+        namespace = settings.namespace
         writers = WriterRegistry(self._ops, namespace.folder)
         self._files = BlockFiles(
             self._ops,
@@ -159,13 +170,15 @@ class FsTier(AsyncTier):
             integrity_key=settings.integrity_key,
             direct_io=settings.direct_io,
             fsync=settings.fsync,
-            reuses_inodes=settings.reuse_inodes,
+            # vLLM's tier neither verifies what it reads nor marks that it reads.
+            reuses_inodes=settings.reuse_inodes and not settings.trust_vllm_directory,
             counts_bytes=settings.space is not None,
         )
         self._housekeeping = Housekeeping(self._ops, namespace, writers, self._files, env)
         try:
             await env.io.run(Direction.METADATA, self._enter)
             await env.io.run(Direction.METADATA, partial(self._housekeeping.enter, settings.verify))
+            await env.io.run(Direction.METADATA, partial(warn_of_former, self._ops, namespace))
             self._root = await env.io.run(
                 Direction.METADATA, partial(DirectoryIdentity, self._ops, settings.root_dir)
             )
@@ -174,6 +187,11 @@ class FsTier(AsyncTier):
                     settings.space, self._create_policy, self._row_bytes
                 )
             await self._housekeeping.look_around()
+            if self._space is not None and self._space.can_store:  # the count is complete
+                sizes = self._space.gauges()
+                capacity_bytes, used_bytes = int(sizes["capacity_bytes"]), int(sizes["used_bytes"])
+                warn = partial(warn_of_capacity, self._ops, settings.root_dir)
+                await env.io.run(Direction.METADATA, partial(warn, capacity_bytes, used_bytes))
         except TimeoutError as error:  # another process did not release a lock
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
@@ -374,7 +392,7 @@ class FsTier(AsyncTier):
     def _enter(self) -> None:
         """Open the root, creating it if missing. Runs on an I/O thread."""
         root_dir = self._settings.root_dir
-        self._ops.enter(root_dir, self._settings.modes)
+        self._ops.enter(root_dir, self._settings.modes, sync=self._settings.fsync)
         self._has_entered = True
         warn_of_others(root_dir, self._ops.stat(root_dir))
 

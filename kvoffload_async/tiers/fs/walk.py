@@ -9,25 +9,137 @@ Run on an I/O thread, one call at a time.
 
 from __future__ import annotations
 
+import logging
+import os
+import stat as stat_module
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
-from kvoffload_async.tiers.fs.corrections import BucketScan
-from kvoffload_async.tiers.fs.inventory import (
-    Inventory,
-    StoppedError,
-    sweep_folders,
-    sweep_temps,
-    take_inventory,
-    writer_of,
+from kvoffload_async.tiers.files.ops import FileOps, names_in
+from kvoffload_async.tiers.fs.layout import (
+    REST,
+    TEMP_SUFFIX,
+    Namespace,
+    counted_bytes,
+    top_folder_bucket,
 )
-from kvoffload_async.tiers.fs.layout import REST, Namespace, top_folder_bucket
-from kvoffload_async.tiers.fs.usage import UsageFile
+from kvoffload_async.tiers.fs.usage import BucketScan, UsageFile
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_TEMP_PARTS = 5
+
+
+class StoppedError(Exception):
+    """A walk was stopped by its caller."""
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class Inventory:
+    """Result of a walk.
+
+    Attributes:
+        blocks: Key -> modification time in s.
+        total_bytes: Disk bytes of everything, unknown files and growth of folders included.
+        temps: Paths of temporary files -> disk bytes.
+        unknown_files: Paths of files that are not blocks.
+    """
+
+    blocks: dict[OffloadKey, float] = field(default_factory=dict)
+    total_bytes: int = 0
+    temps: dict[str, int] = field(default_factory=dict)
+    unknown_files: list[str] = field(default_factory=list)
+
+    def settled_bytes(self, living: Collection[str]) -> int:
+        """Return the total without temporary files of living writers, which are reserved bytes."""
+        in_flight = sum(size for path, size in self.temps.items() if writer_of(path) in living)
+        return self.total_bytes - in_flight
+
+
+def take_inventory(
+    ops: FileOps,
+    namespace: Namespace,
+    roots: Iterable[str],
+    should_stop: Callable[[], bool] = _never,
+) -> Inventory:
+    """Walk over folders and files of a namespace; entries removed meanwhile are skipped.
+
+    Args:
+        ops: The system calls.
+        namespace: The namespace.
+        roots: Paths of entries of the namespace's folder.
+        should_stop: Called before each root.
+
+    Raises:
+        StoppedError: `should_stop` returned true.
+        OSError: A folder or file cannot be read.
+    """
+    found = Inventory()
+    for root in roots:
+        if should_stop():
+            raise StoppedError
+        try:
+            status = ops.stat(root)
+        except FileNotFoundError:
+            continue
+        _take_in(found, namespace, root, status)
+        if stat_module.S_ISDIR(status.st_mode):
+            for path, status in ops.walk(root):
+                _take_in(found, namespace, path, status)
+    return found
+
+
+def _take_in(found: Inventory, namespace: Namespace, path: str, status: os.stat_result) -> None:
+    size_bytes = counted_bytes(status)
+    found.total_bytes += size_bytes
+    if path[len(namespace.folder) + 1] == ".":
+        return
+    if stat_module.S_ISDIR(status.st_mode):
+        return
+    key = namespace.key_of(path)
+    if not stat_module.S_ISREG(status.st_mode):
+        found.unknown_files.append(path)
+    elif key is not None:
+        found.blocks[key] = status.st_mtime
+    elif path.endswith(TEMP_SUFFIX):
+        found.temps[path] = size_bytes
+    else:
+        found.unknown_files.append(path)
+
+
+def writer_of(temp: str) -> str | None:
+    """Return the writer id in a temporary file's path: `<hash>.bin.<writer id>.<serial>.tmp`."""
+    parts = temp.rpartition("/")[2].split(".")
+    return parts[-3] if len(parts) >= _TEMP_PARTS else None
+
+
+def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bool:
+    """Remove the temporary files of dead writers from disk and from the inventory.
+
+    Returns:
+        Whether all of them were removed.
+    """
+    is_swept = True
+    for path in [path for path in inventory.temps if writer_of(path) in dead]:
+        try:
+            ops.unlink(path)
+        except FileNotFoundError:
+            pass  # another process has swept it
+        except OSError as error:
+            is_swept = False
+            logger.warning("a dead writer's file was not removed: %s", str(error))
+            continue
+        inventory.total_bytes -= inventory.temps.pop(path)
+    return is_swept
+
 
 _PASSES = 3
 """Maximum walks per cycle over a bucket that changes during the walk."""
@@ -178,14 +290,13 @@ class NamespaceWalk:
     def _bucket_scan(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> BucketScan:
         """Sweep a bucket; return the scan of its remaining content."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
-        swept_bytes = sweep_folders(self._ops, inventory)
         living: Iterable[str] = ()
         if any(writer_of(path) not in cycle.dead for path in inventory.temps):
             living = {*self._writers.living(), self._writers.writer_id}
         size_bytes = inventory.settled_bytes(frozenset(living))
         if bucket == REST:
-            size_bytes += disk_bytes(self._ops.stat(self._namespace.folder))
-        return BucketScan(bucket, size_bytes, swept_bytes, changed=0)
+            size_bytes += counted_bytes(self._ops.stat(self._namespace.folder))
+        return BucketScan(bucket, size_bytes, changed=0)
 
     def _forget_dead(self, cycle: _Cycle, paths: list[str]) -> None:
         """Sweep files outside folders, and remove the entries of writers without leftovers."""

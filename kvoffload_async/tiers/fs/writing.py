@@ -27,7 +27,6 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     DigestCache,
     Origin,
 )
-from kvoffload_async.tiers.fs.folders import LeafFolders
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
@@ -38,7 +37,7 @@ UNVERIFIED_MARKER = ".unverified-readers"
 """Marker file: exists once a process has opened the namespace to read without verification."""
 
 _TRIES = 8
-"""Maximum attempts to write to a folder that others keep removing while it is empty."""
+"""Maximum attempts to write to a folder that others keep removing."""
 
 _WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
 _VERIFIED_BY_ALL = {Origin.OWN, Origin.OTHER_KEY, Origin.NOBODY}
@@ -62,7 +61,6 @@ class BlockWriter:
         self,
         ops: FileOps,
         namespace: Namespace,
-        folders: LeafFolders,
         direct: DirectIo,
         writer_id: str,
         *,
@@ -77,7 +75,6 @@ class BlockWriter:
         """Set how files are written; see `BlockFiles`."""
         self._ops = ops
         self._namespace = namespace
-        self._folders = folders
         self._direct = direct
         self._digest_cache = digest_cache
         self.writer_id = writer_id
@@ -89,6 +86,7 @@ class BlockWriter:
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
         self._digester = digester
         self._serial = itertools.count()
+        self._synced: set[str] = set()
         self.lacks_attributes = False
         self.litter: list[str] = []
 
@@ -109,21 +107,49 @@ class BlockWriter:
 
     def sync_names(self, outcomes: Sequence[StoreOutcome]) -> None:
         """With `fsync`, wait until the names of stored blocks are durable."""
-        leaves: dict[str, list[StoreOutcome]] = {}
+        folders: dict[str, list[StoreOutcome]] = {}
         for outcome in outcomes if self._fsync else ():
             if outcome.status in _STORED:
-                leaves.setdefault(self._namespace.leaf_of(outcome.item.key), []).append(outcome)
-        for leaf, stored in leaves.items():
-            self._sync_leaf(leaf, stored)
+                path = self._namespace.get_file_name(outcome.item.key)
+                folders.setdefault(path.rpartition("/")[0], []).append(outcome)
+        for folder, stored in folders.items():
+            try:
+                self._sync_folder(folder)
+            except OSError as error:  # the names may not be durable, now or ever
+                for outcome in stored:
+                    self._take_back(outcome)
+                    outcome.status, outcome.error = StoreStatus.FAILED, mapped(error)
 
-    def _sync_leaf(self, leaf: str, stored: Sequence[StoreOutcome]) -> None:
-        """Wait until a leaf folder is durable; on an error its stored blocks fail."""
-        try:
-            self._folders.sync(leaf)
-        except OSError as error:
-            for outcome in stored:
-                self._take_back(outcome)
-                outcome.status, outcome.error = StoreStatus.FAILED, mapped(error)
+    def _sync_folder(self, folder: str) -> None:
+        """Wait until the names in a folder are on the device, and once until its own name is."""
+        sync_folder(self._ops, folder)
+        if folder not in self._synced:
+            above = folder
+            while above != self._namespace.folder:
+                above = above.rpartition("/")[0]
+                sync_folder(self._ops, above)
+            self._synced.add(folder)
+
+    def make_folder(self, path: str) -> None:
+        """Create the missing folders of a block or temporary file.
+
+        A link, pipe, socket or device in the place of a folder is removed.
+
+        Raises:
+            OSError: A folder cannot be created.
+        """
+        folder = self._namespace.folder
+        self._ops.make_folders(folder)
+        for name in path[len(folder) + 1 :].split("/")[:-1]:
+            folder = f"{folder}/{name}"
+            self._synced.discard(folder)
+            with contextlib.suppress(FileExistsError):
+                self._ops.mkdir_own(folder)
+
+    def rename(self, writer_id: str) -> None:
+        """Use another writer's id for new temporary files, after the folders were removed."""
+        self.writer_id = writer_id
+        self._synced.clear()
 
     def _take_back(self, outcome: StoreOutcome) -> None:
         """Remove a block that was written, because its name may never be durable."""
@@ -162,14 +188,11 @@ class BlockWriter:
             return StoreStatus.ABSENT
         if is_there:
             self._discard_worthless(path, outcome)
-        leaf = path.rpartition("/")[0]
-        self._folders.ensure(leaf, outcome.change)
-        with self._folders.growing(leaf, outcome.change):
-            try:
-                return self._store_by_way_of(self.temp_of(path), path, item, outcome)
-            except FileNotFoundError:
-                # Swept by a writer that assumed this one dead, or removed with its folder.
-                return self._store_by_way_of(self.temp_of(path), path, item, outcome)
+        try:
+            return self._store_by_way_of(self.temp_of(path), path, item, outcome)
+        except FileNotFoundError:
+            # Swept by a writer that assumed this one dead, or removed with its folder.
+            return self._store_by_way_of(self.temp_of(path), path, item, outcome)
 
     def temp_of(self, path: str) -> str:
         """Return a new name for a block's temporary file. Thread-safe."""
@@ -181,10 +204,10 @@ class BlockWriter:
         try:
             recycled = False
             if item.victim is not None and not outcome.victim_taken:
-                if not self.take_victim(item.key, item.victim, temp, outcome):
+                if not self.take_victim(item.victim, temp, outcome):
                     return StoreStatus.VICTIM_GONE
                 recycled = self.may_overwrite(temp)
-            digest = self._fill(temp, item, outcome, recycled=recycled)
+            digest = self._fill(temp, item, recycled=recycled)
             file_bytes = disk_bytes(self._ops.stat(temp)) if self._counts_bytes else 0
             is_published = self._publish(temp, path)
         except OSError:
@@ -239,12 +262,9 @@ class BlockWriter:
 
     # -- the victim -----------------------------------------------------------------------------
 
-    def take_victim(
-        self, key: OffloadKey, victim: OffloadKey, temp: str, outcome: StoreOutcome
-    ) -> bool:
+    def take_victim(self, victim: OffloadKey, temp: str, outcome: StoreOutcome) -> bool:
         """Rename an evicted block's file, so that it cannot be opened under its old name."""
         old = self._namespace.get_file_name(victim)
-        leaf = self._namespace.leaf_of(key)
         try:
             status = self._ops.stat(old)
         except (FileNotFoundError, NotADirectoryError):
@@ -258,12 +278,11 @@ class BlockWriter:
             except FileNotFoundError:  # the victim or the destination folder is missing
                 if not self._ops.exists(old):
                     return False
-                self._folders.make_again(leaf, outcome.change)
+                self.make_folder(temp)
         else:
             return False
         outcome.victim_taken = True
         outcome.change.remove(bucket_of(victim), disk_bytes(status))
-        self._folders.remove_empty(self._namespace.leaf_of(victim), outcome.change)
         return True
 
     def may_overwrite(self, temp: str) -> bool:
@@ -297,28 +316,26 @@ class BlockWriter:
 
     # -- the bytes ------------------------------------------------------------------------------
 
-    def _fill(
-        self, temp: str, item: StoreItem, outcome: StoreOutcome, *, recycled: bool
-    ) -> bytes | None:
+    def _fill(self, temp: str, item: StoreItem, *, recycled: bool) -> bytes | None:
         """Write a block's bytes and digest to a new or recycled file; return the digest."""
         flags = os.O_WRONLY | os.O_CREAT
         direct = self._direct.flag
         try:
             exclusive = 0 if recycled else os.O_EXCL
-            fd = self._open_temp(temp, flags | exclusive | direct, outcome)
+            fd = self._open_temp(temp, flags | exclusive | direct)
             return self._fill_opened(fd, item, recycled=recycled)
         except OSError as error:
             if not self._direct.refused(direct, error):
                 raise
-            fd = self._open_temp(temp, flags, outcome)  # the refused call may have created it
+            fd = self._open_temp(temp, flags)  # the refused call may have created it
             return self._fill_opened(fd, item, recycled=recycled)
 
-    def _open_temp(self, temp: str, flags: int, outcome: StoreOutcome) -> int:
+    def _open_temp(self, temp: str, flags: int) -> int:
         for _ in range(_TRIES):
             try:
                 return self._ops.open(temp, flags)
             except (FileNotFoundError, NotADirectoryError):
-                self._folders.make_again(temp.rpartition("/")[0], outcome.change)
+                self.make_folder(temp)
         return self._ops.open(temp, flags)
 
     def _fill_opened(self, fd: int, item: StoreItem, *, recycled: bool) -> bytes | None:

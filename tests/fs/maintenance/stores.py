@@ -6,6 +6,7 @@ import time
 
 from kvoffload_async.replay.source import ChatWorkload
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs.layout import counted_bytes
 from kvoffload_async.tiers.fs.usage import read_usage
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 
@@ -98,4 +99,4 @@ def usage_of(store):
 
 def disk_bytes(folder):
     paths = [folder, *folder.rglob("*")]
-    return sum(path.lstat().st_blocks * 512 for path in paths)
+    return sum(counted_bytes(path.lstat()) for path in paths)

@@ -7,11 +7,17 @@ import os
 import signal
 from contextlib import aclosing
 
+import pytest
+from faulty_files import FaultyFileOps, is_temp
 from fs.maintenance.stores import disk_bytes, truncate, usage_of
+from fs.places import KIB
+from fs.spaces import K, end_of, start
 
 from kvoffload_async import GcOptions, MaintenanceControl, find_stores
+from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.maintenance import verification
+from kvoffload_async.tiers.fs.maintenance import inspection
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 
 
@@ -71,11 +77,11 @@ def test_a_count_that_cannot_be_set_right_is_a_failure(bounded, monkeypatch):
 
 
 def test_ctrl_c_in_the_middle_of_gc_leaves_the_count_right(bounded, monkeypatch):
-    monkeypatch.setattr(verification, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(inspection, "BATCH_BYTES", 4096)
     for path in bounded.blocks:
         truncate(path)
     num_blocks = len(bounded.blocks)
-    check = verification.BlockChecker.check
+    check = inspection.BlockChecker.check
     calls = itertools.count()
 
     def and_interrupt(self, blocks):
@@ -83,7 +89,7 @@ def test_ctrl_c_in_the_middle_of_gc_leaves_the_count_right(bounded, monkeypatch)
             os.kill(os.getpid(), signal.SIGINT)
         return check(self, blocks)
 
-    monkeypatch.setattr(verification.BlockChecker, "check", and_interrupt)
+    monkeypatch.setattr(inspection.BlockChecker, "check", and_interrupt)
     result = bounded.command.run("store", "gc", bounded.root, "--corrupt", "--json")
     assert result.exit_code == 130
     (collected,) = json.loads(result.stdout)["namespaces"]
@@ -92,7 +98,7 @@ def test_ctrl_c_in_the_middle_of_gc_leaves_the_count_right(bounded, monkeypatch)
 
 
 def test_whoever_closes_gc_in_the_middle_leaves_the_count_right(bounded, monkeypatch):
-    monkeypatch.setattr(verification, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(inspection, "BATCH_BYTES", 4096)
     for path in bounded.blocks:
         truncate(path)
     num_blocks = len(bounded.blocks)
@@ -107,3 +113,56 @@ def test_whoever_closes_gc_in_the_middle_leaves_the_count_right(bounded, monkeyp
     asyncio.run(first_finding())
     assert 0 < len(bounded.blocks) < num_blocks
     assert usage_of(bounded).settled_bytes == disk_bytes(bounded.folder)
+
+
+def problems_of(place):
+    async def inspect():
+        (store,) = await find_stores(place.root)
+        return [f async for f in store.inspect(MaintenanceControl()) if isinstance(f, Problem)]
+
+    return asyncio.run(inspect())
+
+
+@pytest.fixture
+def replacing(place):
+    """A tier whose store has renamed a victim, and hangs before it overwrites it."""
+    size = 1 << 16
+    ops = FaultyFileOps()
+    capacity_bytes = 20 * KIB + 2 * size
+    with TierHarness(place.tier(ops, capacity_bytes=capacity_bytes), 8, size) as harness:
+        assert harness.store(K[:2]) == {}
+        hang = ops.hang(on="pwritev", when=is_temp)
+        harness.fill(K[2:3], [3])
+        job = harness.job(K[2:3], [3], is_promotion=False)
+        tasks = start(harness, harness.tier.store(job))
+        assert hang.entered.wait(60)
+
+        def end():
+            hang.release()
+            assert harness.run(end_of(tasks)) == {}
+
+        yield end
+        hang.release()
+
+
+def test_a_block_that_is_being_replaced_is_counted_until_it_is_not(place, replacing, monkeypatch):
+    """Regression: its file was missing on disk and still counted."""
+    count, looks = inspection._count, itertools.count()
+
+    def and_end(*arguments):
+        if next(looks) == 2:  # before the walk, after it, and until the operation has ended
+            replacing()
+        return count(*arguments)
+
+    monkeypatch.setattr(inspection, "_count", and_end)
+    assert problems_of(place) == []
+    assert next(looks) > 2
+
+
+def test_beside_an_operation_that_does_not_end_the_count_is_not_judged(
+    place, replacing, monkeypatch
+):
+    monkeypatch.setattr(inspection, "_LOOKS", 2)
+    monkeypatch.setattr(inspection, "_PAUSE_S", 0.0)
+    assert problems_of(place) == []
+    replacing()

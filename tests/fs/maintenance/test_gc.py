@@ -1,13 +1,21 @@
 """`kvoffload store gc`: what it removes, and what it leaves alone."""
 
+import asyncio
+import json
 import os
+import shutil
 
 import pytest
 from fs.maintenance.stores import HOUR_S
+from fs.spaces import rescan
 
+from kvoffload_async import GcOptions, MaintenanceControl, find_stores
 from kvoffload_async.replay.source import ChatWorkload
+from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.writers import WriterRegistry
+
+K = [key_of(number) for number in range(8)]
 
 
 def test_gc_of_a_tidy_store_does_nothing(store):
@@ -55,9 +63,17 @@ def test_gc_removes_unknown_files_only_when_asked_and_old(store):
     assert store.blocks[0].exists()
 
 
-def test_gc_removes_empty_folders_of_blocks_and_no_others(store):
+def in_vllms_layout(store):
+    """Leave no block, and one empty folder as vLLM makes them."""
+    for path in store.folder.glob("[0-9a-f][0-9a-f]"):
+        shutil.rmtree(path)
     empty = store.folder / "fff" / "ff_g0"
     empty.mkdir(parents=True)
+    return empty
+
+
+def test_gc_removes_empty_folders_of_blocks_in_vllms_layout_and_no_others(store):
+    empty = in_vllms_layout(store)
     own = store.folder / "own"
     own.mkdir()
     beside = store.folder / "ffe" / "notes"
@@ -72,8 +88,7 @@ def test_gc_removes_empty_folders_of_blocks_and_no_others(store):
 
 
 def test_gc_leaves_a_folder_that_is_in_use_again(store, monkeypatch):
-    empty = store.folder / "fff" / "ff_g0"
-    empty.mkdir(parents=True)
+    empty = in_vllms_layout(store)
     rmdir = FileOps.rmdir
 
     def first_write(self, path):
@@ -157,3 +172,93 @@ def test_gc_leaves_a_tier_at_work_in_peace(bounded):
     assert report["corrupt_blocks"] == report["job_failures"] == 0
     assert [result.exit_code for result in collected] == [0] * 4
     assert bounded.run("verify")["problems"] == []
+
+
+def in_former_layout(store):
+    """Move the blocks to the names that they had in the former layout."""
+    blocks = []
+    for path in store.blocks:
+        digits, _, group = path.stem.partition("_g")
+        former = store.folder / digits[:3] / f"{digits[3:5]}_g{group}" / f"{digits}.bin"
+        former.parent.mkdir(parents=True, exist_ok=True)
+        blocks.append(path.rename(former))
+    for path in store.folder.glob("[0-9a-f][0-9a-f]"):
+        path.rmdir()
+    return blocks
+
+
+def test_gc_removes_a_namespace_of_the_former_layout_when_asked_and_no_earlier(bounded):
+    blocks = in_former_layout(bounded)
+    assert bounded.run("gc")["former"] == []
+    assert bounded.run("gc", "--former-layout", "--dry-run")["former"] != []
+    assert all(path.exists() for path in blocks)
+    folder = bounded.folder
+    result = bounded.command.run("store", "gc", bounded.root, "--former-layout", "--json")
+    (collected,) = json.loads(result.stdout)["namespaces"]
+    assert sorted(collected["former"]) == sorted(map(str, blocks))
+    assert collected["folders"][-1] == str(folder)
+    assert list(bounded.root.iterdir()) == []
+
+
+def test_gc_keeps_a_namespace_of_the_former_layout_that_is_in_use(bounded):
+    blocks = in_former_layout(bounded)
+    living = bounded.writer()
+    collected = bounded.run("gc", "--former-layout", exit_code=1)
+    assert collected["failures"] == [f"{bounded.folder}: in use, and therefore not removed"]
+    assert all(path.exists() for path in blocks)
+    living.unregister()
+
+
+def test_gc_keeps_blocks_of_vllms_own_tier(store):
+    blocks = in_former_layout(store)
+    shutil.rmtree(store.folder / ".writers")
+    assert store.run("gc", "--former-layout")["former"] == []
+    assert all(path.exists() for path in blocks)
+
+
+def test_gc_removes_a_namespace_without_blocks_whole(bounded):
+    for path in bounded.blocks:
+        path.unlink()
+    folder = bounded.folder
+    assert bounded.run("gc", "--dry-run")["folders"] == [str(folder)]
+    result = bounded.command.run("store", "gc", bounded.root, "--json")
+    assert json.loads(result.stdout)["namespaces"][0]["folders"] == [str(folder)]
+    assert list(bounded.root.iterdir()) == []
+
+
+@pytest.mark.parametrize("left", ["notes/file", "ab/notes.txt", ".writers/1-unknown"])
+def test_gc_keeps_a_namespace_with_anything_else_in_it(store, left):
+    for path in store.blocks:
+        path.unlink()
+    path = store.folder / left
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    store.run("gc")
+    assert path.exists()
+    assert (store.folder / "00").exists()
+
+
+def test_a_tier_that_opens_a_namespace_while_gc_removes_it_goes_on(place, monkeypatch):
+    with place.open(capacity_bytes=1 << 20):
+        pass
+    rmdir = FileOps.rmdir
+    opened = []
+
+    def and_open(self, path):
+        rmdir(self, path)
+        if path.endswith("/.writers"):
+            opened.append(place.open(capacity_bytes=1 << 20))
+
+    async def collect():
+        (namespace,) = await find_stores(place.root)
+        return [finding async for finding in namespace.gc(GcOptions(), MaintenanceControl())]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileOps, "rmdir", and_open)
+        asyncio.run(collect())
+    (harness,) = opened
+    with harness:
+        assert harness.store(K) == {}
+        assert harness.load(K) == {}
+        rescan(harness)
+        assert place.counted_bytes() == place.disk_bytes()

@@ -1,21 +1,254 @@
-"""Inspection of a namespace: figures and problems."""
+"""Namespaces in a directory: their contents, figures and problems, and whether blocks are valid."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
+import os
+import re
+import stat as stat_module
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Final
 
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo
-from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.counts import Usage
-from kvoffload_async.tiers.fs.inventory import writer_of
-from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace
-from kvoffload_async.tiers.fs.maintenance.scan import FoundFile, Scan, scan_namespace
-from kvoffload_async.tiers.fs.usage import read_usage
+from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.digests import IntegrityKey
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, Verification
+from kvoffload_async.tiers.files.ops import FileOps, names_in
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
+from kvoffload_async.tiers.fs.usage import Usage, read_usage
+from kvoffload_async.tiers.fs.walk import writer_of
 from kvoffload_async.tiers.fs.writers import WriterRegistry
+from kvoffload_async.types import OffloadKey
+
+_FOLDER: Final = re.compile(
+    r"(?P<base>.+_(?P<digest>[0-9a-f]{12}))_r(?P<rank>[0-9]{1,9})", re.DOTALL
+)
+_OWN_ENGINE: Final = "kvoffload_async"
+_MAX_MANIFEST_BYTES: Final = 1 << 20
+_MAX_DEPTH = 64
+
+
+class FoundNamespace(Namespace):
+    """A namespace found on disk, identified by its folder and not by its manifest.
+
+    Attributes:
+        name: Name of the folder.
+        has_manifest: Whether its `config.json` is a JSON object, then available as `fields`.
+    """
+
+    def __init__(
+        self,
+        root_dir: str,
+        match: re.Match[str],
+        fields: Mapping[str, Any] | None,
+        *,
+        is_vllms: bool,
+    ) -> None:
+        self.name = match[0]
+        self.has_manifest = fields is not None
+        self.fields = dict(fields or {})
+        self.rank = int(match["rank"])
+        self.is_vllms = is_vllms
+        self.digest = match["digest"]
+        self.config_path = _manifest_path(root_dir, match)
+        self.folder = f"{root_dir}/{self.name}"
+
+    @property
+    def block_bytes(self) -> int | None:
+        """Length of each block, if the manifest is this package's and contains it."""
+        length = self.fields.get("block_bytes")
+        is_own = self.fields.get("inference_engine") == _OWN_ENGINE
+        return length if is_own and type(length) is int and length > 0 else None
+
+
+def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
+    """Return the namespaces below an absolute directory, ordered by name.
+
+    Raises:
+        InputError: The directory cannot be read.
+
+    May be called from any thread. Blocks on file I/O.
+    """
+    try:
+        ops.enter(directory, make=False)
+        found = [
+            path.rpartition("/")[2]
+            for path, status in ops.entries(directory)
+            if stat_module.S_ISDIR(status.st_mode)
+        ]
+    except OSError as error:
+        raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
+    namespaces = []
+    for match in filter(None, map(_FOLDER.fullmatch, sorted(found))):
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # reported when it is walked
+            names = names_in(ops, f"{directory}/{match[0]}")
+        manifest = read_manifest(ops, _manifest_path(directory, match))
+        is_vllms = has_vllms_layout(names)
+        namespaces.append(FoundNamespace(directory, match, manifest, is_vllms=is_vllms))
+    return namespaces
+
+
+def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
+    """Return a run configuration, or None if it is missing or unreadable."""
+    try:
+        fd = ops.open(path, os.O_RDONLY)
+        try:
+            buffer = bytearray(_MAX_MANIFEST_BYTES)
+            count = ops.pread_into(fd, memoryview(buffer), 0)
+        finally:
+            ops.close(fd)
+        fields = json.loads(bytes(buffer[:count]))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) and _is_shallow(fields) else None
+
+
+def _is_shallow(fields: Mapping[str, Any]) -> bool:
+    """Return whether values can be compared and printed without deep recursion."""
+    level: list[Any] = [fields]
+    for _ in range(_MAX_DEPTH):
+        inner = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return True
+    return False
+
+
+def _manifest_path(root_dir: str, match: re.Match[str]) -> str:
+    return f"{root_dir}/{match['base']}/config.json"
+
+
+_Entries = list[tuple[str, os.stat_result]]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file; `disk_bytes` are allocated bytes, `modified_s` is in seconds since 1970."""
+
+    path: str
+    length_bytes: int
+    disk_bytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock(FoundFile):
+    """A block's file."""
+
+    key: OffloadKey
+
+
+@dataclass(slots=True)
+class Scan:
+    """Result of a walk.
+
+    Attributes:
+        blocks: Files with the path of a block.
+        temps: Temporary files.
+        unknown_files: All other files.
+        folders: Block folders.
+        other_folders: Other folders.
+        total_bytes: Disk bytes of all files, and the growth of folders.
+        grown_bytes: The growth of folders.
+        unreadable: Errors of folders that could not be walked.
+    """
+
+    blocks: list[FoundBlock] = field(default_factory=list)
+    temps: list[FoundFile] = field(default_factory=list)
+    unknown_files: list[FoundFile] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    other_folders: list[str] = field(default_factory=list)
+    total_bytes: int = 0
+    grown_bytes: int = 0
+    unreadable: list[str] = field(default_factory=list)
+
+    def take_in(
+        self, namespace: FoundNamespace, entries: _Entries, error: OSError | None, folder: str
+    ) -> None:
+        """Add the entries of a folder, and the error if they are incomplete."""
+        if error is not None:
+            self.unreadable.append(f"{folder}: {error.strerror or error}")
+        for path, status in entries:
+            self._take_in(namespace, path, status)
+
+    def _take_in(self, namespace: FoundNamespace, path: str, status: os.stat_result) -> None:
+        allocated_bytes = counted_bytes(status)
+        self.total_bytes += allocated_bytes
+        name = path[len(namespace.folder) + 1 :]
+        if stat_module.S_ISDIR(status.st_mode):
+            self.grown_bytes += allocated_bytes
+            if namespace.is_block_folder(path):
+                self.folders.append(path)
+            elif name and not name.startswith("."):
+                self.other_folders.append(path)
+            return
+        if name.startswith("."):
+            return
+        file = (path, status.st_size, allocated_bytes, status.st_mtime)
+        key = namespace.key_of(path)
+        if not stat_module.S_ISREG(status.st_mode):
+            self.unknown_files.append(FoundFile(*file))
+        elif key is not None:
+            self.blocks.append(FoundBlock(*file, key))
+        elif name.endswith(TEMP_SUFFIX):
+            self.temps.append(FoundFile(*file))
+        else:
+            self.unknown_files.append(FoundFile(*file))
+
+
+async def scan_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Scan:
+    """Walk over a namespace; entries removed meanwhile are skipped. Incomplete if stopped."""
+    scan = Scan()
+    top, error = await io.run(_list, io.ops, namespace.folder)
+    scan.take_in(namespace, top, error, namespace.folder)
+    folders = [
+        path
+        for path, status in top
+        if path != namespace.folder and stat_module.S_ISDIR(status.st_mode)
+    ]
+    io.control.expect(len(folders))
+    async with aclosing(io.share_out(iter(folders), partial(_walk, io.ops))) as walked:
+        async for folder, (entries, error) in walked:
+            scan.take_in(namespace, entries, error, folder)
+            io.control.advance(1)
+    return scan
+
+
+def _list(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
+    """Return a folder and its direct entries. Thread-safe."""
+    entries: _Entries = []
+    try:
+        entries.append((folder, ops.stat(folder)))
+        entries.extend(ops.entries(folder))
+    except FileNotFoundError:
+        return entries, None
+    except OSError as error:
+        return entries, error
+    return entries, None
+
+
+def _walk(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
+    """Return all entries below a folder. Thread-safe."""
+    entries: _Entries = []
+    try:
+        entries.extend(ops.walk(folder))
+    except OSError as error:
+        return entries, error
+    return entries, None
+
+
+_LOOKS = 100
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +278,7 @@ class Inspection:
         has_manifest: Whether there is a readable `config.json`.
         block_bytes: Length of a block, from the manifest.
         blocks: Number of block files; `block_length_bytes` and `block_disk_bytes` are their sizes.
-        disk_bytes: All files and folders, without temporary files of living writers.
+        disk_bytes: All files and the growth of folders, without temporary files of living writers.
         counted_bytes: `disk_bytes` according to the shared count; None if it is missing or
             unreadable.
         reserved_bytes: Bytes reserved by writers for blocks being written.
@@ -113,8 +346,30 @@ async def inspect_namespace(
     scan = await scan_namespace(io, namespace)
     # After the walk: the writers of all temporary files found have registered by now.
     writers = await io.run(judge_writers, io.ops, namespace.folder)
-    after = await io.run(_count, io.ops, namespace.folder)
+    after = await _count_after_operations(io, namespace.folder, writers.living)
     return _inspection(namespace, scan, writers, before, after), scan
+
+
+async def _count_after_operations(
+    io: MaintenanceIo, folder: str, living: frozenset[str]
+) -> tuple[bool, Usage | None]:
+    """Return the count once it has the changes of all operations that overlapped the walk.
+
+    A recycled victim, for instance, is counted until its operation ends, and may be anywhere. The
+    count is that of a complete disk only then; None after a timeout.
+    """
+    exists, usage = await io.run(_count, io.ops, folder)
+    begun = {} if usage is None else {name: writer.begun for name, writer in usage.writers.items()}
+    for _ in range(_LOOKS):
+        if usage is None or all(
+            writer.has_ended(begun[name])
+            for name, writer in usage.writers.items()
+            if name in living and name in begun
+        ):
+            return exists, usage
+        await asyncio.sleep(_PAUSE_S)
+        exists, usage = await io.run(_count, io.ops, folder)
+    return False, None
 
 
 def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writers:
@@ -219,3 +474,192 @@ def _time(seconds: float | None) -> str:
     if seconds is None:
         return "none"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+BATCH_BYTES = 4 << 20
+"""Bytes that a thread reads before it checks whether to stop."""
+
+
+_NOT_COMPARED = {None: Verdict.WITHOUT_DIGEST, Origin.OTHER_KEY: Verdict.OTHER_KEY}
+
+
+@dataclass(frozen=True, slots=True)
+class BadFile:
+    """A corrupt or unverifiable block, the reason, and whether it was removed."""
+
+    path: str
+    reason: str
+    is_removed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+    @property
+    def what(self) -> str:
+        """Name of the block."""
+        return self.path
+
+
+@dataclass(slots=True, kw_only=True)
+class FileVerification(Verification[BadFile]):
+    """Result of reading the blocks; `gone` were removed by others meanwhile."""
+
+    gone: int = 0
+
+    def take_in(self, outcome: Outcome) -> Problem | None:
+        """Count a block; return its problem, if any."""
+        if outcome.verdict is not Verdict.GONE:
+            return self.count(outcome.verdict, outcome.bad)
+        self.gone += 1
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Verdict on one block, and whether its file was removed."""
+
+    block: FoundBlock
+    verdict: Verdict
+    reason: str = ""
+    is_removed: bool = False
+
+    @property
+    def bad(self) -> BadFile:
+        """The outcome as a bad file."""
+        return BadFile(self.block.path, self.reason, self.is_removed)
+
+
+async def verify_blocks(
+    io: MaintenanceIo,
+    namespace: FoundNamespace,
+    blocks: Sequence[FoundBlock],
+    key: IntegrityKey | None = None,
+    *,
+    remove_corrupt: bool = False,
+) -> AsyncGenerator[Outcome, None]:
+    """Read and verify blocks in parallel; optionally remove corrupt ones."""
+    checker = BlockChecker(io.ops, namespace, blocks, key, remove_corrupt=remove_corrupt)
+    io.control.expect(sum(block.length_bytes for block in blocks))
+    async with aclosing(io.share_out(_batches(blocks), checker.check)) as checked:
+        async for batch, outcomes in checked:
+            io.control.advance(sum(block.length_bytes for block in batch))
+            for outcome in outcomes:
+                yield outcome
+
+
+class BlockChecker:
+    """Verifies single files. Thread-safe."""
+
+    def __init__(
+        self,
+        ops: FileOps,
+        namespace: FoundNamespace,
+        blocks: Sequence[FoundBlock],
+        key: IntegrityKey | None = None,
+        *,
+        remove_corrupt: bool = False,
+    ) -> None:
+        """Determine the block length from the manifest or, without one, from most of `blocks`.
+
+        Args:
+            ops: The system calls.
+            namespace: The blocks' namespace.
+            blocks: All its blocks.
+            key: Integrity key of the checksums.
+            remove_corrupt: Whether to remove the files of corrupt blocks.
+        """
+        self._key = key
+        self._ops = ops
+        self._namespace = namespace
+        self._remove_corrupt = remove_corrupt
+        self._block_bytes = namespace.block_bytes
+        lengths = Counter(block.length_bytes for block in blocks).most_common(1)
+        self._usual_bytes = lengths[0][0] if lengths else 0
+
+    def check(self, blocks: Sequence[FoundBlock]) -> list[Outcome]:
+        """Verify blocks one by one; a failure does not affect other blocks."""
+        return [self._check(block) for block in blocks]
+
+    def _check(self, block: FoundBlock) -> Outcome:
+        try:
+            fd = self._ops.open(block.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return Outcome(block, Verdict.GONE)
+        except OSError as error:
+            return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
+        try:
+            verdict, reason = self._judge(fd, block)
+            if verdict is not Verdict.CORRUPT:
+                return Outcome(block, verdict, reason)
+            return self._corrupt(fd, block, reason)
+        except FileNotFoundError:
+            return Outcome(block, Verdict.GONE)
+        except (OSError, MemoryError) as error:
+            return Outcome(block, Verdict.UNREADABLE, _why(error))
+        finally:
+            self._ops.close(fd)
+
+    def _judge(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
+        length = self._ops.fstat(fd).st_size
+        # Read before the bytes, so that a file overwritten meanwhile does not match.
+        digest = self._ops.get_xattr(fd, ATTRIBUTE)
+        digester = AttributeDigester(self._namespace.layout_of(length), self._key)
+        origin = None if digest is None else digester.origin_of(digest)
+        if origin is Origin.NEWER:  # its blocks may have another length
+            return Verdict.NEWER, ""
+        wanted = self._block_bytes
+        if wanted is None and digest is None:
+            wanted = self._usual_bytes
+        if wanted is not None and length != wanted:
+            return Verdict.CORRUPT, f"{length} bytes instead of {wanted}"
+        data = memoryview(bytearray(length))
+        if (done := self._fill(fd, data)) < length:
+            return Verdict.CORRUPT, f"ends after {done} bytes"
+        if verdict := _NOT_COMPARED.get(origin):
+            return verdict, ""
+        if digest != digester.attribute_value(block.key, data):
+            return Verdict.CORRUPT, "wrong checksum"
+        return Verdict.VERIFIED, ""
+
+    def _fill(self, fd: int, data: memoryview) -> int:
+        """Read the beginning of a file; return the number of bytes read."""
+        done = 0
+        while done < len(data):
+            count = self._ops.pread_into(fd, data[done:], done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def _corrupt(self, fd: int, block: FoundBlock, reason: str) -> Outcome:
+        """Check that the path still names the file that was read, and remove it if requested."""
+        status = self._ops.fstat(fd)
+        if not os.path.samestat(status, self._ops.stat(block.path)):
+            return Outcome(block, Verdict.GONE)
+        if not self._remove_corrupt:
+            return Outcome(block, Verdict.CORRUPT, reason)
+        try:
+            self._ops.unlink(block.path)
+        except FileNotFoundError:
+            return Outcome(block, Verdict.GONE)
+        except OSError as error:
+            reason = f"{reason}, and cannot be removed: {error.strerror or error}"
+            return Outcome(block, Verdict.CORRUPT, reason)
+        return Outcome(block, Verdict.CORRUPT, reason, is_removed=True)
+
+
+def _why(error: OSError | MemoryError) -> str:
+    if isinstance(error, MemoryError):  # a sparse file can have any length
+        return "more bytes than fit into memory"
+    return error.strerror or str(error)
+
+
+def _batches(blocks: Sequence[FoundBlock]) -> Iterator[Sequence[FoundBlock]]:
+    first, size_bytes = 0, 0
+    for index, block in enumerate(blocks, 1):
+        size_bytes += block.length_bytes
+        if size_bytes >= BATCH_BYTES:
+            yield blocks[first:index]
+            first, size_bytes = index, 0
+    if first < len(blocks):
+        yield blocks[first:]

@@ -1,34 +1,340 @@
-"""`StoreMaintenance` for namespaces of the `fs` tier."""
+"""Maintenance of namespaces of the `fs` tier; files of living writers are kept.
+
+The walk precedes the check of the writers: a writer registers before it creates temporary files, so
+the writers of all files found by the walk are known by then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+import stat as stat_module
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import ClassVar, Self
 
 import anyio.to_thread
 
 from kvoffload_async.abc.maintenance import (
+    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
     Problem,
+    Removal,
     RepairOptions,
     StoreMaintenance,
     Summary,
 )
+from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo
-from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.format import check_namespace
-from kvoffload_async.tiers.fs.maintenance.cleanup import Cleanup
-from kvoffload_async.tiers.fs.maintenance.inspection import inspect_namespace
-from kvoffload_async.tiers.fs.maintenance.namespaces import FoundNamespace, find_namespaces
-from kvoffload_async.tiers.fs.maintenance.scan import scan_namespace
-from kvoffload_async.tiers.fs.maintenance.verification import FileVerification, verify_blocks
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
+from kvoffload_async.tiers.fs.maintenance.inspection import (
+    FileVerification,
+    FoundFile,
+    FoundNamespace,
+    Outcome,
+    Scan,
+    Writers,
+    find_namespaces,
+    inspect_namespace,
+    judge_writers,
+    scan_namespace,
+    sort_temps,
+    verify_blocks,
+)
+from kvoffload_async.tiers.fs.namespace_init import check_namespace
+from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+from kvoffload_async.tiers.fs.walk import NamespaceWalk, writer_of
+from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, remove_entry
+
+_PAUSE_S = 0.05
+
+
+@dataclass(slots=True)
+class Removed:
+    """Files removed from one namespace, or to be removed.
+
+    Attributes:
+        name: Name of the namespace's folder.
+        dry_run: Whether nothing was changed.
+        temps_of_dead: Temporary files of dead writers.
+        temps_foreign: Old temporary files of unknown writers.
+        corrupt: Corrupt blocks.
+        unknown_files: Files that are not blocks.
+        former: Blocks in the layout of former releases.
+        writers: Entries of dead writers.
+        folders: Empty folders; last the namespace's own, if nothing is left in it.
+        freed_bytes: Disk bytes of all of these.
+        counted_bytes: The shared count afterwards, if there is one.
+        failures: Files that could not be removed or read, with the reason.
+    """
+
+    name: str
+    dry_run: bool
+    temps_of_dead: list[str] = field(default_factory=list)
+    temps_foreign: list[str] = field(default_factory=list)
+    corrupt: list[str] = field(default_factory=list)
+    unknown_files: list[str] = field(default_factory=list)
+    former: list[str] = field(default_factory=list)
+    writers: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    freed_bytes: int = 0
+    counted_bytes: int | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Title of the table of figures."""
+        return "Would be removed" if self.dry_run else "Removed"
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Rows of the table of figures."""
+        return [
+            ("temporary files of dead writers", f"{len(self.temps_of_dead):,}"),
+            ("old temporary files of unknown ones", f"{len(self.temps_foreign):,}"),
+            ("entries of dead writers", f"{len(self.writers):,}"),
+            ("corrupt blocks", f"{len(self.corrupt):,}"),
+            ("unknown files", f"{len(self.unknown_files):,}"),
+            ("blocks in the former layout", f"{len(self.former):,}"),
+            ("empty folders", f"{len(self.folders):,}"),
+            ("bytes on disk", f"{self.freed_bytes:,}"),
+        ]
+
+
+class Cleanup:
+    """Cleans up one namespace as one of its writers. Run by one thread at a time.
+
+    Attributes:
+        removed: Files removed so far.
+    """
+
+    def __init__(self, ops: FileOps, namespace: FoundNamespace, options: GcOptions) -> None:
+        self.removed = Removed(namespace.name, options.dry_run)
+        self._options = options
+        self._ops = ops
+        self._namespace = namespace
+        self._writers: WriterRegistry | None = None
+        self._gone: set[str] = set()
+        self._is_empty = False
+        self._findings: list[Finding] = []
+
+    def take_findings(self) -> list[Finding]:
+        """Return the findings since the last call."""
+        findings, self._findings = self._findings, []
+        return findings
+
+    # -- blocking calls, in this order ------------------------------------------------------------
+
+    def register(self) -> None:
+        """Register as a writer if the namespace has writers, to use their count and clock.
+
+        Raises:
+            InputError: The namespace is not writable.
+        """
+        if self._options.dry_run or not self._ops.exists(f"{self._namespace.folder}/{FOLDER}"):
+            return
+        writers = WriterRegistry(self._ops, self._namespace.folder)
+        try:
+            writers.register()
+        except OSError as error:
+            writers.die()
+            raise InputError(
+                f"{self._namespace.folder}: cannot be written: {error.strerror or error}"
+            ) from error
+        self._writers = writers
+
+    def other_writers(self) -> Writers:
+        """Return the living and dead writers."""
+        writers = judge_writers(self._ops, self._namespace.folder, self._now_s())
+        own_id = {self._writers.writer_id} if self._writers else set()
+        return Writers(writers.living - own_id, writers.dead - own_id)
+
+    def sweep(self, scan: Scan, writers: Writers) -> None:
+        """Remove unused files, entries and folders."""
+        removed = self.removed
+        latest_s = self._now_s() - self._options.older_than_s
+        temps = sort_temps(scan.temps, writers)
+        old_foreign = [temp for temp in temps.foreign if temp.modified_s <= latest_s]
+        self._remove_files(temps.dead, removed.temps_of_dead, "left by a dead writer")
+        self._remove_files(old_foreign, removed.temps_foreign, "old, of an unknown writer")
+        if self._options.unknown_files:
+            old = [file for file in scan.unknown_files if file.modified_s <= latest_s]
+            self._remove_files(old, removed.unknown_files, "no block")
+        is_own = self._ops.exists(f"{self._namespace.folder}/{FOLDER}")  # not only vLLM's
+        if self._options.former_layout and self._namespace.is_vllms and is_own:
+            if writers.living:
+                self.fail(f"{self._namespace.folder}: in use, and therefore not removed")
+            else:
+                self._remove_files(scan.blocks, removed.former, "in the former layout")
+        left = {writer_of(t.path) for t in temps.dead if t.path not in self._gone}
+        self._remove_entries(sorted(writers.dead - left))
+        self._remove_folders(scan)
+        files = (*scan.blocks, *scan.temps, *scan.unknown_files)
+        self._is_empty = is_own and not (
+            writers.living
+            or scan.other_folders
+            or scan.unreadable
+            or any(file.path not in self._gone for file in files)
+        )
+        if self._is_empty and self._options.dry_run:
+            self._note(removed.folders, self._namespace.folder, "empty", 0)
+        if self._options.dry_run:
+            for path in removed.temps_of_dead:
+                self._findings.append(Problem(f"left by a dead writer: {path}", path))
+
+    def unregister(self) -> None:
+        """Correct the shared count, and unregister."""
+        writers, self._writers = self._writers, None
+        if writers is None:
+            return
+        try:
+            if self._ops.exists(f"{self._namespace.folder}/{FILE_NAME}"):
+                self.removed.counted_bytes = self._recount(writers)
+        except OSError as error:
+            self.fail(f"the count of bytes: {error.strerror or error}")
+        finally:
+            writers.unregister()
+        if self._is_empty:
+            self._remove_namespace()
+
+    # -- calls that do not block ------------------------------------------------------------------
+
+    def take_in(self, outcome: Outcome) -> None:
+        """Record a block that was read, and removed if corrupt."""
+        bad, dry_run = outcome.bad, self._options.dry_run
+        if outcome.verdict is Verdict.CORRUPT and (bad.is_removed or dry_run):
+            self._note(self.removed.corrupt, bad.path, bad.reason, outcome.block.disk_bytes)
+            if dry_run:
+                self._findings.append(Problem(f"corrupt: {bad.path}", bad.path))
+        elif outcome.verdict in {Verdict.CORRUPT, Verdict.UNREADABLE} and not dry_run:
+            self.fail(str(bad), bad.path)
+
+    def fail(self, text: str, what: str = "") -> None:
+        """Record a failure."""
+        self.removed.failures.append(text)
+        self._findings.append(Problem(text, what))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        """Return the time by the filesystem's clock, or this host's without an own entry there."""
+        if self._writers is None:
+            return time.time()
+        self._writers.heartbeat()
+        return self._ops.stat(self._entry(self._writers.writer_id)).st_mtime
+
+    def _entry(self, writer_id: str) -> str:
+        return f"{self._namespace.folder}/{FOLDER}/{writer_id}"
+
+    def _remove_files(self, files: Iterable[FoundFile], removed: list[str], reason: str) -> None:
+        for file in files:
+            self._remove(file.path, file.disk_bytes, removed, reason, self._ops.unlink)
+
+    def _remove_entries(self, writer_ids: Iterable[str]) -> None:
+        for writer_id in writer_ids:
+            path = self._entry(writer_id)
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes = disk_bytes(self._ops.stat(path))
+                remove = partial(remove_entry, self._ops)
+                self._remove(path, size_bytes, self.removed.writers, "of a dead writer", remove)
+
+    def _remove_folders(self, scan: Scan) -> None:
+        """Remove empty folders in vLLM's layout, deepest first; writers create them again."""
+        if not self._namespace.is_vllms:
+            return
+        occupied: set[str] = set()
+        files = (*scan.blocks, *scan.temps, *scan.unknown_files)
+        for path in (*(file.path for file in files), *scan.other_folders):
+            if path not in self._gone:
+                _add_parents(occupied, path)
+        for folder in sorted(scan.folders, reverse=True):
+            if folder not in occupied:
+                with contextlib.suppress(FileNotFoundError):
+                    size_bytes = disk_bytes(self._ops.stat(folder))
+                    removed = self.removed.folders
+                    self._remove(folder, size_bytes, removed, "empty", self._ops.rmdir)
+
+    def _remove_namespace(self) -> None:
+        """Remove a namespace without blocks, unless a tier opens it meanwhile.
+
+        The folder of writers goes first: it is not empty while a tier is registered. A tier that
+        registers later makes missing folders again, and counts again.
+        """
+        folder, ops = self._namespace.folder, self._ops
+        try:
+            ops.rmdir(f"{folder}/{FOLDER}")
+            for path, status in ops.entries(folder):
+                if stat_module.S_ISDIR(status.st_mode):
+                    ops.rmdir(path)
+                else:
+                    ops.unlink(path)
+            ops.rmdir(folder)
+        except OSError:  # it is in use again
+            return
+        self._note(self.removed.folders, folder, "empty", 0)
+        config_path = self._namespace.config_path
+        base = config_path.rpartition("/")[0]
+        others = names_in(ops, base.rpartition("/")[0])
+        if not any(name.startswith(f"{base.rpartition('/')[2]}_r") for name in others):
+            with contextlib.suppress(OSError):  # it is of another version, or in use again
+                ops.unlink(config_path)
+                ops.rmdir(base)
+
+    def _remove(
+        self,
+        path: str,
+        size_bytes: int,
+        removed: list[str],
+        reason: str,
+        call: Callable[[str], None],
+    ) -> None:
+        if not self._options.dry_run:
+            try:
+                call(path)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if call != self._ops.rmdir:  # a folder that is in use again is skipped
+                    self.fail(f"{path}: {error.strerror or error}", path)
+                return
+        self._note(removed, path, reason, size_bytes)
+
+    def _note(self, removed: list[str], path: str, reason: str, freed_bytes: int) -> None:
+        removed.append(path)
+        self._gone.add(path)
+        self.removed.freed_bytes += freed_bytes
+        self._findings.append(Removal(path, reason, freed_bytes))
+
+    def _recount(self, writers: WriterRegistry) -> int:
+        """Correct the shared count by a walk, as far as concurrent writers allow."""
+        entry_bytes = writers.entry_bytes()
+        usage = UsageFile(self._ops, self._namespace.folder, writers.writer_id, writers.living)
+        usage.open(entry_bytes)
+        try:
+            walk = NamespaceWalk(self._ops, self._namespace, writers, usage)
+            while not (step := walk.step(math.inf, lambda: False)).ends_cycle:
+                if step.is_waiting:
+                    threading.Event().wait(_PAUSE_S)
+            if step.error is not None:
+                raise step.error
+            return usage.read().settled_bytes - entry_bytes
+        finally:
+            usage.close()
+
+
+def _add_parents(folders: set[str], path: str) -> None:
+    parent = path.rpartition("/")[0]
+    while parent and parent not in folders:
+        folders.add(parent)
+        parent = parent.rpartition("/")[0]
 
 
 class FsMaintenance(StoreMaintenance):
