@@ -75,10 +75,14 @@ class KeyMap(Collection[OffloadKey]):
     def find(self, keys: Sequence[OffloadKey]) -> list[int | None]:
         """Return each key's integer, None for absent keys."""
         parts = self.parts
+        numbers: list[int | None] = []
         try:
-            return [parts[key[0] + key[LAST_HASH_BYTE]].get(key) for key in keys]
+            for key in keys:
+                part = parts[key[0] + key[LAST_HASH_BYTE]]
+                numbers.append(part.get(key))
         except IndexError:
             raise too_short(keys) from None
+        return numbers
 
     def update(self, keys: Sequence[OffloadKey], numbers: Iterable[int]) -> None:
         """Set the integers of keys, present or not."""

@@ -1,6 +1,11 @@
 """Keys, numbers and lists of numbers, against dictionaries and lists."""
 
+import errno
+import gc
 import hashlib
+import mmap
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +19,13 @@ from kvoffload_async.errors import StateError
 from kvoffload_async.facade.manager import Generation
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.tables.arrays import integers, long_integers, objects, small_integers
+from kvoffload_async.tables.arrays import (
+    MAX_NUMBERS,
+    Objects,
+    integers,
+    long_integers,
+    small_integers,
+)
 from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
 from kvoffload_async.tables.keytable import KeyTable
@@ -119,7 +130,64 @@ def test_what_is_too_short_to_be_a_key_is_an_error_that_says_so(call):
 def test_arrays_start_with_zeros_and_none():
     for make in integers, small_integers, long_integers:
         assert list(make(3)) == [0, 0, 0]
-    assert list(objects(2)) == [None, None]
+    assert Objects().find([0, 10**6]) == [None, None]
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("policy", [LruPolicy, ArcPolicy])
+def test_a_ranking_for_as_many_blocks_as_can_be_numbered_takes_memory_for_those_it_has(policy):
+    before = resident_bytes()
+    tracemalloc.start()
+    try:
+        ranking = KeyRanking(policy(MAX_NUMBERS))
+        places = long_integers(MAX_NUMBERS)
+        ranking.admit(K[:3])
+        places[MAX_NUMBERS - 1] = 7
+        traced_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert traced_bytes < 1 << 20
+    assert resident_bytes() - before < 16 << 20
+    assert ranking.resident() == K[:3]
+    assert (places[0], places[MAX_NUMBERS - 1]) == (0, 7)
+
+
+def test_objects_are_in_parts_which_the_collector_does_not_traverse():
+    objects = Objects()
+    assert not objects.parts, "an empty table has none"
+    objects.update([5000, 4095, 4096], "abc")
+    assert len(objects.parts) == 2
+    assert not any(map(gc.is_tracked, objects.parts.values()))
+    assert objects.get(5000) == "a"
+    assert objects.find([4096, 0, 4095]) == ["c", None, "b"]
+    assert objects.find_range(range(4094, 4098)) == [None, "b", "c", None]
+    assert objects.find_range(range(4095, 4096)) == ["b"]
+    assert objects.find_range(range(0)) == []
+    assert objects.find_range(range(9000))[4094:4097] == [None, "b", "c"]
+    objects.clear()
+    assert objects.find([4095]) == [None]
+
+
+def test_tables_of_integers_need_no_kernel_with_huge_pages(monkeypatch):
+    class Unadvised(mmap.mmap):
+        def madvise(self, option):
+            assert option == mmap.MADV_NOHUGEPAGE
+            raise OSError(errno.EINVAL, "no such advice")
+
+    monkeypatch.setattr(mmap, "mmap", Unadvised)
+    assert list(integers(3)) == [0, 0, 0]
+
+
+def test_a_table_without_address_space_is_an_error_of_memory(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="no address space for a table of 40 bytes"):
+        long_integers(5)
 
 
 def test_a_table_finds_keys_and_numbers():
