@@ -98,7 +98,7 @@ def test_a_tier_is_refused_where_weights_change_while_the_server_runs():
 
     spec = KVOffloadSpec(replace(make_config([], "e"), extra_config={"cpu_bytes_to_use": "64KiB"}))
     content = ModelContent(Surroundings(VllmConfig(), None))
-    with pytest.raises(ConfigError, match=r"weight_transfer_config is set.*leave the tier out"):
+    with pytest.raises(ConfigError, match=r"weight_transfer_config is set.*remove the tier"):
         identify(spec, IdentityOptions(), "", content)
     identify(spec, IdentityOptions(fingerprint="they never change"), "", content)
 

@@ -15,7 +15,7 @@ from vllm_world import MODULE
 
 from kvoffload_async import integrations
 from kvoffload_async.integrations.vllm import FsTier, SlabTier
-from kvoffload_async.integrations.vllm.tier import VllmTier
+from kvoffload_async.integrations.vllm.tiers import VllmTier
 from kvoffload_async.integrations.vllm.version import check_version
 
 TIERS = [FsTier, SlabTier]

@@ -64,7 +64,10 @@ def spec_with(tiers=(), **extra):
         ({"secondary_tiers": [{"type": "fsx", "root_dir": "/x"}]}, "'fsx'.*did you mean 'fs'"),
         ({"secondary_tiers": [{"type": "fs"}]}, "root_dir"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "n": 1}]}, "unknown key 'n'"),
-        ({"secondary_tiers": [{"type": "fs", "root_dir": "/x", "rank": 1}]}, "rank: 1 is not for"),
+        (
+            {"secondary_tiers": [{"type": "fs", "root_dir": "/x", "rank": 1}]},
+            "rank: 1 is determined by vLLM",
+        ),
         ({"secondary_tiers": [{"type": "fs", "root_dir": "x"}]}, "'x' is not an absolute path"),
         ({"secondary_tiers": [{"type": "fs", "root_dir": None}]}, r"\[0\]: root_dir: None"),
         ({"secondary_tiers": [{"type": "FsTier", "root_dir": "/x"}]}, r'\[0\]: .*use "fs" here'),

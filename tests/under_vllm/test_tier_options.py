@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.tiering.backpressure import EMABackpressureDetector
 from vllm_world import keys_of
 
 from kvoffload_async.errors import ConfigError, UnknownNameError
-from kvoffload_async.integrations.vllm.metrics import CONFIG_INFO_KEYS, FAILED_JOBS
+from kvoffload_async.integrations.vllm.tiers import CONFIG_INFO_KEYS, FAILED_JOBS
 
 
 def test_every_option_of_vllms_tier_is_taken(serving, fs, theirs):

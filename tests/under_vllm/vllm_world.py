@@ -183,6 +183,11 @@ class Serving:
         self.manager.shutdown()
         self._is_shut = True
 
+    def forget(self):
+        """Let go of everything that the test has shut down itself."""
+        self.spec = self.manager = self.tier = self.worker = self.rows = None
+        self._is_shut = True
+
 
 class FaultyFsTier(FsTier):
     """Our tier on system calls that fail or hang as the test says: `FaultyFsTier.ops`."""

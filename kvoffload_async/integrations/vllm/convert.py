@@ -6,6 +6,8 @@ Unqualified names in annotations are this package's; vLLM's are qualified with t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -39,6 +41,14 @@ from kvoffload_async.types import (
     TransferResult,
     as_block_ids,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Hints:
+    """vLLM's `kv_hints` of a request, kept for tiers that are written for vLLM."""
+
+    value: Any
+
 
 _LOOKUP: Final = {
     LookupResult.HIT: base.LookupResult.HIT,
@@ -84,6 +94,9 @@ def request_of(context: base.ReqContext) -> ReqContext:
         load_tier_filter=tier_filter(context.load_tier_filter),
     )
     share_positions(context, made)
+    hints = getattr(context, "kv_hints", None)
+    if hints is not None:
+        made.put_scratch(_Hints(hints))
     context.set_state(made)
     return made
 
@@ -317,3 +330,96 @@ def engine_stats(
         for value in values:
             stats.observe_histogram(name, value)
     return stats
+
+
+# -- tiers written for vLLM ---------------------------------------------------------------------
+
+_OWN_LOOKUP: Final = {theirs: own for own, theirs in _LOOKUP.items()}
+_OWN_MEDIUM: Final = {theirs: own for own, theirs in _MEDIUM.items()}
+_OWN_LOCALITY: Final = {base.Locality(own.value): own for own in Locality}
+
+
+def context_of(request: ReqContext) -> base.ReqContext:
+    """Return vLLM's context of a request, cached in the state of this package's context.
+
+    It is not the one that vLLM's scheduler has: each of the two would keep the other alive.
+    """
+    known = request.get_scratch(base.ReqContext)
+    if known is None:
+        hints = request.get_scratch(_Hints)
+        known = base.ReqContext(request.req_id, request.kv_transfer_params)
+        if hints is not None:
+            known.kv_hints = hints.value
+        request.put_scratch(known)
+    return known
+
+
+def transfer_job(job: JobMetadata) -> tiering.TransferJob:
+    """Convert a job; its slots are read-only."""
+    return tiering.TransferJob(
+        job.job_id,
+        job.keys,
+        job.block_ids,
+        job.is_promotion,
+        context_of(job.req_context),
+        job.submit_time,
+    )
+
+
+def step_end(context: ScheduleEndContext | None) -> base.ScheduleEndContext:
+    """Convert the events of a scheduler step."""
+    given = context or ScheduleEndContext()
+    return base.ScheduleEndContext(given.new_req_ids, given.preempted_req_ids)
+
+
+def own_place(manager: tiering.SecondaryTierManager) -> tuple[Medium, Locality]:
+    """Return where a manager's blocks are: in local storage, unless it says otherwise."""
+    return (
+        _OWN_MEDIUM.get(manager.medium, Medium.STORAGE),
+        _OWN_LOCALITY.get(getattr(manager, "locality", None), Locality.LOCAL),
+    )
+
+
+# The functions below get values of third-party code. They return a value that cannot be converted
+# unchanged, and `facade.external` refuses it.
+
+
+def own_lookup(answer: Any) -> Any:  # noqa: ANN401 - see above
+    """Convert the answer of a tier's lookup."""
+    return _OWN_LOOKUP.get(answer, answer)
+
+
+def own_offloading_context(context: base.RequestOffloadingContext) -> RequestOffloadingContext:
+    """Convert a tier's choice of a request's blocks."""
+    is_request_level = context.policy is base.OffloadPolicy.REQUEST_LEVEL
+    return RequestOffloadingContext(
+        OffloadPolicy.REQUEST_LEVEL if is_request_level else OffloadPolicy.BLOCK_LEVEL
+    )
+
+
+def own_result(result: Any) -> Any:  # noqa: ANN401 - see above
+    """Convert a tier's report of a job's end."""
+    with suppress(AttributeError, TypeError):
+        landed = result.successful_keys
+        return JobResult(
+            result.job_id,
+            result.success,
+            successful_keys=None if landed is None else frozenset(landed),
+            transfer_time=result.transfer_time,
+            transfer_bytes=result.transfer_bytes,
+        )
+    return result
+
+
+def own_event(event: Any) -> Any:  # noqa: ANN401 - see above
+    """Convert an event of a tier."""
+    with suppress(AttributeError, KeyError, TypeError):
+        return OffloadingEvent(
+            tuple(event.keys),
+            _OWN_MEDIUM[event.medium],
+            event.removed,
+            locality=_OWN_LOCALITY.get(event.locality),
+            metadata_only=getattr(event, "metadata_only", False),
+            removal_expected=event.removal_expected,
+        )
+    return event

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.integrations.vllm import convert, metrics
+from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.engine_metrics import EngineCounts
 from kvoffload_async.integrations.vllm.positions import take_positions
 from kvoffload_async.integrations.vllm.worker import FAILED
@@ -236,7 +237,7 @@ class KVOffloadManager(base.OffloadingManager):
 
     # -- monitoring ------------------------------------------------------------------------
 
-    def get_stats(self) -> metrics.Stats | None:
+    def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the increments since the last call."""
         return self._counts.take_stats()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.runtime.owned import guard_forks
+from kvoffload_async.tiers.files.ops import FileOps
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ _PREFIX: Final = "process-"
 _NAME: Final = re.compile(_PREFIX + r"[0-9a-f]{32}")
 _LOCK: Final = "in-use"
 _TRIES: Final = 10
+_ops: Final = FileOps()
+"""Locks that a forked child does not inherit."""
 
 
 class ProcessFolder:
@@ -50,6 +53,7 @@ class ProcessFolder:
                 f"root_dir: {root_dir!r} cannot be used: {error}; an unknown model needs a "
                 'directory with file locks, unless the tier has a "fingerprint"'
             ) from error
+        guard_forks(self, _lock_fd=None)
 
     def close(self) -> None:
         """Remove the folder; idempotent. Errors are logged."""
@@ -61,7 +65,7 @@ class ProcessFolder:
         except OSError as error:
             logger.warning("%s could not be removed: %s", self.path, error)
         finally:
-            os.close(fd)
+            _ops.close(fd)
 
 
 def _make(root: Path) -> tuple[str, int | None]:
@@ -74,23 +78,15 @@ def _make(root: Path) -> tuple[str, int | None]:
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
             fd = os.open(path / _LOCK, flags, 0o600)
             # Another process may have removed the folder before it was locked.
-            if _try_lock(fd) and os.fstat(fd).st_nlink:
+            if _ops.lock(fd, wait=False) and os.fstat(fd).st_nlink:
                 return str(path), fd
         except OSError:
             if fd is not None:
-                os.close(fd)
+                _ops.close(fd)
             shutil.rmtree(path, ignore_errors=True)
             raise
-        os.close(fd)
+        _ops.close(fd)
     raise OSError(errno.EAGAIN, "other processes removed each folder before it was locked")
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _remove_dead(root: Path) -> None:
@@ -106,9 +102,9 @@ def _remove_if_dead(folder: Path) -> None:
         return  # being created, or not a folder of this package
     try:
         # A held lock belongs to a living process. This package locks only regular files.
-        if stat.S_ISREG(os.fstat(fd).st_mode) and _try_lock(fd):
+        if stat.S_ISREG(os.fstat(fd).st_mode) and _ops.lock(fd, wait=False):
             shutil.rmtree(folder)
     except OSError as error:
         logger.warning("%s of a dead process could not be removed: %s", folder, error)
     finally:
-        os.close(fd)
+        _ops.close(fd)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.config import OffloadConfig, parse_directory, reject_unknown
 from kvoffload_async.errors import ConfigError, StateError
@@ -43,11 +44,14 @@ from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_ranks,
 )
 from kvoffload_async.integrations.vllm.surroundings import surroundings_of
+from kvoffload_async.integrations.vllm.tier_adapter import adapted
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.machine import Limit, filesystem_limit
 from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
+
+SecondaryTierFactory.register_adapter(tiering.SecondaryTierManager, adapted)
 
 _DECIDED: Final = {
     "block_bytes",
@@ -204,6 +208,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             directory = self._own_directory(tier, identity)
             yield {
                 **({"on_mismatch": "replace"} if is_slab else {}),
+                **({"trust_vllm_directory": True} if options.trust_vllm_directory else {}),
                 **tier,
                 "root_dir": directory,
                 "run_config": identity.run_config,
@@ -299,12 +304,16 @@ class KVOffloadSpec(base.OffloadingSpec):
 
 
 class _SharedSpec(TieringOffloadingSpec):
-    """The engine's own spec, with its primary in the shared mapping."""
+    """The engine's own spec, with its primary in the shared mapping.
+
+    Attributes:
+        outer: vLLM's spec.
+    """
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         super().__init__(config)
         self._status = EngineStatus(outer.config.model.name)
-        self._outer = outer
+        self.outer = outer
         self._buffer: SharedBuffer | None = None
 
     @property
@@ -320,12 +329,12 @@ class _SharedSpec(TieringOffloadingSpec):
         finally:
             if self._buffer is not None:
                 self._buffer.remove_name()
-            self._outer.remove_process_folders()
+            self.outer.remove_process_folders()
 
     def _status_path(self) -> str | None:
         """Return the path; data-parallel replicas except the first append their number."""
         path = super()._status_path()
-        index = self._outer.config.parallel.data_parallel_index
+        index = self.outer.config.parallel.data_parallel_index
         return f"{path}-{index}" if path is not None and index else path
 
     def _memory_limits(self) -> Sequence[Limit]:
@@ -333,17 +342,17 @@ class _SharedSpec(TieringOffloadingSpec):
         return (*super()._memory_limits(), *([limit] if limit else []))
 
     def _create_buffer(self) -> PrimaryBuffer:
-        self._buffer = self._outer.map_primary(_SCHEDULER)
+        self._buffer = self.outer.map_primary(_SCHEDULER)
         return self._buffer
 
     def _create_manager(self) -> TieringOffloadingManager:
         try:
             return super()._create_manager()
         except BaseException:
-            self._outer.remove_process_folders()
+            self.outer.remove_process_folders()
             raise
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
         if self._buffer is None:
             raise StateError("the primary is mapped before the tiers are opened")
-        return list(self._outer.identified_tiers(self.config.secondary_tiers, self._buffer))
+        return list(self.outer.identified_tiers(self.config.secondary_tiers, self._buffer))
