@@ -8,6 +8,12 @@ third-party libraries are mapped to these classes once, where they enter the pac
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from typing import Final
+
 
 class OffloadError(Exception):
     """Base class of all errors that this package raises deliberately."""
@@ -118,6 +124,46 @@ def text_of(error: BaseException) -> str:
     if not text:
         return name
     return text if isinstance(error, OffloadError) else f"{name}: {text}"
+
+
+_NO_THREAD: Final = "can't start new thread"
+_SHORTAGES: Final = {
+    errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+    errno.ENOMEM: "give this process more memory",
+    errno.EAGAIN: "raise this process's limits of threads (ulimit -u, pids.max of its cgroup)",
+}
+
+
+def shortage_remedy(error: BaseException) -> str:
+    """Return the remedy if descriptors, memory or threads are exhausted; empty for other errors.
+
+    Errors of `threading` and of the dynamic linker have no errno, so their texts are compared.
+    """
+    if isinstance(error, MemoryError):
+        return _SHORTAGES[errno.ENOMEM]
+    if (code := getattr(error, "errno", None)) is not None:
+        return _SHORTAGES.get(code, "")
+    text = str(error).replace(_NO_THREAD, os.strerror(errno.EAGAIN))
+    return next((remedy for code, remedy in _SHORTAGES.items() if os.strerror(code) in text), "")
+
+
+@contextlib.contextmanager
+def naming_shortage(what: str) -> Iterator[None]:
+    """Convert an error for want of descriptors, memory or threads to one with the remedy.
+
+    Args:
+        what: What is impossible without them, with the keys and values that matter.
+
+    Raises:
+        TierUnavailableError: Something is exhausted.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not (remedy := shortage_remedy(error)):
+            raise
+        raise TierUnavailableError(f"{what} ({text_of(error)}); {remedy}") from error
 
 
 def drop_tracebacks(error: BaseException | None) -> None:

@@ -196,7 +196,7 @@ TransferJob = JobMetadata
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Result of an accepted job; created only by the job ledger.
+    """Result of an accepted job; created only by the job ledger, and by external managers.
 
     Attributes:
         job_id: The job.

@@ -93,7 +93,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests without --slow, and sweeps and the soak unless -m names their marker."""
+    """Deselect slow tests without --slow, and sweeps and the soak unless -m names their marker.
+
+    State machines are not part of the measured coverage: they reach lines by chance, and run three
+    times as long under measurement.
+    """
     left_out = {"soak", "sweep"} | (set() if config.option.slow else {"slow", "servers"})
     left_out = {name for name in left_out if name not in config.option.markexpr}
     out = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
@@ -101,6 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=out)
         kept = set(items) - set(out)
         items[:] = [item for item in items if item in kept]
+    for item in items:
+        if item.get_closest_marker("stateful"):
+            item.add_marker("no_cover")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -315,6 +315,10 @@ class FaultyFileOps(FileOps):
         self._before_fd("is_locked", fd)
         return super().is_locked(fd)
 
+    def sync_entry(self, path: str) -> None:
+        self._before("sync_entry", path)
+        super().sync_entry(path)
+
     def utime(self, path: str) -> None:
         self._before("utime", path)
         super().utime(path)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 PREFIX = "kvoffload"
 GRACE_S = 20.0
@@ -20,3 +21,22 @@ def left(before: Collection[threading.Thread]) -> list[str]:
     for thread in started:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     return sorted(thread.name for thread in started if thread.is_alive())
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Threadless:
+    """A system that gives no thread after the first few."""
+
+    def __init__(self, monkeypatch, allowed):
+        real = threading.Thread.start
+
+        def start(thread):
+            if not allowed:
+                raise RuntimeError("can't start new thread")
+            allowed.pop()
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)

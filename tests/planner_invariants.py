@@ -597,7 +597,7 @@ def nothing_is_lost(rest: Rest) -> Iterator[str]:
 def nothing_is_pending(rest: Rest) -> Iterator[str]:
     """P23: with room for it, and a tier in order."""
     for index, queue in enumerate(rest.planner.cascades.queues):
-        if queue.count and not queue.is_shut and rest.planner.cascades.room(index):
+        if queue.count and not queue.is_shut and rest.planner.shares.room_to_store(index):
             yield f"tier {index} has pending {queue.count} blocks, and has room"
 
 

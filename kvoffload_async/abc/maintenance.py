@@ -120,6 +120,8 @@ class GcOptions:
             temporary files of unknown writers.
         corrupt: Whether to remove blocks that fail verification.
         unknown_files: Whether to remove files that are neither blocks nor part of a store.
+        former_layout: Whether to remove the blocks of `fs` in the layout of former releases, which
+            no tier serves; vLLM's own tier has the same layout.
         dry_run: Change nothing; report what would be removed.
         max_age_s: Remove blocks last written or renewed more than this many seconds ago; None: no
             age limit. For stores whose tier does not limit them (`bounds_blocks`), like
@@ -130,6 +132,7 @@ class GcOptions:
     older_than_s: float = 3600.0
     corrupt: bool = False
     unknown_files: bool = False
+    former_layout: bool = False
     dry_run: bool = False
     max_age_s: float | None = None
     keep_bytes: int | None = None

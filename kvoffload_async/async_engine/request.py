@@ -50,7 +50,8 @@ class Waiters:
             waiter.wake()
         if has_room:
             self._round += 1
-            self.room_left()
+            if self.for_room:
+                self.room_left()
 
     def room_left(self) -> None:
         """Wake the next waiter for room, unless it has already found none in this round.

@@ -20,7 +20,7 @@ from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
 from kvoffload_async.facade.manager import RoomWatch
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.types import OffloadingEvent, OffloadKey, PrepareStoreOutput
+from kvoffload_async.types import LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput
 
 
 class Steps:
@@ -318,9 +318,14 @@ class Stores:
 
     def _has_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether all current-generation keys are in the primary or being written there."""
-        self._manager.begin_step()  # a pending write may have failed by now
         current = self._manager.generation.current(keys)
-        return all(self._primary.state_of(key) is not BlockState.ABSENT for key in current)
+        if LookupResult.MISS in self._primary.lookup_many(current):
+            return False
+        self._manager.begin_step()  # a pending write may have failed by now
+        if LookupResult.MISS not in self._primary.lookup_many(current):
+            return True
+        self._manager.interrupt_step()  # the store may wait for a permit
+        return False
 
     def _prepare(self, request: EngineRequest, left: _KeysLeft) -> PrepareStoreOutput | None:
         """Reserve slots for the offered blocks; the caller must use them before it awaits."""

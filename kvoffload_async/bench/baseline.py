@@ -174,7 +174,7 @@ class PlainBaseline(Baseline):
     @contextmanager
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
         extents = _extents(payload.bytes, jobs)
-        with self._new_files(1, jobs.num_bytes, direct=plan.direct) as (file,):
+        with self._new_files(1, jobs.num_bytes, direct=plan.direct_baseline) as (file,):
 
             def write(start: int) -> None:
                 _check(os.pwritev(file, [extents[start]], start), extents[start])
@@ -285,7 +285,7 @@ class NativeBaseline(Baseline):
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
         size = _extent_blocks(jobs)
         file_bytes = -(-jobs.num_keys // (size * plan.threads)) * size * jobs.block_bytes
-        with self._new_files(plan.threads, file_bytes, direct=plan.direct) as files:
+        with self._new_files(plan.threads, file_bytes, direct=plan.direct_baseline) as files:
             engine = open_engine(plan.threads)
             memory = engine.map(payload.bytes, jobs.block_bytes, jobs.block_bytes)
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Plan:
         in_flight: Jobs in flight at once.
         rounds: Number of rounds.
         threads: Threads of the baseline.
-        direct: Whether the baseline bypasses the page cache.
+        direct_baseline: Whether the baseline bypasses the page cache.
         steady: Whether tiers with a capacity are filled before they are measured.
         keep: Whether each contender uses one store for all rounds of a block size.
         warm_up: Whether page cache memory is touched before a store is opened.
@@ -86,7 +86,7 @@ class Plan:
     in_flight: int
     rounds: int
     threads: int
-    direct: bool = False
+    direct_baseline: bool = False
     steady: bool = False
     keep: bool = False
     warm_up: bool = True
@@ -109,15 +109,16 @@ class Plan:
         *,
         keys_per_job: int,
         one_job: int,
-        in_flight: int,
-        rounds: int,
-        threads: int,
-        direct: bool = False,
-        steady: bool = False,
-        keep: bool = False,
-        warm_up: bool = True,
+        **others: Any,  # noqa: ANN401 - of several types
     ) -> Self:
-        """Validate the command line's settings.
+        """Return the plan with these settings, given as on the command line.
+
+        Args:
+            block_bytes: Block sizes, separated by commas.
+            total_bytes: Maximum bytes per pass.
+            keys_per_job: Blocks per job.
+            one_job: Requested blocks of the single large job.
+            **others: The other attributes, except `works`.
 
         Raises:
             InputError: The sizes do not fit together, or do not fit the machine.
@@ -143,13 +144,7 @@ class Plan:
             total_bytes=total,
             keys_per_job=keys_per_job,
             one_job=one_job,
-            in_flight=in_flight,
-            rounds=rounds,
-            threads=threads,
-            direct=direct,
-            steady=steady,
-            keep=keep,
-            warm_up=warm_up,
+            **others,
         )
 
 

@@ -13,7 +13,7 @@ import gc
 import os
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -217,10 +217,10 @@ class Samples:
     passes: defaultdict[tuple[str, str], list[Sample]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    failed_jobs: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    failed_jobs: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, str] = field(default_factory=dict)
-    wrong_blocks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    verified_blocks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    wrong_blocks: Counter[str] = field(default_factory=Counter)
+    verified_blocks: Counter[str] = field(default_factory=Counter)
 
     def forget_incomplete_round(self) -> None:
         """Drop the samples of an incomplete round."""
@@ -328,77 +328,70 @@ def _measure_baseline(baseline: Baseline, plan: Plan, payload: Payload, samples:
                 samples.passes[baseline.name, f"{what}{suffix}"].append(sample)
 
 
+@dataclass(slots=True, eq=False)
 class _Turn:
     """One contender's turn in every round."""
 
-    def __init__(
-        self,
-        contender: Contender,
-        plan: Plan,
-        payload: Payload,
-        samples: Samples,
-        kept: ExitStack,
-    ) -> None:
-        self._contender = contender
-        self._plan = plan
-        self._payload = payload
-        self._samples = samples
-        self._kept = kept
-        self._tier: OpenTier | None = None
-        self._next_job = 0
+    contender: Contender
+    plan: Plan
+    payload: Payload
+    samples: Samples
+    kept: ExitStack
+    tier: OpenTier | None = None
+    next_job: int = 0
 
     def run(self) -> None:
         """Store and load, and compare the loaded blocks."""
-        if not self._plan.keep:
+        if not self.plan.keep:
             with self._open() as tier:
                 self._measure(tier)
             return
-        if self._tier is None:
-            self._tier = self._kept.enter_context(self._open())
-        self._measure(self._tier)
+        if self.tier is None:
+            self.tier = self.kept.enter_context(self._open())
+        self._measure(self.tier)
 
     def _measure(self, tier: OpenTier) -> None:
-        work, name = self._samples.work, self._contender.name
+        work, name = self.samples.work, self.contender.name
         keys = self._store_and_load(tier, work.many, "store", "load")
         if work.one is not None:
             self._store_and_load(tier, work.one, f"store{ONE_JOB}", f"load{ONE_JOB}")
-        self._samples.passes[name, "at_rest"].append(time_at_rest(tier, keys))
+        self.samples.passes[name, "at_rest"].append(time_at_rest(tier, keys))
 
     @contextmanager
     def _open(self) -> Iterator[OpenTier]:
-        place = self._contender.place
-        if place is not None and self._plan.warm_up:
-            place.warm_up(self._payload.bytes, self._samples.work.stored_bytes)
+        place = self.contender.place
+        if place is not None and self.plan.warm_up:
+            place.warm_up(self.payload.bytes, self.samples.work.stored_bytes)
         with place.new_directory() if place else nullcontext() as directory:
             try:
-                tier = self._contender.open(
-                    self._payload.view, directory, self._samples.work.stored_bytes
+                tier = self.contender.open(
+                    self.payload.view, directory, self.samples.work.stored_bytes
                 )
             except OSError as error:
-                raise UnfitError(f"{self._contender.name}: cannot be opened: {error}") from error
+                raise UnfitError(f"{self.contender.name}: cannot be opened: {error}") from error
             try:
-                if self._plan.steady:
-                    self._fill_up(tier, self._samples.work)
+                if self.plan.steady:
+                    self._fill_up(tier, self.samples.work)
                 yield tier
             finally:
                 tier.close()
 
     def _fill_up(self, tier: OpenTier, work: Work) -> None:
-        capacity_bytes = self._contender.capacity_bytes(work.stored_bytes) or 0
+        capacity_bytes = self.contender.capacity_bytes(work.stored_bytes) or 0
         for _ in range(-(-capacity_bytes // work.many.num_bytes)):
             self._count_failures(self._drive(tier, _new_keys(work.many), work.many, is_load=False))
 
     def _store_and_load(
         self, tier: OpenTier, jobs: Jobs, store: str, load: str
     ) -> list[OffloadKey]:
-        name = self._contender.name
+        name = self.contender.name
         keys = _new_keys(jobs)
-        self._payload.fill()
+        self.payload.fill()
         self._note(store, self._drive(tier, keys, jobs, is_load=False))
-        self._payload.wipe()
+        self.payload.wipe()
         self._note(load, self._drive(tier, keys, jobs, is_load=True))
-        self._samples.wrong_blocks[name] += self._payload.wrong_rows(jobs.num_keys)
-        self._samples.verified_blocks[name] += jobs.num_keys
+        self.samples.wrong_blocks[name] += self.payload.wrong_rows(jobs.num_keys)
+        self.samples.verified_blocks[name] += jobs.num_keys
         return keys
 
     def _drive(
@@ -407,24 +400,24 @@ class _Turn:
         made = {}
         for first in range(0, jobs.num_keys, jobs.keys_per_job):
             rows = range(first, first + jobs.keys_per_job)
-            self._next_job += 1
-            made[self._next_job] = tier.make_job(
-                self._next_job, [keys[row] for row in rows], as_block_ids(rows), is_load=is_load
+            self.next_job += 1
+            made[self.next_job] = tier.make_job(
+                self.next_job, [keys[row] for row in rows], as_block_ids(rows), is_load=is_load
             )
         try:
-            return drive(tier, made, jobs, is_load=is_load, in_flight=self._plan.in_flight)
+            return drive(tier, made, jobs, is_load=is_load, in_flight=self.plan.in_flight)
         except UnfitError as error:
-            raise UnfitError(f"{self._contender.name}: {error}") from error
+            raise UnfitError(f"{self.contender.name}: {error}") from error
 
     def _note(self, what: str, outcome: PassOutcome) -> None:
-        self._samples.passes[self._contender.name, what].append(outcome.sample)
+        self.samples.passes[self.contender.name, what].append(outcome.sample)
         self._count_failures(outcome)
 
     def _count_failures(self, outcome: PassOutcome) -> None:
-        name = self._contender.name
+        name = self.contender.name
         if outcome.failures:
-            self._samples.failed_jobs[name] += len(outcome.failures)
-            self._samples.reasons[name] = outcome.failures[0]
+            self.samples.failed_jobs[name] += len(outcome.failures)
+            self.samples.reasons[name] = outcome.failures[0]
 
 
 def _new_keys(jobs: Jobs) -> list[OffloadKey]:

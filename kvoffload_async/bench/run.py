@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -67,7 +68,7 @@ def run_bench(
     is_complete = len(sizes) == len(plan.works) and sizes[-1].rounds == plan.rounds
     return Report(
         interrupted=not is_complete,
-        settings=_settings(plan),
+        settings={one.name: getattr(plan, one.name) for one in fields(plan) if one.name != "works"},
         machine=_machine(),
         contenders={contender.name: _facts(contender, baselines) for contender in contenders},
         sizes=sizes,
@@ -126,21 +127,6 @@ def _facts(contender: Contender, baselines: dict[str, Sequence[Baseline]]) -> di
         "options": dict(contender.options),
         "directory": str(contender.place.path) if contender.place else None,
         "baseline": {"directory": beside[0].directory, "kind": beside[0].kind} if beside else None,
-    }
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    return {
-        "total_bytes": plan.total_bytes,
-        "keys_per_job": plan.keys_per_job,
-        "one_job": plan.one_job,
-        "in_flight": plan.in_flight,
-        "rounds": plan.rounds,
-        "threads": plan.threads,
-        "direct_baseline": plan.direct,
-        "steady": plan.steady,
-        "keep": plan.keep,
-        "warm_up": plan.warm_up,
     }
 
 

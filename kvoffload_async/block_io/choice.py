@@ -13,7 +13,7 @@ from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, FileIo
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.block_io.python_io import PythonBlockIo
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ConfigError, naming_shortage, shortage_remedy, text_of
 
 if TYPE_CHECKING:
     from kvoffload_async.block_io.native_copies import NativeCopies
@@ -26,6 +26,8 @@ VARIABLE: Final = "KVOFFLOAD_NATIVE"
 _REMEDY: Final = (
     "install a C compiler and Python's development files, and reinstall kvoffload-async"
 )
+
+_OBSTACLES: Final = (AttributeError, ImportError, MemoryError, OSError, RuntimeError)
 
 
 class Implementation(NamedTuple):
@@ -54,7 +56,10 @@ def implementation() -> Implementation:
         raise ConfigError(f"{VARIABLE}: {wanted!r} is not valid; it must be 0, require or empty")
     if wanted == "0":
         return Implementation("python", f"{VARIABLE}=0")
-    why = _obstacle()
+    try:
+        why = _obstacle()
+    except _OBSTACLES as error:
+        why = f"its check needs more resources ({text_of(error)}); {shortage_remedy(error)}"
     if why and wanted == "require":
         raise ConfigError(f"{VARIABLE}: the native module is required, but {why}")
     return Implementation("python", why) if why else Implementation("native")
@@ -153,19 +158,26 @@ def _native_io(
     # Imported here because the native module may be missing.
     from kvoffload_async.block_io.native_io import NativeBlockIo  # noqa: PLC0415
 
-    return NativeBlockIo(env.io, calls, env.kv_view, digests, slot_bytes, threads=threads)
+    with naming_shortage(f"block I/O: {threads} native threads cannot be started"):
+        return NativeBlockIo(env.io, calls, env.kv_view, digests, slot_bytes, threads=threads)
 
 
 @cache
 def _obstacle() -> str:
-    """Return why native code cannot be used, with remedy; empty if it can."""
+    """Return why native code cannot be used, with remedy; empty if it can.
+
+    Raises:
+        OSError, MemoryError, ImportError: The process lacks descriptors, memory or threads. This is
+            not cached: the next call checks again.
+    """
     try:
         importlib.import_module("kvoffload_async.block_io._native")
-    except ImportError as error:
-        return f"it was not built ({error}); {_REMEDY}"
-    try:
         importlib.import_module("kvoffload_async.block_io.engine").check_hashes(addresses())
-    except (AttributeError, OSError, RuntimeError) as error:
+    except _OBSTACLES as error:
+        if shortage_remedy(error):
+            raise
+        if isinstance(error, ImportError):
+            return f"it was not built ({error}); {_REMEDY}"
         return f"it does not work with the xxhash package here ({error}); install another xxhash"
     return ""
 

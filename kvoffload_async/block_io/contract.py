@@ -126,14 +126,21 @@ class FileIo(Protocol):
     """Fast path for whole files; errors and special cases are left to the caller. Thread: loop."""
 
     async def load_files(
-        self, files: FileBatch, expected: Sequence[bytes | None], attribute: Attribute | None
+        self,
+        files: FileBatch,
+        expected: Sequence[bytes | None],
+        attribute: Attribute,
+        *,
+        verify: bool,
     ) -> LoadedFiles:
         """Read files into rows; for cancellation see `BlockIo.extents`.
 
         Args:
             files: The files.
             expected: Known values of the attribute, which are then not read.
-            attribute: Attribute with the checksum; None: only check lengths.
+            attribute: Attribute with the checksum.
+            verify: Whether to compare checksums. Otherwise a file is whole if it has its length,
+                and no attribute or one with this prefix and length.
 
         Raises:
             BusyError: Too many batches are queued.

@@ -321,8 +321,8 @@ class Engine:
         """Read a file into each row.
 
         Outcome: (statuses, digests). Status 0: it has the row's length and, with `verify`, the
-        digest expected or stored in its attribute; `NOT_BEGUN`; otherwise the caller must find the
-        cause.
+        digest expected or stored in its attribute, without it no attribute or one that begins with
+        `value_prefix`; `NOT_BEGUN`; otherwise the caller must find the cause.
         """
         files = (
             *(*_checked(root), _joined(names), attribute, value_prefix, tuple(expected)),
@@ -431,24 +431,23 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
     """
     data, key, prefix = bytes(range(256)) * 16, b"key", b"prefix\0"
     seed = xxhash.xxh3_64_intdigest(prefix + key)
-    engine = Engine(1, 1, 0, 8, hashes, piece_bytes=1000)
-    fd = os.memfd_create("check")
-    try:
-        sizes = {}
-        for size in (1, 100, 1000, len(data)):
-            memory = engine.map(data[:size], size, size)
-            sizes[engine.extents(memory, True, (0,), ((fd, 0, 1),), (key,), prefix)] = size
-        ends = select.poll()  # select.select is limited to small descriptors
-        ends.register(engine.fd, select.POLLIN)
-        while sizes:
-            if not ends.poll(_CHECK_MS):
-                raise RuntimeError("hashes: the check timed out")
-            for ticket, (_, digest) in engine.take():
-                if digest != xxhash.xxh3_128_digest(data[: sizes.pop(ticket)], seed):
-                    raise RuntimeError("hashes: the functions do not compute XXH3")
-    finally:
-        engine.close(1.0)
-        os.close(fd)
+    with os.fdopen(os.memfd_create("check"), "wb") as file:
+        engine = Engine(1, 1, 0, 8, hashes, piece_bytes=1000)
+        try:
+            sizes = {}
+            for size in (1, 100, 1000, len(data)):
+                memory, runs = engine.map(data[:size], size, size), ((file.fileno(), 0, 1),)
+                sizes[engine.extents(memory, True, (0,), runs, (key,), prefix)] = size
+            ends = select.poll()  # select.select is limited to small descriptors
+            ends.register(engine.fd, select.POLLIN)
+            while sizes:
+                if not ends.poll(_CHECK_MS):
+                    raise RuntimeError("hashes: the check timed out")
+                for ticket, (_, digest) in engine.take():
+                    if digest != xxhash.xxh3_128_digest(data[: sizes.pop(ticket)], seed):
+                        raise RuntimeError("hashes: the functions do not compute XXH3")
+        finally:
+            engine.close(1.0)
 
 
 def _cut(copies: bytes, most: int) -> bytes:

@@ -120,11 +120,15 @@ class NativeBlockIo(BlockIo):
         return Moved(*await self._outcome(engine, ticket))
 
     async def load_files(
-        self, files: FileBatch, expected: Sequence[bytes | None], attribute: Attribute | None
+        self,
+        files: FileBatch,
+        expected: Sequence[bytes | None],
+        attribute: Attribute,
+        *,
+        verify: bool,
     ) -> LoadedFiles:
         """See `FileIo.load_files`."""
         engine = self._opened()
-        name, prefix = attribute or ("", b"")
         with _busy():
             ticket = engine.load_files(
                 self._memory,
@@ -133,10 +137,9 @@ class NativeBlockIo(BlockIo):
                 files.rows,
                 files.keys,
                 self._prefix,
-                name,
-                prefix,
+                *attribute,
                 expected,
-                verify=attribute is not None,
+                verify=verify,
             )
         return LoadedFiles(*await self._outcome(engine, ticket))
 
@@ -202,8 +205,12 @@ class NativeBlockIo(BlockIo):
     def _deliver(self, engine: Engine) -> None:
         for ticket, outcome in engine.take():
             future, take = self._pending.pop(ticket)
-            take(outcome)
-            future.set_result(outcome)
+            try:
+                take(outcome)
+            except MemoryError as error:  # the other outcomes are not lost with this one
+                future.set_exception(error)
+            else:
+                future.set_result(outcome)
 
     def _replace_hung(self, engine: Engine) -> None:
         """Replace hanging threads, periodically while batches are in flight."""

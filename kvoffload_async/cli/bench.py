@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -17,22 +18,15 @@ from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
-from kvoffload_async.cli.ending import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    Interrupt,
-    complain,
-    errors_as_one_line,
-)
+from kvoffload_async.cli.command import CommandOptions, flag, running
+from kvoffload_async.cli.ending import finish
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.logs import Verbose, logging_to
 from kvoffload_async.cli.output import (
-    STDOUT,
     as_unwritable,
     check_picture,
     check_writable,
     drawing_module,
-    write_figures,
+    publish,
 )
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.runtime.io_pool import suitable_threads
@@ -229,91 +223,67 @@ DEFAULT_TIERS: Final = ("slab", "fs")
 _PLOT: Final = "kvoffload_async.bench.plot"
 
 
-def bench(
-    *,
-    tier: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TYPE[:key=value,...]",
-            help="A tier to measure. Repeat the option for more tiers. Default root_dir: a "
-            "temporary directory.",
-        ),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[:key=value,...]",
-            help=f"A tier of another engine to compare with: {', '.join(PEERS)}.",
-        ),
-    ] = None,
-    block_bytes: Annotated[
-        str, typer.Option(metavar="SIZE,...", help="Block sizes to measure.")
-    ] = "64KiB,256KiB,1MiB,4MiB",
-    total_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum data stored and loaded in one pass.")
-    ] = "128MiB",
-    keys_per_job: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Blocks per job, in passes with many jobs.")
-    ] = 16,
-    one_job: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Blocks of a single large job, which is measured separately; limited by "
-            "--total-bytes. 0: none.",
-        ),
-    ] = 256,
-    in_flight: Annotated[
-        int, typer.Option(min=1, max=1024, metavar="N", help="Concurrent jobs.")
-    ] = 16,
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds of measurement.")] = 5,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=64,
-            metavar="N",
-            help="Threads of the baseline. Default: as many as a tier uses.",
-        ),
-    ] = None,
-    direct_baseline: Annotated[
-        bool,
-        typer.Option("--direct-baseline", help="Bypass the page cache (O_DIRECT) in the baseline."),
-    ] = False,
-    steady: Annotated[
-        bool,
-        typer.Option(
-            "--steady",
-            help="Fill bounded tiers before measuring, so that writes replace old blocks, as in "
-            "long-running deployments. The baseline overwrites its file too.",
-        ),
-    ] = False,
-    keep: Annotated[
-        bool,
-        typer.Option(
-            "--keep",
-            help="Reuse one store per block size instead of a new one each round. An unbounded "
-            "store then grows every round, as on a server that only adds blocks.",
-        ),
-    ] = False,
-    warm_up: Annotated[
-        bool,
-        typer.Option(
-            help="Touch free memory before opening a store: a virtual machine may have returned "
-            "it to the host, which makes the first writes up to ten times slower.",
-        ),
-    ] = True,
-    json: Annotated[
-        str | None,
-        typer.Option(metavar="PATH|-", help="Write the figures as JSON; - is standard output."),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="PNG", help="Plot the figures; needs kvoffload-async[plot]."),
-    ] = None,
-    verbose: Verbose = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(CommandOptions):
+    """The options of `kvoffload bench`."""
+
+    tier: list[str] | None = flag(
+        None,
+        "A tier to measure. Repeat the option for more tiers. Default root_dir: a temporary "
+        "directory.",
+        metavar="TYPE[:key=value,...]",
+    )
+    peer: list[str] | None = flag(
+        None,
+        f"A tier of another engine to compare with: {', '.join(PEERS)}.",
+        metavar="NAME[:key=value,...]",
+    )
+    block_bytes: str = flag("64KiB,256KiB,1MiB,4MiB", "Block sizes to measure.", metavar="SIZE,...")
+    total_bytes: str = flag("128MiB", "Maximum data stored and loaded in one pass.", metavar="SIZE")
+    keys_per_job: int = flag(16, "Blocks per job, in passes with many jobs.", metavar="N", min=1)
+    one_job: int = flag(
+        256,
+        "Blocks of a single large job, which is measured separately; limited by --total-bytes. "
+        "0: none.",
+        metavar="N",
+        min=0,
+    )
+    in_flight: int = flag(16, "Concurrent jobs.", metavar="N", min=1, max=1024)
+    rounds: int = flag(5, "Rounds of measurement.", metavar="N", min=1)
+    threads: int | None = flag(
+        None,
+        "Threads of the baseline. Default: as many as a tier uses.",
+        metavar="N",
+        min=1,
+        max=64,
+    )
+    direct_baseline: bool = flag(
+        False, "Bypass the page cache (O_DIRECT) in the baseline.", "--direct-baseline"
+    )
+    steady: bool = flag(
+        False,
+        "Fill bounded tiers before measuring, so that writes replace old blocks, as in "
+        "long-running deployments. The baseline overwrites its file too.",
+        "--steady",
+    )
+    keep: bool = flag(
+        False,
+        "Reuse one store per block size instead of a new one each round. An unbounded store then "
+        "grows every round, as on a server that only adds blocks.",
+        "--keep",
+    )
+    warm_up: bool = flag(
+        True,
+        "Touch free memory before opening a store: a virtual machine may have returned it to the "
+        "host, which makes the first writes up to ten times slower.",
+    )
+    json: str | None = flag(
+        None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
+    )
+    plot: Path | None = flag(None, "Plot the figures; needs kvoffload-async[plot].", metavar="PNG")
+
+
+def bench(given: BenchOptions) -> None:
     """Benchmark tiers against a raw I/O baseline.
 
     Each round measures in turn: memcpy; the baseline, which reads and writes a preallocated file;
@@ -321,29 +291,24 @@ def bench(
     is given. Data stays in the page cache unless a tier bypasses it. Every loaded block is
     compared with the stored one after the clock has stopped.
     """
-    console = Console(stderr=True)
-    with (
-        errors_as_one_line(),
-        logging_to(console, verbose=verbose),
-        Interrupt() as interrupt,
-    ):
-        check_writable("--json", json)
-        check_picture("--plot", plot, _PLOT)
+    with running(given) as (console, interrupt):
+        check_writable("--json", given.json)
+        check_picture("--plot", given.plot, _PLOT)
         plan = Plan.parse(
-            block_bytes,
-            total_bytes,
-            keys_per_job=keys_per_job,
-            one_job=one_job,
-            in_flight=in_flight,
-            rounds=rounds,
-            threads=suitable_threads() if threads is None else threads,
-            direct=direct_baseline,
-            steady=steady,
-            keep=keep,
-            warm_up=warm_up,
+            given.block_bytes,
+            given.total_bytes,
+            keys_per_job=given.keys_per_job,
+            one_job=given.one_job,
+            in_flight=given.in_flight,
+            rounds=given.rounds,
+            threads=given.threads or suitable_threads(),
+            direct_baseline=given.direct_baseline,
+            steady=given.steady,
+            keep=given.keep,
+            warm_up=given.warm_up,
         )
-        own = [parse_tier(text) for text in tier or (() if peer else DEFAULT_TIERS)]
-        others = [parse_tier(text, "--peer") for text in peer or ()]
+        own = [parse_tier(text) for text in given.tier or (() if given.peer else DEFAULT_TIERS)]
+        others = [parse_tier(text, "--peer") for text in given.peer or ()]
         gauge = Gauge()
         with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
             gauge.on_change = on_change
@@ -356,20 +321,8 @@ def bench(
                 should_stop=lambda: interrupt.is_requested,
             )
         if report.sizes:
-            _publish(report, json, plot)
-    for complaint in report.complaints:
-        complain(complaint)
-    if report.interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if report.complaints:
-        raise typer.Exit(EXIT_FAILED)
-
-
-def _publish(report: Report, json: str | None, plot: Path | None) -> None:
-    if json != STDOUT:
-        print_tables(report, Console())
-    if json is not None:
-        write_figures("--json", json, report.to_json())
-    if plot is not None:
-        with as_unwritable("--plot", str(plot)):
-            drawing_module("--plot", _PLOT).draw(report, plot)
+            publish(given.json, partial(print_tables, report), report.to_json())
+            if given.plot is not None:
+                with as_unwritable("--plot", str(given.plot)):
+                    drawing_module("--plot", _PLOT).draw(report, given.plot)
+    finish(report.complaints, interrupted=report.interrupted)

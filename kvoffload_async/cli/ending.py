@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Self
@@ -57,6 +57,16 @@ def complain(message: object) -> None:
     # Texts of servers and names of files must not reach the terminal as escape sequences.
     line = "".join(c if c.isprintable() else "\ufffd" for c in line)
     typer.echo(f"kvoffload: error: {line}", err=True)
+
+
+def finish(complaints: Sequence[object], *, interrupted: bool) -> None:
+    """Print the complaints, and exit with the status that they or an interruption call for."""
+    for complaint in complaints:
+        complain(complaint)
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if complaints:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @contextmanager

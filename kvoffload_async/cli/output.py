@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -42,6 +43,18 @@ def write_figures(option: str, name: str, text: str) -> None:
         return
     with as_unwritable(option, name):
         Path(name).write_text(text + "\n", encoding="utf-8")
+
+
+def publish(json: str | None, print_tables: Callable[[Console], None], text: str) -> None:
+    """Print tables, unless standard output is for JSON, and write the figures if `json` says where.
+
+    Raises:
+        InputError: The figures cannot be written.
+    """
+    if json != STDOUT:
+        print_tables(Console())
+    if json is not None:
+        write_figures("--json", json, text)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from kvoffload_async.cli.output import (
     check_writable,
     drawing_module,
     shown,
-    write_figures,
 )
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.settings import STDIN, ScratchFolder
@@ -54,10 +53,10 @@ def bar_per_pass(console: Console, num_passes: int) -> Follow:
     return follow
 
 
-def print_table(console: Console, reports: PassReports) -> None:
+def print_table(reports: PassReports, console: Console) -> None:
     """Print the figures as tables, with one column per pass."""
     passes = reports.passes
-    names = [pass_name(number) for number in range(1, len(passes) + 1)]
+    names = list(map(pass_name, range(1, len(passes) + 1)))
     table = Table(
         title="Replay, interrupted" if reports.interrupted else "Replay",
         show_header=len(passes) > 1,
@@ -66,11 +65,17 @@ def print_table(console: Console, reports: PassReports) -> None:
     table.add_column(style="bold")
     for name in names:
         table.add_column(name, justify="right")
-    for rows in zip(*map(figure_rows, passes), strict=True):
-        table.add_row(rows[0][0], *(value for _, value in rows))
+    for row in _pass_rows(passes):
+        table.add_row(*row)
     console.print(table)
     if passes[0].tiers:
         console.print(_tier_table(passes, names))
+
+
+def _pass_rows(passes: Sequence[Report]) -> Iterator[Sequence[str]]:
+    """Yield the name of each figure, and its value in each pass."""
+    for each in zip(*map(figure_rows, passes), strict=True):
+        yield each[0][0], *(value for _, value in each)
 
 
 def pass_name(number: int) -> str:
@@ -114,19 +119,24 @@ def _tier_table(passes: Sequence[Report], names: Sequence[str]) -> Table:
     table = Table("tier", title="Secondary tiers", title_justify="left")
     if len(passes) > 1:
         table.add_column("pass")
-    for name in ("stored", "loaded", "failed jobs", "dropped blocks"):
-        table.add_column(name, justify="right")
-    for report, pass_name in zip(passes, names, strict=True):
-        for name, tier in report.tiers.items():
-            table.add_row(
-                name,
-                *([pass_name] if len(passes) > 1 else []),
-                size_text(tier["stored_bytes"]),
-                size_text(tier["loaded_bytes"]),
-                f"{tier['failed_jobs']:,}",
-                f"{tier['dropped_blocks']:,}",
-            )
+    figures = ("stored_bytes", "loaded_bytes", "failed_jobs", "dropped_blocks")
+    for figure in figures:
+        table.add_column(_TIER_FIGURES[figure], justify="right")
+    for tier, name, *values in _tier_rows(passes, names, figures):
+        table.add_row(tier, *([name] if len(passes) > 1 else []), *values)
     return table
+
+
+def _tier_rows(
+    passes: Sequence[Report], names: Sequence[str], wanted: Iterable[str]
+) -> Iterator[Sequence[str]]:
+    """Yield the name of each tier, that of the pass, and the formatted figures."""
+    for report, name in zip(passes, names, strict=True):
+        for tier, figures in report.tiers.items():
+            values = (
+                size_text(figures[one]) if "bytes" in one else f"{figures[one]:,}" for one in wanted
+            )
+            yield tier, name, *values
 
 
 def _joined(counts: Sequence[int]) -> str:
@@ -267,29 +277,13 @@ def _page(reports: PassReports, headline: Headline) -> Iterable[str]:
         yield f"<figure>{named}<figcaption>{escape(explanation)}</figcaption></figure>"
     yield "</div>\n<h2>Figures</h2>"
     passes = reports.passes
-    names = [pass_name(number) for number in range(1, len(passes) + 1)]
-    rows = [
-        (each[0][0], *(value for _, value in each))
-        for each in zip(*map(figure_rows, passes), strict=True)
-    ]
-    yield from _table(("", *names), rows)
+    names = list(map(pass_name, range(1, len(passes) + 1)))
+    yield from _table(("", *names), _pass_rows(passes))
     if passes[0].tiers:
         yield "<h2>Secondary tiers</h2>"
-        yield from _table(("tier", "pass", *_TIER_FIGURES.values()), _tier_rows(reports, names))
+        rows = _tier_rows(passes, names, _TIER_FIGURES)
+        yield from _table(("tier", "pass", *_TIER_FIGURES.values()), rows)
     yield f'<p class="note">{escape(headline.origin)}</p>\n</body>\n</html>'
-
-
-def _tier_rows(reports: PassReports, names: Sequence[str]) -> Iterable[Sequence[str]]:
-    for report, name in zip(reports.passes, names, strict=True):
-        for tier, figures in report.tiers.items():
-            yield (
-                tier,
-                name,
-                *(
-                    size_text(figures[figure]) if "bytes" in figure else f"{figures[figure]:,}"
-                    for figure in _TIER_FIGURES
-                ),
-            )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
@@ -359,15 +353,8 @@ def replay_on_fleet(
         return run_fleet(spec.config, requests, options, Path(scratch.path))
 
 
-def publish_fleet(report: FleetReport, json: str | None) -> None:
-    """Print the figures as tables and, if `json` is given, write them as JSON."""
-    if json != STDOUT:
-        _print_tables(Console(), report)
-    if json is not None:
-        write_figures("--json", json, report.to_json())
-
-
-def _print_tables(console: Console, report: FleetReport) -> None:
+def print_fleet(report: FleetReport, console: Console) -> None:
+    """Print the figures of a fleet as tables."""
     title = f"{report.fleet} processes, {report.spread}"
     table = Table(title=f"{title}, interrupted" if report.interrupted else title)
     table.title_justify = "left"

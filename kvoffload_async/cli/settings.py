@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from kvoffload_async.cli.command import CommandOptions, argument, flag
 from kvoffload_async.cli.inputs import JsonInputError, parse_json, parse_tier, parse_yaml
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
@@ -19,33 +21,20 @@ from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.buffer import row_stride_bytes
 
 
-class ScratchFolder:
+class ScratchFolder(ExitStack):
     """A temporary directory, created on first use and removed on exit."""
-
-    def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
 
     @property
     def is_used(self) -> bool:
         """Whether the directory has been created."""
-        return self._folder is not None
+        return "path" in vars(self)
 
-    @property
+    @cached_property
     def path(self) -> str:
         """The directory's path; creates the directory on first use."""
-        if self._folder is None:
-            # A hung copy may still write into the directory during the cleanup.
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="kvoffload-replay-", ignore_cleanup_errors=True
-            )
-        return self._folder.name
+        # A hung copy may still write into the directory during the cleanup.
+        folder = tempfile.TemporaryDirectory(prefix="kvoffload-replay-", ignore_cleanup_errors=True)
+        return self.enter_context(folder)
 
 
 STDIN = "-"
@@ -61,19 +50,49 @@ BUILT_IN_TIER = "fs"
 BUILT_IN_PASSES = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
-    """The command line's engine options; None or empty for options that are not given."""
+@dataclass(frozen=True, kw_only=True)
+class Flags(CommandOptions):
+    """The requests of a replay, and the options of its engine; None for those not given."""
 
-    primary_blocks: int | None = None
-    primary_bytes: str | None = None
-    block_bytes: str | None = None
-    policy: str | None = None
-    tiers: Sequence[str] = ()
-    config: Path | None = None
-    status_socket: Path | None = None
-    is_built_in: bool = True
-    """Whether the built-in workload runs, which has a default tier and primary size."""
+    trace: Path | None = argument(
+        "Trace file of JSON lines with hash_ids; - reads standard input. Default: a built-in chat "
+        "workload.",
+        None,
+    )
+    primary_blocks: int | None = flag(
+        None, "Capacity of the primary tier, in blocks.", metavar="N", min=1
+    )
+    primary_bytes: str | None = flag(
+        None, 'Alternative to --primary-blocks: capacity in bytes, such as "1GiB".', metavar="SIZE"
+    )
+    block_bytes: str | None = flag(None, "Size of one block. Default: 16KiB.", metavar="SIZE")
+    policy: str | None = flag(
+        None, "Eviction policy of the primary tier. Default: lru.", metavar="lru|arc"
+    )
+    tiers: list[str] | None = flag(
+        None,
+        "A secondary tier. Repeat the option for more tiers, in lookup order. `kvoffload tiers` "
+        "lists types and keys.",
+        "--tier",
+        metavar="TYPE[:key=value,...]",
+    )
+    config: Path | None = flag(
+        None,
+        "Engine configuration, JSON or YAML; - reads standard input. Options of the command line "
+        "override it.",
+        metavar="FILE",
+        envvar=CONFIG_VARIABLE,
+    )
+    status_socket: Path | None = flag(
+        None,
+        "Serve the engine's status on this socket, for `kvoffload top`.",
+        metavar="PATH",
+    )
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the built-in workload runs, which has a default tier and primary size."""
+        return self.trace is None
 
 
 def read_config(path: Path) -> dict[str, Any]:

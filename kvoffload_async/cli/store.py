@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import typer
 from rich.console import Console
@@ -27,14 +27,8 @@ from kvoffload_async.abc.maintenance import (
     StoreMaintenance,
     Summary,
 )
-from kvoffload_async.cli.ending import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    Interrupt,
-    complain,
-    errors_as_one_line,
-)
-from kvoffload_async.cli.logs import Verbose, logging_to
+from kvoffload_async.cli.command import CommandOptions, argument, command, flag, running
+from kvoffload_async.cli.ending import EXIT_INTERRUPTED, Interrupt, errors_as_one_line, finish
 from kvoffload_async.cli.output import shown, summary_tables
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.config import parse_size_bytes
@@ -42,6 +36,97 @@ from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(CommandOptions):
+    """The options of every `kvoffload store` command."""
+
+    directory: str = argument(
+        "root_dir of a tier, the folder of one slab store, or the url of an object tier. For a "
+        "URL, credentials, region and endpoint come from the environment.",
+        metavar="DIR|URL",
+        show_default=False,
+    )
+    as_json: bool = flag(False, "Print JSON instead of tables.", "--json")
+    lists_all: bool = flag(
+        False, f"List all problems, not only the first {MAX_LISTED} of each store.", "--all"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions(StoreOptions):
+    """The options of the commands that may read blocks."""
+
+    key_file: Path | None = flag(
+        None,
+        "Key file of the tiers that wrote the blocks (their integrity_key_file), if any; needed to "
+        "verify the blocks.",
+        "--integrity-key-file",
+        metavar="FILE",
+        show_default=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(ReadingOptions):
+    """The options of `kvoffload store verify`, and some of `gc`."""
+
+    after: str = flag(
+        "",
+        "Object stores only: resume an interrupted run after the NAME that it printed.",
+        "--after",
+        metavar="NAME",
+        show_default=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GcFlags(VerifyOptions):
+    """The options of `kvoffload store gc`."""
+
+    older_than: float = flag(
+        3600.0,
+        "Minimum age for removing temporary files of unknown writers, and unknown files.",
+        metavar="SECONDS",
+        min=0,
+    )
+    corrupt: bool = flag(False, "Read every block and remove the corrupt ones.", "--corrupt")
+    unknown_files: bool = flag(False, "Remove files that are not blocks.", "--unknown-files")
+    former_layout: bool = flag(
+        False,
+        "Remove blocks that fs tiers of former releases have stored, also those in a directory "
+        "shared with vLLM's own tier.",
+        "--former-layout",
+    )
+    max_age: float | None = flag(
+        None,
+        "Object stores only: remove blocks that were last written or renewed longer ago.",
+        metavar="SECONDS",
+        min=0,
+        show_default=False,
+    )
+    keep: str | None = flag(
+        None,
+        "Object stores only: remove the oldest blocks until the rest fits this size, such as "
+        '"1TiB".',
+        metavar="BYTES",
+        show_default=False,
+    )
+    dry_run: bool = flag(False, "Report what would be removed; remove nothing.", "--dry-run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairFlags(ReadingOptions):
+    """The options of `kvoffload store repair`."""
+
+    manifest: Path | None = flag(
+        None,
+        "Replacement for a lost manifest.json of a slab store: that of another rank with the same "
+        "model and block size.",
+        metavar="FILE",
+    )
+
 
 Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
 
@@ -78,52 +163,34 @@ class StoreReport:
                 self.num_unlisted += 1
 
 
-def look_after(
-    directory: str,
-    title: str,
-    call: Call,
-    *,
-    key_file: Path | None = None,
-    after: str = "",
-    as_json: bool,
-    lists_all: bool,
-    verbose: bool,
-    shows_part: bool = False,
-) -> None:
+def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool = False) -> None:
     """Call a maintenance operation on every store in a directory and print the findings.
 
     Raises:
         typer.Exit: The command was interrupted, the input is bad, or a store has a problem.
     """
-    console = Console(stderr=True)
-    with (
-        errors_as_one_line(),
-        logging_to(console, verbose=verbose),
-        Interrupt() as interrupt,
-    ):
-        max_listed = None if lists_all else MAX_LISTED
-        with _followed(console, title, interrupt, max_listed, after) as control:
-            reports = _run(directory, call, key_file, control)
+    complaints: list[str] = []
+    with running(given) as (console, interrupt):
+        with _followed(console, title, interrupt, given) as control:
+            reports = _run(given, call, control)
         stopped_after = next(filter(None, (report.stopped_after for report in reports)), "")
         if stopped_after:
             typer.echo(f"kvoffload: stopped; resume with --after {shown(stopped_after)}", err=True)
         if interrupt.is_requested and not (shows_part or stopped_after):
             raise typer.Exit(EXIT_INTERRUPTED)
-        _publish(directory, reports, as_json=as_json)
+        _publish(given, reports)
     for report in reports:
-        for problem in report.problems:
-            complain(shown(f"{report.store.name}: {problem.text}"))
+        complaints += [shown(f"{report.store.name}: {one.text}") for one in report.problems]
         if report.num_unlisted:
-            complain(shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all"))
-    if interrupt.is_requested:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if any(report.problems for report in reports):
-        raise typer.Exit(EXIT_FAILED)
+            complaints.append(
+                shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all")
+            )
+    finish(complaints, interrupted=interrupt.is_requested)
 
 
 @contextmanager
 def _followed(
-    console: Console, title: str, interrupt: Interrupt, max_listed: int | None, after: str
+    console: Console, title: str, interrupt: Interrupt, given: StoreOptions
 ) -> Iterator[MaintenanceControl]:
     gauge = Gauge()
     with progress_bar(console, lambda: gauge.fraction_done, title) as on_change:
@@ -132,36 +199,34 @@ def _followed(
             expect=gauge.expect,
             advance=gauge.advance,
             should_stop=lambda: interrupt.is_requested,
-            max_listed=max_listed,
-            resume_after=after,
+            max_listed=None if given.lists_all else MAX_LISTED,
+            resume_after=given.after if isinstance(given, VerifyOptions) else "",
         )
 
 
-def _run(
-    directory: str, call: Call, key_file: Path | None, control: MaintenanceControl
-) -> list[StoreReport]:
+def _run(given: StoreOptions, call: Call, control: MaintenanceControl) -> list[StoreReport]:
     """Run the operation and return a report per store.
 
     Raises:
         InputError: There is no store, or a store cannot be read.
     """
     try:
-        return asyncio.run(_find_and_call(directory, call, key_file, control))
+        return asyncio.run(_find_and_call(given, call, control))
     except OSError as error:
-        where = error.filename or Path(directory).absolute()
+        where = error.filename or Path(given.directory).absolute()
         raise InputError(f"{where}: cannot be read: {error.strerror or error}") from error
 
 
 async def _find_and_call(
-    directory: str, call: Call, key_file: Path | None, control: MaintenanceControl
+    given: StoreOptions, call: Call, control: MaintenanceControl
 ) -> list[StoreReport]:
     reports: list[StoreReport] = []
     was_stopped = False
     # All operations are created before the first one runs, because that validates the options.
-    stores = await find_stores(directory)
-    if key_file is not None:
+    stores = await find_stores(given.directory)
+    if isinstance(given, ReadingOptions) and given.key_file is not None:
         for store in stores:
-            store.use_integrity_key_file(str(key_file))
+            store.use_integrity_key_file(str(given.key_file))
     calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
         if was_stopped or (control.should_stop() and not store.resumes):
@@ -180,65 +245,19 @@ async def _find_and_call(
     return reports
 
 
-def _publish(directory: str, reports: Sequence[StoreReport], *, as_json: bool) -> None:
+def _publish(given: StoreOptions, reports: Sequence[StoreReport]) -> None:
     summaries = [(found.store, found.summary) for found in reports if found.summary is not None]
-    if not as_json:
+    if not given.as_json:
         for table in summary_tables(summaries):
             Console().print(table)
         return
-    report: dict[str, object] = {
-        "directory": directory if "://" in directory else str(Path(directory))
-    }
+    where = given.directory if "://" in given.directory else str(Path(given.directory))
+    report: dict[str, object] = {"directory": where}
     for kind in maintenance_kinds():
         report[kind.report_key] = [
             found.figures for store, found in summaries if isinstance(store, kind)
         ]
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
-
-
-Directory = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR|URL",
-        help="root_dir of a tier, the folder of one slab store, or the url of an object tier. For "
-        "a URL, credentials, region and endpoint come from the environment.",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-ListsAll = Annotated[
-    bool,
-    typer.Option(
-        "--all", help=f"List all problems, not only the first {MAX_LISTED} of each store."
-    ),
-]
-OlderThan = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        metavar="SECONDS",
-        help="Minimum age for removing temporary files of unknown writers, and unknown files.",
-    ),
-]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--integrity-key-file",
-        metavar="FILE",
-        help="Key file of the tiers that wrote the blocks (their integrity_key_file), if any; "
-        "needed to verify the blocks.",
-        show_default=False,
-    ),
-]
-After = Annotated[
-    str,
-    typer.Option(
-        "--after",
-        metavar="NAME",
-        help="Object stores only: resume an interrupted run after the NAME that it printed.",
-        show_default=False,
-    ),
-]
 
 
 _MAX_MANIFEST_BYTES: Final = 1 << 20
@@ -252,163 +271,65 @@ store_app = typer.Typer(
 )
 
 
-@store_app.command()
-def inspect(
-    directory: Directory,
-    *,
-    as_json: AsJson = False,
-    lists_all: ListsAll = False,
-    verbose: Verbose = False,
-) -> None:
+@command(store_app, StoreOptions)
+def inspect(given: StoreOptions) -> None:
     """Count blocks and other files in each store. Read-only."""
-    look_after(
-        directory,
-        "inspect",
-        lambda store, control: store.inspect(control),
-        as_json=as_json,
-        lists_all=lists_all,
-        verbose=verbose,
-    )
+    look_after(given, "inspect", lambda store, control: store.inspect(control))
 
 
-@store_app.command()
-def verify(
-    directory: Directory,
-    *,
-    key_file: KeyFile = None,
-    after: After = "",
-    as_json: AsJson = False,
-    lists_all: ListsAll = False,
-    verbose: Verbose = False,
-) -> None:
+@command(store_app, VerifyOptions)
+def verify(given: VerifyOptions) -> None:
     """Read every block and check its length and checksum. Read-only."""
-    look_after(
-        directory,
-        "verify",
-        lambda store, control: _resumable(store, control).verify(control),
-        key_file=key_file,
-        after=after,
-        as_json=as_json,
-        lists_all=lists_all,
-        verbose=verbose,
-    )
+    look_after(given, "verify", lambda store, control: _resumable(store, control).verify(control))
 
 
-@store_app.command()
-def gc(
-    directory: Directory,
-    *,
-    older_than: OlderThan = 3600.0,
-    corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="Read every block and remove the corrupt ones.")
-    ] = False,
-    unknown_files: Annotated[
-        bool, typer.Option("--unknown-files", help="Remove files that are not blocks.")
-    ] = False,
-    max_age: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Object stores only: remove blocks that were last written or renewed longer ago.",
-            show_default=False,
-        ),
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Object stores only: remove the oldest blocks until the rest fits this size, such "
-            'as "1TiB".',
-            show_default=False,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Report what would be removed; remove nothing.")
-    ] = False,
-    key_file: KeyFile = None,
-    after: After = "",
-    as_json: AsJson = False,
-    lists_all: ListsAll = False,
-    verbose: Verbose = False,
-) -> None:
+@command(store_app, GcFlags)
+def gc(given: GcFlags) -> None:
     """Remove leftovers of crashed writers.
 
-    Leftovers are temporary files, writer entries and empty directories. Files of running writers
-    are kept. The byte count that fs tiers share is corrected.
+    Leftovers are temporary files, writer entries and empty directories, also those of a store
+    without blocks. Files of running writers are kept. The byte count that fs tiers share is
+    corrected.
     """
     with errors_as_one_line():
         options = GcOptions(
-            older_than_s=older_than,
-            corrupt=corrupt,
-            unknown_files=unknown_files,
-            dry_run=dry_run,
-            max_age_s=max_age,
-            keep_bytes=None if keep is None else parse_size_bytes(keep, "--keep"),
+            older_than_s=given.older_than,
+            corrupt=given.corrupt,
+            unknown_files=given.unknown_files,
+            former_layout=given.former_layout,
+            dry_run=given.dry_run,
+            max_age_s=given.max_age,
+            keep_bytes=None if given.keep is None else parse_size_bytes(given.keep, "--keep"),
         )
 
     def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
-        if (max_age, keep) != (None, None) and not store.bounds_blocks:
+        if (given.max_age, given.keep) != (None, None) and not store.bounds_blocks:
             raise InputError(
                 f"--max-age and --keep are for object stores; bound a {store.tier_type} store by "
                 "its tier's capacity_bytes"
             )
         return _resumable(store, control).gc(options, control)
 
-    look_after(
-        directory,
-        "gc",
-        call,
-        key_file=key_file,
-        after=after,
-        as_json=as_json,
-        lists_all=lists_all,
-        verbose=verbose,
-        shows_part=True,
-    )
+    look_after(given, "gc", call, shows_part=True)
 
 
-@store_app.command()
-def repair(
-    directory: Directory,
-    *,
-    manifest: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Replacement for a lost manifest.json of a slab store: that of another rank with "
-            "the same model and block size.",
-        ),
-    ] = None,
-    key_file: KeyFile = None,
-    as_json: AsJson = False,
-    lists_all: ListsAll = False,
-    verbose: Verbose = False,
-) -> None:
+@command(store_app, RepairFlags)
+def repair(given: RepairFlags) -> None:
     """Keep all blocks that verify, and remove the rest.
 
     In a slab store, rewrite the manifest and the journal if they are damaged. An fs store has
     neither, so only its corrupt blocks are removed, as by `gc --corrupt`.
     """
     with errors_as_one_line():
-        content = None if manifest is None else _read(manifest)
+        content = None if given.manifest is None else _read(given.manifest)
 
     def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
         try:
             return store.repair(RepairOptions(manifest=content), control)
         except ConfigError as error:
-            raise InputError(f"--manifest {manifest}: {error}") from error
+            raise InputError(f"--manifest {given.manifest}: {error}") from error
 
-    look_after(
-        directory,
-        "repair",
-        call,
-        key_file=key_file,
-        as_json=as_json,
-        lists_all=lists_all,
-        verbose=verbose,
-        shows_part=True,
-    )
+    look_after(given, "repair", call, shows_part=True)
 
 
 def _resumable(store: StoreMaintenance, control: MaintenanceControl) -> StoreMaintenance:

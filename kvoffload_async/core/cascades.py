@@ -354,7 +354,7 @@ class Cascades:
         if self.parking:
             return True
         return any(
-            queue.count and not queue.is_shut and self.room(index)
+            queue.count and not queue.is_shut and self._shares.room_to_store(index)
             for index, queue in enumerate(self.queues)
         )
 
@@ -373,7 +373,7 @@ class Cascades:
         for index, queue in enumerate(self.queues):
             if queue.heeding_from is not None:
                 return 0.0
-            if queue.count and self.room(index):
+            if queue.count and self._shares.room_to_store(index):
                 wait_s = max(0.0, queue.paused_until_s - now_s)
                 soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
         return soonest_s
@@ -387,7 +387,7 @@ class Cascades:
         queue = self.queues[index]
         taken = keys[:0]
         if not queue.count:  # else: first come, first served
-            room = self.room(index)
+            room = self._shares.room_to_store(index)
             if room and self._takes_store(index, now_s):
                 taken = keys[:room]
         if taken:
@@ -518,10 +518,6 @@ class Cascades:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def room(self, index: int) -> int:
-        """Return how many more blocks may be in cascade to a tier."""
-        return self._shares.room_to_store(index)
-
     def _takes_store(self, index: int, now_s: float) -> bool:
         """Return whether a tier takes a job now; pause its queue if not."""
         tier, queue = self._tiers[index], self.queues[index]
@@ -541,7 +537,7 @@ class Cascades:
 
     def _send_pending_to(self, index: int, most: int, now_s: float) -> None:
         queue = self.queues[index]
-        room = self.room(index)
+        room = self._shares.room_to_store(index)
         if not room or not self._takes_store(index, now_s):
             return
         slots = queue.oldest(min(room, most))

@@ -200,7 +200,8 @@ class TierHealth:
 
     def store_submitted(self, job: JobMetadata) -> None:
         """Record a submitted cascade; it is the trial if one is due."""
-        self.stores.note(BreakerEvent.TRIED, job.submit_time)
+        if self.stores.state is not BreakerState.CLOSED:
+            self.stores.note(BreakerEvent.TRIED, job.submit_time)
 
     def job_ended(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
         """Record the result of a job."""

@@ -386,9 +386,12 @@ class ExactIndex(KeyIndex):
         self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
     ) -> list[LookupResult]:
         """Return HIT or MISS for each key."""
-        hit, miss = LookupResult.HIT, LookupResult.MISS
-        answers = [miss if number is None else hit for number in self._present.find(keys)]
-        return answers[: answers.index(miss) + 1] if stop_at_miss and miss in answers else answers
+        answers: list[LookupResult] = []
+        for number in self._present.find(keys):
+            answers.append(LookupResult.MISS if number is None else LookupResult.HIT)
+            if stop_at_miss and number is None:
+                break
+        return answers
 
     def peek(self, key: OffloadKey) -> LookupResult:
         """Return HIT or MISS."""
@@ -491,7 +494,8 @@ class ProbedIndex(KeyIndex):
             self._is_awaited |= phase == _PENDING
             if stop_at_miss and phase == _ABSENT:
                 break
-        self._verdicts.update(new, new_verdicts)
+        if new:
+            self._verdicts.update(new, new_verdicts)
         return answers
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
@@ -529,10 +533,9 @@ class ProbedIndex(KeyIndex):
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
         """Resolve the keys of a probe; a generation that was answered already is ignored."""
         keys = self._in_flight.pop(generation, ())
-        self._enter([key for key in keys if key in present], _PRESENT)
-        absent = [key for key in keys if key not in present]
-        if absent:
-            self._enter(absent, _ABSENT)
+        known, phases = self._known(keys), (_ABSENT, _PRESENT)
+        verdicts = [v - v % _PHASES + phases[key in present] for key, v in known.items()]
+        self._verdicts.update(tuple(known), verdicts)
         self._forget_unasked(keys)
         self._notify(keys)
 

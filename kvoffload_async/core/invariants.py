@@ -222,7 +222,9 @@ def pending_work_is_known(planner: Planner) -> Iterator[str]:
     takers = [
         tier.name
         for i, tier in enumerate(planner.tiers)
-        if cascades.queues[i].count and cascades.room(i) and not cascades.queues[i].is_shut
+        if cascades.queues[i].count
+        and planner.shares.room_to_store(i)
+        and not cascades.queues[i].is_shut
     ]
     if planner.has_pending_work != bool(planner.jobs or parked or takers):
         yield (

@@ -118,13 +118,16 @@ class Ledger:
         """Create an empty ledger; `slot_bytes` converts blocks to bytes in results."""
         self.slot_bytes = slot_bytes
         self._records: dict[JobId, JobRecord] = {}
-        self._unfinished = 0
+        self.unreported_count = 0
+        """Jobs whose result was not taken."""
         self.queued_count = 0
         """Jobs not yet submitted to the tier."""
         self.orphaned_count = 0
         """Jobs with a result whose copies still run."""
-        self._ended: list[tuple[JobMetadata, JobResult]] = []
-        self._released: list[JobRecord] = []
+        self.ended: list[tuple[JobMetadata, JobResult]] = []
+        """What `take_ended` would return. Read-only."""
+        self.released: list[JobRecord] = []
+        """What `take_released` would return. Read-only."""
 
     def accept(self, job: JobMetadata) -> bool:
         """Accept a job; it will get exactly one result.
@@ -132,12 +135,12 @@ class Ledger:
         Returns:
             Whether to run the job. A job with an id already in use gets a failed result.
         """
+        self.unreported_count += 1
         if job.job_id in self._records:
             duplicate = StateError(f"job id {job.job_id} is in use; job ids are never reused")
-            self._ended.append((job, refused(job, duplicate)))
+            self.ended.append((job, refused(job, duplicate)))
             return False
         self._records[job.job_id] = JobRecord(job)
-        self._unfinished += 1
         self.queued_count += 1
         return True
 
@@ -155,13 +158,13 @@ class Ledger:
             raise IllegalTransitionError(f"{event!r}: the job is {record.state.name}")
         result = handler(self, record, event)
         if result is not None:
-            self._unfinished -= 1
-            self._ended.append((record.job, result))
+            self.ended.append((record.job, result))
         return record.job
 
     def take_ended(self) -> list[tuple[JobMetadata, JobResult]]:
         """Remove and return jobs with their results, oldest first."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
+        self.unreported_count -= len(ended)
         for job, _ in ended:
             record = self._records.get(job.job_id)
             if record is not None and record.state is JobState.SETTLED:
@@ -170,28 +173,13 @@ class Ledger:
 
     def take_released(self) -> list[JobRecord]:
         """Remove and return orphaned jobs whose copies have ended."""
-        released, self._released = self._released, []
+        released, self.released = self.released, []
         return released
 
     @property
     def unfinished_count(self) -> int:
         """Number of jobs without a result."""
-        return self._unfinished
-
-    @property
-    def unreported_count(self) -> int:
-        """Number of jobs whose result was not taken."""
-        return self._unfinished + len(self._ended)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` would return anything."""
-        return bool(self._ended)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `take_ended` or `take_released` would return anything."""
-        return bool(self._ended or self._released)
+        return self.unreported_count - len(self.ended)
 
     def ids_in(self, *states: JobState) -> list[JobId]:
         """Return the ids of the jobs in any of these states, oldest first."""
@@ -211,13 +199,13 @@ class Ledger:
         for record in self._records.values():
             if record.state in (JobState.QUEUED, JobState.FLYING):
                 yield record.job
-        yield from (job for job, _ in self._ended)
+        yield from (job for job, _ in self.ended)
 
     def orphaned(self) -> Iterator[JobRecord]:
         """Iterate over the orphaned jobs whose result was taken but whose release was not."""
-        ended = {job.job_id for job, _ in self._ended}
+        ended = {job.job_id for job, _ in self.ended}
         late = [r for r in self._records.values() if r.state is JobState.ORPHANED]
-        yield from (r for r in (*self._released, *late) if r.job.job_id not in ended)
+        yield from (r for r in (*self.released, *late) if r.job.job_id not in ended)
 
     # -- transitions ----------------------------------------------------------------------------
 
@@ -262,7 +250,7 @@ class Ledger:
     def _release(self, record: JobRecord, event: JobEvent) -> None:
         del self._records[event.job_id]
         self.orphaned_count -= 1
-        self._released.append(record)
+        self.released.append(record)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
         """Ignore the event: the job already has its result."""

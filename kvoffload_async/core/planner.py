@@ -121,7 +121,7 @@ class Planner:
         if request is not None and is_asking and self.primary.lookup(key) is _HIT:
             self._found.append(key)
             return self._count_lookups((key,), (_HIT,), (_HIT,), request)[0]
-        return self.lookup_many((key,), ctx)[0]
+        return self.lookup_many((key,), ctx, stop_at_miss=True)[0]
 
     def lookup_many(
         self, keys: Sequence[OffloadKey], ctx: ReqContext, *, stop_at_miss: bool = False
@@ -140,6 +140,8 @@ class Planner:
         require_keys(keys)
         if request is not self._asking:
             self._begin_round(request)
+        if stop_at_miss and keys and self._misses(keys[0], request):
+            return [_MISS]
         answers: list[LookupResult] = []
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             part = keys[start : start + _KEYS_AT_ONCE]
@@ -183,7 +185,7 @@ class Planner:
         request = self._live_request(ctx)
         require_keys(keys)
         self._proceed(request)
-        if len(keys) > self.primary.pool.free_count:
+        if len(keys) > self.primary.pool.unused.count:
             self.retention.guard_from_store()
         output = self.primary.prepare_store(ctx, keys)
         if output is None:
@@ -211,7 +213,8 @@ class Planner:
             for index in range(len(self.tiers)):
                 self.cascades.send(index, request, written, self.now_s)
         request.writing.difference_update(written)
-        self._end_if_done(request)
+        if request.is_finished:
+            self._end_if_done(request)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Record a use of blocks, for eviction policies and tiers."""
@@ -224,12 +227,12 @@ class Planner:
         """Begin a scheduler step at `now_s` seconds."""
         self.now_s = now_s
         for tier in self.tiers:
-            tier.begin_step(now_s)
+            tier.health.now_s = now_s
 
     def collect(self) -> None:
         """Apply the job results and slot releases queued in the tier states."""
         for index, tier in enumerate(self.tiers):
-            if not tier.jobs.has_news:
+            if not (tier.jobs.ended or tier.jobs.released):
                 continue
             for job, result in tier.take_ended(self.now_s):
                 self._job_ended(index, job, result)
@@ -245,7 +248,7 @@ class Planner:
         for req_id in scheduled:
             if req_id in self._newest:
                 self._proceed(self._newest[req_id])
-        if self.promotions.has_unflushed:
+        if self.promotions.batches:
             for tier, request, keys, slots in self.promotions.flush():
                 self._submit(tier, request.ctx, keys, slots, is_promotion=True)
                 self._end_if_done(request)
@@ -254,11 +257,13 @@ class Planner:
                 self._end_if_done(request)
         if self._touches.used:
             self._touches.flush(self.now_s)
-        self._search.end_step(self.now_s)
+        if self._search.has_unknown:
+            self._search.end_step(self.now_s)
         self.cascades.send_pending(self.now_s)
         self._asking = None
         self.retention.end_step(self.now_s)
-        self.promotions.serve(self.now_s)
+        if self.promotions.lines.num_places:
+            self.promotions.serve(self.now_s)
 
     @property
     def has_pending_work(self) -> bool:
@@ -353,6 +358,15 @@ class Planner:
         else:
             self.cascades.released(index, record, self.now_s)
 
+    def _misses(self, key: OffloadKey, request: RequestState) -> bool:
+        """Return whether the primary and all tiers surely lack a key; count the lookup if so."""
+        if self.promotions_paused or self.primary.lookup(key) is not _MISS:
+            return False
+        if not self._search.all_lack(key, request, self.now_s):
+            return False
+        self._count_lookups((key,), (_MISS,), ("absent",), request)
+        return True
+
     def _look_up(
         self, keys: Sequence[OffloadKey], request: RequestState, *, stop_at_miss: bool
     ) -> list[LookupResult]:
@@ -383,7 +397,7 @@ class Planner:
         """Return the answers for keys, at least one of which the primary lacks."""
         absent = [key for key, found in zip(keys, in_primary, strict=True) if found is _MISS]
         verdicts = self._search.ask(
-            tuple(dict.fromkeys(absent)),
+            absent,
             request,
             self.now_s,
             is_paused=self.promotions_paused,
@@ -393,8 +407,9 @@ class Planner:
         if stop_at_miss and isinstance(verdict, str):
             keys = keys[: keys.index(last) + 1]
         # Recorded before the promotions, which must not evict this step's hits.
-        found_now = zip(keys, in_primary, strict=False)
-        self._found += [key for key, found in found_now if found is _HIT]
+        if _HIT in in_primary:
+            found_now = zip(keys, in_primary, strict=False)
+            self._found += [key for key, found in found_now if found is _HIT]
         below = self._search.promote(verdicts, request, stop_at_miss=stop_at_miss)
         outcomes: list[LookupResult | MissReason] = []
         for key, found in zip(keys, in_primary, strict=False):
@@ -413,21 +428,25 @@ class Planner:
         """Update the lookup counters; return the answers with each miss reason as MISS."""
         counters = self.counters
         answers: list[LookupResult] = []
+        hits: list[OffloadKey] = []
         missing: list[OffloadKey] = []
         for key, answer in zip(keys, outcomes, strict=False):
             if isinstance(answer, str):
                 counters.misses[answer] += 1
                 missing.append(key)
                 answers.append(_MISS)
-            else:
-                answers.append(answer)
-        hits = [key for key, answer in zip(keys, answers, strict=False) if answer is _HIT]
+                continue
+            if answer is _HIT:
+                hits.append(key)
+            answers.append(answer)
         counters.lookups += len(answers)
         counters.hits += len(hits)
         counters.pending_hits += answers.count(_PENDING)
         counters.retries += answers.count(LookupResult.RETRY)
-        counters.block_hits += request.decides(hits)
-        counters.block_misses += request.decides(missing)
+        if hits:
+            counters.block_hits += request.decides(hits)
+        if missing:
+            counters.block_misses += request.decides(missing)
         self.primary.counters.count_lookups(in_primary[: len(answers)])
         return answers
 

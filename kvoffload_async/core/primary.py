@@ -232,11 +232,6 @@ class SlotPool:
         self.holds: dict[int, int] = {}
 
     @property
-    def free_count(self) -> int:
-        """Number of free slots."""
-        return self.unused.count
-
-    @property
     def retained_count(self) -> int:
         """Number of held slots, which wait for an orphaned copy."""
         return len(self.holds)
@@ -400,8 +395,13 @@ class ResidentBlocks:
         """Return HIT, HIT_PENDING or MISS for each key."""
         refs, hit = self._refs, LookupResult.HIT
         pending, miss = LookupResult.HIT_PENDING, LookupResult.MISS
-        slots = self._blocks.find(keys)
-        return [miss if s is None else hit if refs[s] >= 0 else pending for s in slots]
+        answers: list[LookupResult] = []
+        for slot in self._blocks.find(keys):
+            if slot is None:
+                answers.append(miss)
+            else:
+                answers.append(hit if refs[slot] >= 0 else pending)
+        return answers
 
     def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Pin readable blocks against eviction; return their slots, in key order.
@@ -632,7 +632,8 @@ class Primary(ResidentBlocks):
             enable_events: Whether to record events for `take_events`.
         """
         super().__init__(num_slots, policy)
-        self._pool = SlotPool(num_slots)
+        self.pool = SlotPool(num_slots)
+        """The slots. Read-only."""
         self._writers: dict[int, ReqContext] = {}
         """Slot that a request writes -> that request."""
         self._recency = RecencyLog(self._rank)
@@ -733,10 +734,10 @@ class Primary(ResidentBlocks):
             wanted = self._admission.admitted(missing)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
-        if self._accept_prefix and len(wanted) > self._pool.free_count:
+        if self._accept_prefix and len(wanted) > self.pool.unused.count:
             used = self._recency.used_by(ctx)
             is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
-            idle = self._pool.free_count + self._idle - len(unpinned)
+            idle = self.pool.unused.count + self._idle - len(unpinned)
             if len(wanted) > idle - len(used):  # the policy may find too few other blocks
                 unpinned |= self._sorted_out([key for key in used if is_own_prefix(key)])[2]
                 is_own_prefix = None
@@ -761,7 +762,7 @@ class Primary(ResidentBlocks):
     @property
     def room(self) -> int:
         """Number of slots that can be reserved now, free or by eviction."""
-        return self._pool.unused.count + self._idle + self.drops_pending * self._protected
+        return self.pool.unused.count + self._idle + self.drops_pending * self._protected
 
     @property
     def protected_blocks(self) -> int:
@@ -831,12 +832,12 @@ class Primary(ResidentBlocks):
         """
         slots = self._writing_slots(keys)
         self._forget(keys, slots)
-        self._pool.hold(slots)
+        self.pool.hold(slots)
         return slots
 
     def release_slots(self, slots: Sequence[int]) -> None:
         """Free held slots."""
-        self._pool.release(slots)
+        self.pool.release(slots)
         self.room_made += len(slots)
 
     def reset(self, still_touched: Iterable[int] = ()) -> None:
@@ -854,7 +855,7 @@ class Primary(ResidentBlocks):
         self._policy.clear()
         if self._admission is not None:
             self._admission.clear()
-        self._pool.reset(still_touched)
+        self.pool.reset(still_touched)
         self._last_to_go.clear()
         self._idle = self._protected = self._writing = 0
         self.room_made += self.num_slots
@@ -868,12 +869,12 @@ class Primary(ResidentBlocks):
     @property
     def num_slots(self) -> int:
         """Capacity in blocks."""
-        return self._pool.num_slots
+        return self.pool.num_slots
 
     @property
     def counts(self) -> dict[str, int]:
         """Slots by use: free, writing, idle, pinned and held; they add up to `num_slots`."""
-        pool, idle = self._pool, self._idle + self._protected
+        pool, idle = self.pool, self._idle + self._protected
         free, held = pool.unused.count, len(pool.holds)
         return {
             "free": free,
@@ -882,11 +883,6 @@ class Primary(ResidentBlocks):
             "pinned": pool.num_slots - free - held - idle - self._writing,
             "held": held,
         }
-
-    @property
-    def pool(self) -> SlotPool:
-        """The slots. For invariants and inspection."""
-        return self._pool
 
     def state_of(self, key: OffloadKey) -> BlockState:
         """Return the state of a key."""
@@ -940,7 +936,7 @@ class Primary(ResidentBlocks):
             return [], []
         if len(missing) > self.room:
             return None
-        deficit = max(0, len(missing) - self._pool.free_count)
+        deficit = max(0, len(missing) - self.pool.unused.count)
         victims = self._make_room(missing, deficit, is_own_prefix)
         if victims is None:
             return None
@@ -949,8 +945,8 @@ class Primary(ResidentBlocks):
             slots = victims[::-1]  # same result as freeing and allocating them
         else:
             if victims:
-                self._pool.free(victims)
-            slots = self._pool.allocate(len(missing))
+                self.pool.free(victims)
+            slots = self.pool.allocate(len(missing))
         self._blocks.add(missing, slots)
         refs = self._refs
         for slot in slots:
@@ -1023,7 +1019,7 @@ class Primary(ResidentBlocks):
     ) -> None:
         if not success:
             self._forget(keys, slots)
-            self._pool.free(slots)
+            self.pool.free(slots)
             self.room_made += len(slots)
             return
         refs, writers = self._refs, self._writers

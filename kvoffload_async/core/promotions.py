@@ -5,10 +5,9 @@ Lookups reserve slots; the reservations of a step form one job per (tier, reques
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, repeat
-from operator import itemgetter
+from itertools import groupby, islice, repeat
 from typing import Final
 
 from kvoffload_async.core.counters import PlannerCounters
@@ -16,7 +15,7 @@ from kvoffload_async.core.index import CostGatedIndex
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import Lines, RequestState, Retention
 from kvoffload_async.core.tier_state import Shares, TierLookup, TierState
-from kvoffload_async.statistics import MissReason
+from kvoffload_async.statistics import MissReason, SkipReason
 from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
 
 _Batch = tuple[RequestState, list[OffloadKey], list[int]]
@@ -51,17 +50,13 @@ class Promotions:
         self._tiers = tiers
         self._shares = shares
         self._retention = retention
-        self._batches: dict[tuple[int, ReqContext], _Batch] = {}
+        self.batches: dict[tuple[int, ReqContext], _Batch] = {}
+        """(Tier, request) -> slots reserved in this step. Read-only."""
         self._told = [0] * len(tiers)
         """By tier: room in slots when the first in line was last notified, or less."""
         self._in_vain: list[RequestState | None] = [None] * len(tiers)
         """By tier: the first in line if notified that no room will come; None once room may."""
         self._in_vain_s = [0.0] * len(tiers)
-
-    @property
-    def has_unflushed(self) -> bool:
-        """Whether slots were reserved in this step."""
-        return bool(self._batches)
 
     @property
     def outstanding_slots(self) -> int:
@@ -73,7 +68,7 @@ class Promotions:
 
         For invariants and inspection.
         """
-        for (tier, _), (_, keys, slots) in self._batches.items():
+        for (tier, _), (_, keys, slots) in self.batches.items():
             yield from zip(repeat(tier), keys, slots)
 
     def reserve(
@@ -109,7 +104,7 @@ class Promotions:
 
     def flush(self) -> Iterator[tuple[int, RequestState, Sequence[OffloadKey], Sequence[int]]]:
         """Detach the step's batches: (tier, request, keys, slots)."""
-        batches, self._batches = self._batches, {}
+        batches, self.batches = self.batches, {}
         for (tier, _), (request, keys, slots) in batches.items():
             request.unflushed_promotions -= len(keys)
             yield tier, request, keys, slots
@@ -174,14 +169,14 @@ class Promotions:
     def _reserve(self, tier: int, request: RequestState, keys: Sequence[OffloadKey]) -> int:
         """Reserve slots for as many keys as fit; return their number."""
         room = min(len(keys), self._shares.room_to_load(tier), self._retention.spare_slots)
-        if room > self._primary.pool.free_count:
+        if room > self._primary.pool.unused.count:
             self._retention.pin_step_hits()
         slots = self._primary.reserve(keys[:room]) if room else []
         count = len(slots)
         if not count:
             return 0
         keys = keys[:count]
-        _, batched_keys, batched_slots = self._batches.setdefault(
+        _, batched_keys, batched_slots = self.batches.setdefault(
             (tier, request.ctx), (request, [], [])
         )
         batched_keys.extend(keys)
@@ -205,7 +200,7 @@ class Promotions:
             return self._others_go_on(tier, request)
         state, shares, primary = self._tiers[tier], self._shares, self._primary
         if not shares.room_to_load(tier):
-            if state.counters.loads_in_flight or self._batches:
+            if state.counters.loads_in_flight or self.batches:
                 return True  # the request's own loads also leave the share once landed
             if state.promotion_slots >= shares.promotions:
                 return False
@@ -261,6 +256,7 @@ class TierSearch:
 
     Attributes:
         sources: The lookup source of each tier: its `TierState`, or an observer that wraps it.
+        has_unknown: Whether a cost-gated tier waits for nearer tiers to resolve keys.
     """
 
     def __init__(
@@ -270,8 +266,31 @@ class TierSearch:
         self._promotions = promotions
         self._counters = counters
         self.sources: list[TierLookup] = list(tiers)
+        self.has_unknown = False
         self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
         """By tier: (is available, loads permitted) of each nearer tier at the last `_settle`."""
+
+    def all_lack(self, key: OffloadKey, request: RequestState, now_s: float) -> bool:
+        """Return whether all tiers have exact indexes and lack a key; count their lookups.
+
+        False as well if a tier is skipped. Tiers counted before are not asked again.
+        """
+        if request.is_expired or request.failed:
+            return False
+        for index, tier in enumerate(self._tiers):
+            if tier.cost_gated is not None or not tier.index.is_exact:
+                return False
+            if tier.skips_load(request.ctx, now_s) is not None:
+                return False
+            if tier.index.peek(key) is LookupResult.HIT:
+                return False
+            lacking = request.lacking.setdefault(index, set())
+            if key not in lacking:
+                self.sources[index].lookup_many([key], request.ctx, stop_at_miss=True)
+                lacking.add(key)
+                tier.counters.lookups += 1
+                tier.counters.misses += 1
+        return True
 
     def ask(
         self,
@@ -285,7 +304,7 @@ class TierSearch:
         """Return the verdict on each key, in order.
 
         Args:
-            keys: Keys that are absent from the primary, without duplicates.
+            keys: Keys that are absent from the primary.
             request: The request that looks up the keys.
             now_s: Time of the step, in seconds.
             is_paused: Whether promotions are paused.
@@ -294,15 +313,25 @@ class TierSearch:
         if request.is_expired or is_paused:
             reason: MissReason = "expired" if request.is_expired else "paused"
             return dict.fromkeys(keys[:1] if stop_at_miss else keys, reason)
-        known, skipped = self._ask_tiers(keys, request, now_s, stop_at_miss=stop_at_miss)
-        verdicts: dict[OffloadKey, Verdict] = {}
-        for key in keys:
-            verdict = known.get(key)
-            if verdict is None:
-                verdict = "skipped" if key in skipped else "absent"
-            verdicts[key] = verdict
-            if stop_at_miss and isinstance(verdict, str):
-                break
+        verdicts: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent")
+        last = len(self._tiers) - 1
+        for index, tier in enumerate(self._tiers):
+            is_remote = tier.locality is Locality.REMOTE
+            has_unknown = _RETRY in verdicts.values()
+            asked = list(verdicts)
+            if index:
+                asked = [key for key in verdicts if not isinstance(verdicts[key], int)]
+            if has_unknown and is_remote:
+                asked = self._leave_unknown(tier, asked, request, verdicts)
+            if asked:
+                asked = self._leave_skipped(index, asked, request, now_s, verdicts)
+            if asked:
+                is_final = stop_at_miss and index == last and (is_remote or not has_unknown)
+                self._ask_tier(index, asked, request, verdicts, stop_at_miss=is_final)
+        if stop_at_miss:
+            for reached, verdict in enumerate(verdicts.values(), 1):
+                if isinstance(verdict, str):
+                    return dict(islice(verdicts.items(), reached))
         return verdicts
 
     def promote(
@@ -314,8 +343,8 @@ class TierSearch:
         the block and room will come.
         """
         answers: dict[OffloadKey, LookupResult | MissReason] = {}
-        for verdict, run in groupby(verdicts.items(), itemgetter(1)):
-            keys = [key for key, _ in run]
+        for verdict, run in groupby(verdicts, verdicts.__getitem__):
+            keys = list(run)
             if not isinstance(verdict, int):
                 answers.update(dict.fromkeys(keys, verdict))
                 continue
@@ -342,9 +371,11 @@ class TierSearch:
 
     def end_step(self, now_s: float) -> None:
         """Update the cost-gated tiers that wait for nearer tiers with this step's answers."""
+        self.has_unknown = False
         for index, tier in enumerate(self._tiers):
             if tier.cost_gated is not None and tier.cost_gated.unknown:
                 self._settle(tier.cost_gated, index, now_s)
+                self.has_unknown |= bool(tier.cost_gated.unknown)
 
     def _settle(self, cost_gated: CostGatedIndex, index: int, now_s: float) -> None:
         nearer = self._tiers[:index]
@@ -355,75 +386,72 @@ class TierSearch:
         self._nearer_in_use[index] = in_use
         cost_gated.settle(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
 
-    def _ask_tiers(
+    def _leave_unknown(
         self,
+        tier: TierState,
         keys: Sequence[OffloadKey],
         request: RequestState,
-        now_s: float,
-        *,
-        stop_at_miss: bool,
-    ) -> tuple[dict[OffloadKey, Verdict], set[OffloadKey]]:
-        """Return the verdicts other than misses, unordered, and the keys that a tier skipped."""
-        verdicts: dict[OffloadKey, Verdict] = {}
-        skipped: set[OffloadKey] = set()
-        unknown: set[OffloadKey] = set()
-        last = len(self._tiers) - 1
-        for index, tier in enumerate(self._tiers):
-            asked = [key for key in keys if verdicts.get(key, _RETRY) is _RETRY]
-            is_remote = tier.locality is Locality.REMOTE
-            if unknown and is_remote:
-                if tier.cost_gated is not None:
-                    tier.cost_gated.expect([key for key in asked if key in unknown], request.ctx)
-                asked = [key for key in asked if key not in unknown]
-            if not asked or self._skips(index, asked, request, now_s, skipped):
-                continue
-            is_final = stop_at_miss and index == last and (is_remote or not unknown)
-            found = self._ask_tier(index, asked, request, skipped, stop_at_miss=is_final)
-            verdicts.update(found)
-            unknown.update([key for key, verdict in found.items() if verdict is _RETRY])
-        return verdicts, skipped
+        verdicts: Mapping[OffloadKey, Verdict],
+    ) -> list[OffloadKey]:
+        """Return the keys that all nearer tiers are known to lack."""
+        if tier.cost_gated is not None:
+            unknown = [key for key in keys if verdicts[key] is _RETRY]
+            tier.cost_gated.expect(unknown, request.ctx)
+            self.has_unknown = True
+        return [key for key in keys if verdicts[key] is not _RETRY]
 
-    def _skips(
+    def _leave_skipped(
         self,
         index: int,
-        asked: list[OffloadKey],
+        keys: list[OffloadKey],
         request: RequestState,
         now_s: float,
-        skipped: set[OffloadKey],
-    ) -> bool:
-        """Return whether a tier is skipped for all keys; move its skipped keys to `skipped`."""
+        verdicts: dict[OffloadKey, Verdict],
+    ) -> list[OffloadKey]:
+        """Return the keys for which a tier is not skipped."""
         tier = self._tiers[index]
         reason = tier.skips_load(request.ctx, now_s)
-        left_out = asked
+        left: list[OffloadKey] = []
         if reason is None:
             if not request.failed:
-                return False
+                return keys
             reason = "failed"
-            left_out = [key for key in asked if (index, key) in request.failed]
-            asked[:] = [key for key in asked if (index, key) not in request.failed]
-        tier.counters.skipped_lookups[reason] += len(left_out)
-        skipped.update(left_out)
-        return left_out is asked or not asked
+            left = [key for key in keys if (index, key) not in request.failed]
+            keys = [key for key in keys if (index, key) in request.failed]
+        self._skip(tier, reason, keys, verdicts)
+        return left
+
+    def _skip(
+        self,
+        tier: TierState,
+        reason: SkipReason,
+        keys: Sequence[OffloadKey],
+        verdicts: dict[OffloadKey, Verdict],
+    ) -> None:
+        """Count the keys for which a tier is skipped."""
+        tier.counters.skipped_lookups[reason] += len(keys)
+        for key in keys:
+            if verdicts[key] == "absent":
+                verdicts[key] = "skipped"
 
     def _ask_tier(
         self,
         index: int,
         keys: Sequence[OffloadKey],
         request: RequestState,
-        skipped: set[OffloadKey],
+        verdicts: dict[OffloadKey, Verdict],
         *,
         stop_at_miss: bool,
-    ) -> dict[OffloadKey, Verdict]:
-        """Return one tier's verdicts other than misses; add keys it declines to `skipped`."""
+    ) -> None:
+        """Enter one tier's answers other than misses."""
         tier, lacking = self._tiers[index], request.lacking.setdefault(index, set())
         if stop_at_miss and not lacking.isdisjoint(keys):
             keys = keys[: [key in lacking for key in keys].index(True)]
         elif lacking:
             keys = [key for key in keys if key not in lacking]
         if not keys:
-            return {}
+            return
         answers = self.sources[index].lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
-        verdicts: dict[OffloadKey, Verdict] = {}
         missing: list[OffloadKey] = []
         for key, answer in zip(keys, answers, strict=False):  # the answers may end with a miss
             if answer is LookupResult.MISS:
@@ -431,17 +459,15 @@ class TierSearch:
             else:
                 verdicts[key] = index if answer is LookupResult.HIT else _RETRY
         counters, hits = tier.counters, answers.count(LookupResult.HIT)
-        counters.lookups += len(verdicts)
+        counters.lookups += len(answers) - len(missing)
         counters.hits += hits
-        counters.undecided += len(verdicts) - hits
+        counters.undecided += len(answers) - len(missing) - hits
         if missing and tier.cost_gated is not None and tier.cost_gated.declines(request.ctx):
-            counters.skipped_lookups["too_few"] += len(missing)
-            skipped.update(missing)
+            self._skip(tier, "too_few", missing, verdicts)
         else:
             counters.lookups += len(missing)
             counters.misses += len(missing)
             lacking.update(missing)
-        return verdicts
 
 
 def _ask_nearer(

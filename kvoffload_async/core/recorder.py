@@ -613,7 +613,7 @@ class RecordingPlanner(Planner):
             return "the tier is not open, or its breaker is"
         if has_others:
             return "others wait before them"
-        if not self.cascades.room(index):
+        if not self.shares.room_to_store(index):
             return "its share of the primary is used up"
         return "the tier is slower than what is stored"
 

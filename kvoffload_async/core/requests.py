@@ -148,6 +148,7 @@ class Lines:
 
     Attributes:
         has_new_first: By tier: whether the first request has changed since the last `moved`.
+        num_places: Number of requests in all lines; one in two lines counts twice.
     """
 
     def __init__(self, num_tiers: int) -> None:
@@ -156,6 +157,7 @@ class Lines:
         self._moved_s = [0.0] * num_tiers
         """By tier: last time, in seconds, that the first in line had no room or looked up."""
         self.has_new_first = [False] * num_tiers
+        self.num_places = 0
 
     def first(self, tier: int) -> RequestState | None:
         """Return the first request in a tier's line, None if the line is empty."""
@@ -170,6 +172,7 @@ class Lines:
         line = self._lines[tier]
         if not line:
             self.has_new_first[tier] = True
+        self.num_places += request not in line
         line.setdefault(request)
         request.refused.setdefault(tier, {}).update(dict.fromkeys(keys))
         self._look_ahead(request)
@@ -210,6 +213,7 @@ class Lines:
     def _leave(self, tier: int, request: RequestState) -> None:
         was_first = self.first(tier) is request
         del self._lines[tier][request], request.refused[tier]
+        self.num_places -= 1
         self._look_ahead(request)
         first = self.first(tier)
         if was_first and first is not None:

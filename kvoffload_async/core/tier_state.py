@@ -99,6 +99,7 @@ class TierState:
         event_log: Events for `take_events`.
         health: The breakers, which suspend a failing tier.
         is_available: Whether the tier is open.
+        may_probe: Whether a step's end may start a probe.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class TierState:
         self.effects: list[TierEffect] = []
         self.is_available = True
         self._closed = False
-        self._may_probe = self.cost_gated is not None or not index.is_exact
+        self.may_probe = self.cost_gated is not None or not index.is_exact
 
     # -- queries --------------------------------------------------------------------------------
 
@@ -200,17 +201,9 @@ class TierState:
 
         Probes of a closed tier do not count: they may never have been started.
         """
-        return bool(
-            self.jobs.unfinished_count
-            or self.jobs.has_ended
-            or (self._waits_for_probes and not self._closed)
-        )
+        return bool(self.jobs.unreported_count or (self._waits_for_probes and not self._closed))
 
     # -- notifications from the planner ---------------------------------------------------------
-
-    def begin_step(self, now_s: float) -> None:
-        """Set the time, in seconds; from the first call on, the breakers also gate probes."""
-        self.health.now_s = now_s
 
     def reserve_slots(self, count: int) -> None:
         """Count slots as reserved for a promotion."""
@@ -279,7 +272,7 @@ class TierState:
 
     def end_step(self) -> None:
         """Queue one probe for the keys looked up in this step, unless the tier is suspended."""
-        if self._closed or not self._may_probe:
+        if self._closed:
             return
         if not self.health.permits_probe():
             self.index.left_alone()

@@ -16,8 +16,7 @@ from kvoffload_async.facade.secondary import DeclaredTierManager, read_threads
 from kvoffload_async.facade.tier_options import TierOptions, require_model
 from kvoffload_async.registry import check_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
-from kvoffload_async.tiers.fs.footprint import Footprint
-from kvoffload_async.tiers.fs.layout import Namespace
+from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.slab.opening import SlabSettings
@@ -51,8 +50,6 @@ class FileSystemTierManager(DeclaredTierManager[FsSettings]):
         return replace(
             settings,
             verify=verify,
-            # vLLM's own tier reads files of its namespaces without verifying them.
-            reuse_inodes=settings.reuse_inodes and common.run_config is None,
             io_threads=read_threads(common.n_read_threads) + common.n_write_threads,
         )
 
@@ -64,8 +61,7 @@ class FileSystemTierManager(DeclaredTierManager[FsSettings]):
     def places_of(cls, settings: FsSettings, identity: KVIdentity) -> list[TierPlace]:
         place = TierPlace(settings.root_dir, settings.capacity_bytes)
         if settings.capacity_bytes is not None and identity.block_bytes:
-            namespace = Namespace(settings.root_dir, settings.run_config, settings.rank)
-            ground = examine(replace(place, path=namespace.folder))
+            ground = examine(replace(place, path=settings.namespace.folder))
             Footprint.of(ground.status, identity.block_bytes).check(settings.capacity_bytes)
         return [place]
 

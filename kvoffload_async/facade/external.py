@@ -74,6 +74,24 @@ def is_external(manager: SecondaryTierManager) -> bool:
     )
 
 
+def closed(manager: SecondaryTierManager, timeout_s: float | None = None) -> CloseReport:
+    """Shut a manager down; never raises: an error of the manager is in the report.
+
+    Args:
+        manager: The manager.
+        timeout_s: Seconds for running jobs to end; None: the manager's own.
+    """
+    try:
+        report: object = manager.shutdown(timeout_s)
+    except GUARDED as error:
+        failure = error if isinstance(error, Exception) else _broken(error)
+        drop_tracebacks(failure)
+        return CloseReport(error=failure)
+    if report is None:  # as vLLM's tiers do
+        return CloseReport()
+    return report if _is_report(report) else CloseReport(error=_broken(report))
+
+
 class ExternalLink:
     """Joins an external manager to a `TierState`, with the interface of `runtime.bridge.TierLink`.
 
@@ -199,15 +217,7 @@ class ExternalLink:
     def close(self, timeout_s: float) -> CloseReport:
         """Shut the manager down; never raises."""
         self.flush()
-        try:
-            report: object = self.manager.shutdown(timeout_s)
-        except GUARDED as error:
-            failure = error if isinstance(error, Exception) else _broken(error)
-            drop_tracebacks(failure)
-            return CloseReport(error=failure)
-        if report is None:  # as vLLM's tiers do
-            return CloseReport()
-        return report if _is_report(report) else CloseReport(error=_broken(report))
+        return closed(self.manager, timeout_s)
 
     def stats(self, taken: Figures) -> TierStatistics:
         """Return the planner's statistics of the tier. Thread-safe."""

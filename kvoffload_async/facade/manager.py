@@ -36,7 +36,7 @@ def counted(count: int, noun: str) -> str:
 
 def primary_text(primary: Primary) -> str:
     """Return the usage of a primary as text."""
-    return f"{primary.num_slots - primary.pool.free_count:,} of {primary.num_slots:,} slots used"
+    return f"{primary.num_slots - primary.pool.unused.count:,} of {primary.num_slots:,} slots used"
 
 
 def planner_text(planner: Planner) -> str:

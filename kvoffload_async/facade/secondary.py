@@ -6,7 +6,8 @@ import inspect
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from contextlib import ExitStack
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
@@ -16,7 +17,7 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.readings import take_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import StateError
+from kvoffload_async.errors import StateError, naming_shortage
 from kvoffload_async.facade.manager import counted
 from kvoffload_async.facade.tier_options import (
     TierOptions,
@@ -27,6 +28,7 @@ from kvoffload_async.facade.tier_options import (
 )
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
+from kvoffload_async.runtime.owned import guard_forks
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
@@ -43,6 +45,9 @@ from kvoffload_async.types import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+
+_STOP_THREADS_S: Final = 0.2
+"""Seconds for idle threads to end."""
 
 
 def create_index(
@@ -119,7 +124,8 @@ class SecondaryTierManager:
     and catches their errors. Do not subclass the managers of this package: to change a tier, wrap
     its `AsyncTier`.
 
-    Not thread-safe; call from one thread at a time.
+    Not thread-safe; call from one thread at a time. In a forked child, every call but `shutdown`,
+    which has no effect there, raises `StateError`.
 
     Attributes:
         tier_type: The name under which the tier was configured.
@@ -168,7 +174,8 @@ class SecondaryTierManager:
 
         Raises:
             ConfigError: The tier rejects its options; everything started is stopped again.
-            TierUnavailableError: The tier's directory or server cannot be reached.
+            TierUnavailableError: The tier's directory or server cannot be reached, or threads,
+                descriptors or memory are exhausted.
             TierTimeoutError: It did not open in time.
         """
         common = self.take_options(tier_type, options)
@@ -190,28 +197,37 @@ class SecondaryTierManager:
             enable_kv_events=common.enable_kv_events,
             backpressure=common.backpressure_detector,
         )
+        identity = identity_of(common, config_of(offloading_spec), shape[1])
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
         host = None
-        if bridge is None:
-            host = RuntimeHost()
-            bridge = host.bridge
-        self.link = TierLink(
-            bridge,
-            state,
-            tier,
-            kv_view=memoryview(primary_kv_view),
-            pool=bridge.create_pool(
-                read_threads(common.n_read_threads),
-                common.n_write_threads,
-                tier.bounds.concurrent_probes,
-            ),
-            io_timeout_s=common.io_timeout_s,
-            probe_timeout_s=common.probe_timeout_s,
-            identity=identity_of(common, config_of(offloading_spec), shape[1]),
-            host=host,
-        )
+        loads, stores = read_threads(common.n_read_threads), common.n_write_threads
+        with ExitStack() as undo:
+            with naming_shortage(
+                f"n_read_threads: {loads}, n_write_threads: {stores}: the threads of tier "
+                f"{tier_type} cannot be started"
+            ):
+                if bridge is None:
+                    host = RuntimeHost()
+                    undo.callback(host.close)
+                    bridge = host.bridge
+                pool = bridge.create_pool(loads, stores, tier.bounds.concurrent_probes)
+            undo.callback(pool.close, _STOP_THREADS_S)
+            self.link = TierLink(
+                bridge,
+                state,
+                tier,
+                kv_view=memoryview(primary_kv_view),
+                pool=pool,
+                io_timeout_s=common.io_timeout_s,
+                probe_timeout_s=common.probe_timeout_s,
+                identity=identity,
+                host=host,
+            )
+            undo.pop_all()
         self.link.open(common.open_timeout_s)
         self.link.pump()
+        guard_forks(self)
+        guard_forks(self.link, _report=CloseReport())
 
     def __repr__(self) -> str:
         jobs = counted(self.tier_state.jobs.unreported_count, "job")
@@ -303,8 +319,6 @@ class SecondaryTierManager:
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the results of jobs that ended since the last call, each once. Non-blocking."""
         self.poll_tier()
-        if not self.tier_state.jobs.has_ended:
-            return ()
         ended = self.tier_state.jobs.take_ended()
         for job, result in ended:
             self.tier_state.counters.count(job, result)

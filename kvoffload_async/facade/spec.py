@@ -12,7 +12,12 @@ from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.errors import ClosedError, ConfigError, TierUnavailableError
+from kvoffload_async.errors import (
+    ClosedError,
+    ConfigError,
+    TierUnavailableError,
+    naming_shortage,
+)
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.manager import OffloadingManager, tiers_text
 from kvoffload_async.facade.places import check_places
@@ -20,7 +25,7 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.facade.tier_group import UnopenedTier, create_tier
+from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
@@ -262,13 +267,15 @@ class TieringOffloadingSpec(_Spec):
 
         Raises:
             ClosedError: The spec was shut down, for instance while a tier was being opened.
+            TierUnavailableError: Threads, descriptors or memory are exhausted.
         """
         if self._runtime is not None:
             return self._runtime
         if self._is_shut_down:
             raise ClosedError("the spec was shut down")
         if self._host is None:
-            self._host = RuntimeHost()
+            with naming_shortage("the event loop of the tiers cannot be started"):
+                self._host = RuntimeHost()
         return self._host.bridge
 
     def get_manager(self) -> TieringOffloadingManager:
@@ -334,7 +341,7 @@ class TieringOffloadingSpec(_Spec):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
         except BaseException:
             for tier in reversed(tiers):
-                tier.shutdown(config.shutdown_timeout_s)
+                close_unused(tier, config.shutdown_timeout_s)
             primary.shutdown()
             host, self._host = self._host, None
             if host is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, TierPlace
@@ -134,8 +134,8 @@ class EngineTierOptions(Options):
 class SecondaryTierFactory:
     """Creates secondary tiers from their configuration; the registry is class-level.
 
-    A registered class is either a `SecondaryTierManager` or an `AsyncTier`, which is then wrapped
-    into one. Keys of a tier's configuration:
+    A tier's class is a `SecondaryTierManager`, an `AsyncTier`, which is then wrapped into one, or a
+    class of another contract that `register_adapter` added. Keys of a tier's configuration:
 
     * `type`: the registered name, or with `module_path` the class's name in that module;
     * `module_path`: the module of an out-of-tree tier;
@@ -144,6 +144,7 @@ class SecondaryTierFactory:
     """
 
     _registry = Registry("secondary tier", "kvoffload_async.tiers")
+    _adapters: ClassVar[dict[type, Callable[[Any], type[SecondaryTierManager]]]] = {}
 
     @classmethod
     def register_tier(cls, name: str, import_path: str, class_name: str) -> None:
@@ -153,6 +154,19 @@ class SecondaryTierFactory:
             ConfigError: The name is already registered.
         """
         cls._registry.register(name, import_path, class_name)
+
+    @classmethod
+    def register_adapter(
+        cls, contract: type, adapt: Callable[[Any], type[SecondaryTierManager]]
+    ) -> None:
+        """Accept the tier classes of another contract.
+
+        Args:
+            contract: Base class of these classes.
+            adapt: Returns the manager class that drives such a class; raises ConfigError for one
+                that it cannot drive.
+        """
+        cls._adapters[contract] = adapt
 
     @classmethod
     def names(cls) -> list[str]:
@@ -262,17 +276,21 @@ class SecondaryTierFactory:
         else:
             loaded = cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
         given = {key: config.pop(key) for key in EngineTierOptions.declared() if key in config}
-        own, common = options_of(loaded), options_of(SecondaryTierManager)
-        names = own.keys() | common.keys() | EngineTierOptions.declared().keys()
+        names = options_of(loaded).keys() | EngineTierOptions.declared().keys()
+        if issubclass(loaded, AsyncTier):
+            names |= options_of(SecondaryTierManager).keys()
         reject_unknown_options(config, names, getattr(loaded, "declares", Options), tier_type)
         if (detector := _detector_of(EngineTierOptions.take(given))) is not None:
             config["backpressure_detector"] = detector
         return loaded, tier_type, config
 
-    @staticmethod
-    def _checked(name: str, loaded: type) -> type:
+    @classmethod
+    def _checked(cls, name: str, loaded: type) -> type:
         if issubclass(loaded, AsyncTier | SecondaryTierManager):
             return loaded
+        for contract, adapt in cls._adapters.items():
+            if issubclass(loaded, contract):
+                return adapt(loaded)
         raise ConfigError(
             f"secondary tier {name!r}: {loaded.__qualname__} is a subclass of neither "
             "SecondaryTierManager nor AsyncTier"

@@ -23,7 +23,7 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
-from kvoffload_async.facade.external import ExternalLink, is_external
+from kvoffload_async.facade.external import ExternalLink, closed, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, TierLink
@@ -134,7 +134,7 @@ class UnopenedTier:
         self._thread.join(timeout)
         with contextlib.suppress(IndexError):
             left_s = max(0.0, timeout - (time.monotonic() - begun_s))
-            return self._opened.popleft().shutdown(left_s)
+            return closed(self._opened.popleft(), left_s)
         if self._thread.is_alive():  # it closes what it opens; until then it may use the primary
             return CloseReport(error=TierTimeoutError(f"{self.tier_type} is still being opened"))
         return CloseReport()
@@ -155,8 +155,23 @@ class UnopenedTier:
             self._opened.append(tier)
             if self._stop.is_set():
                 with contextlib.suppress(IndexError):  # else `shutdown` has it
-                    self._opened.popleft().shutdown()
+                    close_unused(self._opened.popleft())
             return
+
+
+def close_unused(tier: SecondaryTierManager | UnopenedTier, timeout_s: float | None = None) -> None:
+    """Close a tier that no engine has taken over; an error is logged.
+
+    Args:
+        tier: The tier.
+        timeout_s: Seconds for closing; None: the tier's own.
+    """
+    if isinstance(tier, UnopenedTier):
+        report = tier.shutdown(timeout_s or 0.0)
+    else:
+        report = closed(tier, timeout_s)
+    if report.error is not None:
+        logger.error("tier %s was not closed: %s", tier.tier_type, text_of(report.error))
 
 
 class BreakerLog:
@@ -253,7 +268,8 @@ class TierGroup:
     def end_step(self, context: ScheduleEndContext | None, planner: Planner) -> None:
         """Queue the step's probes, and hand all effects over."""
         for link in self.links.values():
-            link.end_step(context)
+            if link.state.may_probe:
+                link.end_step(context)
         self.flush(planner)
 
     def take_events(self) -> Iterator[OffloadingEvent]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -14,57 +13,62 @@ from prometheus_client.registry import Collector
 
 from kvoffload_async.errors import ClosedError
 from kvoffload_async.statistics import (
-    EngineStatistics,
     HistogramStatistics,
     OffloadingStatistics,
     TierStatistics,
 )
 
 BREAKER_STATES: Final = ("closed", "open", "half_open")
+SLOT_STATES: Final = ("free", "writing", "idle", "pinned", "held")
 
 Value = float | HistogramStatistics
 Samples = Iterable[tuple[tuple[str, ...], Value]]
+Read = Callable[[Any], Samples]
+"""Returns the samples of a part of the statistics: label values and value."""
 
 
-def one(path: str, part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
-    """Yield one value; none where the tree has no such part, or does not know."""
-    for name in path.split("."):
-        part = getattr(part, name, None)
-        if part is None:
-            return
-    yield (), part
+def at(path: str) -> Read:
+    """Read the value at a path; no sample where a part of the path is missing or None."""
+
+    def read(part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
+        for name in path.split("."):
+            part = getattr(part, name, None)
+            if part is None:
+                return
+        yield (), part
+
+    return read
 
 
-def by_name(path: str, names: Mapping[str, str], stats: OffloadingStatistics) -> Samples:
-    """Yield several fields of a part, each under a name of its own."""
-    for label, field in names.items():
-        for _, value in one(f"{path}.{field}", stats):
-            yield (label,), value
+def by_name(**paths: str) -> Read:
+    """Read several values, each labelled with the name of its argument."""
+    reads = {label: at(path) for label, path in paths.items()}
+    return lambda part: (
+        ((label,), value) for label, read in reads.items() for _, value in read(part)
+    )
 
 
-def by_key(path: str, stats: OffloadingStatistics) -> Samples:
-    """Yield the values of the mapping at `path`, labelled by key."""
-    for _, mapping in one(path, stats):
-        assert isinstance(mapping, Mapping)  # noqa: S101 - for the type checker
-        for key, value in mapping.items():
-            yield (key,), value
+def by_key(path: str) -> Read:
+    """Read the values of the mapping at a path, labelled by key."""
+    mappings: Callable[[Any], Iterable[tuple[object, Any]]] = at(path)
+    return lambda part: (
+        ((key,), value) for _, mapping in mappings(part) for key, value in mapping.items()
+    )
 
 
-def of_tiers(read: Callable[[TierStatistics], Samples], stats: OffloadingStatistics) -> Samples:
-    """Yield the samples that `read` returns for each tier, labelled with the tier's name."""
-    for tier in stats.tiers:
-        for labels, value in read(tier):
-            yield (tier.name, *labels), value
+def by_direction(loads: str, both: str) -> Read:
+    """Read the loads and the stores, from a tier's counts of the loads and of both."""
+    return lambda tier: (
+        (("load",), getattr(tier, loads)),
+        (("store",), getattr(tier, both) - getattr(tier, loads)),
+    )
 
 
-def fields_of_tier(names: Mapping[str, str], tier: TierStatistics) -> Samples:
-    """Yield several fields of a tier, each under a name of its own."""
-    return (((label,), getattr(tier, field)) for label, field in names.items())
-
-
-def keys_of_tier(field: str, tier: TierStatistics) -> Samples:
-    """Yield the values of a mapping of a tier."""
-    return (((key,), value) for key, value in getattr(tier, field).items())
+def of_tiers(read: Read) -> Read:
+    """Read the samples of each tier, labelled with the tier's name."""
+    return lambda stats: (
+        ((tier.name, *labels), value) for tier in stats.tiers for labels, value in read(tier)
+    )
 
 
 def needed_blocks(tier: TierStatistics) -> Samples:
@@ -72,30 +76,6 @@ def needed_blocks(tier: TierStatistics) -> Samples:
     if tier.break_even is not None:
         needed = tier.break_even.needed_blocks
         yield (), math.inf if needed is None else needed
-
-
-def durations(phase: str, tier: TierStatistics) -> Samples:
-    """Yield the histograms of one phase of a tier, by direction."""
-    yield ("load",), getattr(tier.load_seconds, phase)
-    yield ("store",), getattr(tier.store_seconds, phase)
-
-
-def finished(tier: TierStatistics) -> Samples:
-    """Yield a tier's jobs that have their result, by direction."""
-    yield ("load",), tier.finished_loads
-    yield ("store",), tier.finished_jobs - tier.finished_loads
-
-
-def failed(tier: TierStatistics) -> Samples:
-    """Yield those of which a block failed, by direction."""
-    yield ("load",), tier.failed_loads
-    yield ("store",), tier.failed_jobs - tier.failed_loads
-
-
-def in_flight(tier: TierStatistics) -> Samples:
-    """Yield those without a result, by direction."""
-    yield ("load",), tier.loads_in_flight
-    yield ("store",), tier.jobs_in_flight - tier.loads_in_flight
 
 
 def breakers(tier: TierStatistics) -> Samples:
@@ -116,26 +96,6 @@ def info(stats: OffloadingStatistics) -> Samples:
         yield (stats.runtime.version, stats.runtime.python, stats.runtime.block_io), 1.0
 
 
-def of_engine(
-    read: Callable[[EngineStatistics], Samples], stats: OffloadingStatistics
-) -> Iterator[tuple[tuple[str, ...], Value]]:
-    """Yield what only an `OffloadEngine` has."""
-    if isinstance(stats, EngineStatistics):
-        yield from read(stats)
-
-
-def waiting(stats: EngineStatistics) -> Samples:
-    """Yield the calls that wait for a permit, by direction."""
-    yield ("load",), stats.waiting_loads
-    yield ("store",), stats.waiting_stores
-
-
-def copies(stats: EngineStatistics) -> Samples:
-    """Yield the histograms of device copies, by direction."""
-    yield ("load",), stats.load_copy_seconds
-    yield ("store",), stats.store_copy_seconds
-
-
 class MetricKind(StrEnum):
     """What may be done with a metric's values."""
 
@@ -153,256 +113,187 @@ class Metric:
         kind: See `MetricKind`.
         documentation: One sentence.
         labels: The names of its labels.
-        read: Returns its samples: label values and value.
+        read: Returns its samples.
     """
 
     name: str
     kind: MetricKind
     documentation: str
     labels: tuple[str, ...]
-    read: Callable[[OffloadingStatistics], Samples]
+    read: Read
 
 
-_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-_SLOTS: Final = {name: name for name in ("free", "writing", "idle", "pinned", "held")}
-_IN_PRIMARY: Final = {"hit": "hits", "pending": "pending_hits", "miss": "misses"}
-_IN_TIER: Final = {"hit": "hits", "miss": "misses", "undecided": "undecided"}
-
-
-def _plain(name: str, kind: MetricKind, documentation: str, path: str) -> Metric:
-    return Metric(name, kind, documentation, (), partial(one, path))
+def _metric(
+    name: str, documentation: str, read: str | Read, *labels: str, is_histogram: bool = False
+) -> Metric:
+    """Return the metric `kvoffload_<name>`; `read` may be the path of its only value."""
+    kind = MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
+    kind = MetricKind.HISTOGRAM if is_histogram else kind
+    read = at(read) if isinstance(read, str) else read
+    return Metric(f"kvoffload_{name}", kind, documentation, labels, read)
 
 
 def _tier(
-    name: str,
-    kind: MetricKind,
-    documentation: str,
-    read: str | Callable[[TierStatistics], Samples],
-    *labels: str,
+    name: str, documentation: str, read: str | Read = "", *labels: str, is_histogram: bool = False
 ) -> Metric:
-    of_one = partial(one, read) if isinstance(read, str) else read
-    return Metric(
-        f"kvoffload_tier_{name}",
-        kind,
-        documentation,
-        ("tier", *labels),
-        partial(of_tiers, of_one),
+    """Return the metric `kvoffload_tier_<name>`; its default is a tier's field of that name."""
+    read = read or name.removesuffix("_total")
+    of_one = at(read) if isinstance(read, str) else read
+    return _metric(
+        f"tier_{name}", documentation, of_tiers(of_one), "tier", *labels, is_histogram=is_histogram
     )
 
 
 METRICS: Final[tuple[Metric, ...]] = (
-    Metric(
-        "kvoffload_info",
-        _G,
+    _metric(
+        "info",
         "Package version, Python version and block I/O implementation, as labels; always 1.",
-        ("version", "python", "block_io"),
         info,
+        "version",
+        "python",
+        "block_io",
     ),
     # The primary.
-    Metric(
-        "kvoffload_primary_slots",
-        _G,
+    _metric(
+        "primary_slots",
         "Slots of the primary tier by state.",
-        ("state",),
-        partial(by_name, "primary.slots", _SLOTS),
+        by_name(**{name: f"primary.slots.{name}" for name in SLOT_STATES}),
+        "state",
     ),
-    _plain(
-        "kvoffload_primary_used_bytes",
-        _G,
-        "Bytes in use in the primary tier.",
-        "primary.used_bytes",
-    ),
-    _plain(
-        "kvoffload_primary_capacity_bytes",
-        _G,
-        "Capacity of the primary tier.",
-        "primary.capacity_bytes",
-    ),
-    Metric(
-        "kvoffload_primary_lookups_total",
-        _C,
+    _metric("primary_used_bytes", "Bytes in use in the primary tier.", "primary.used_bytes"),
+    _metric("primary_capacity_bytes", "Capacity of the primary tier.", "primary.capacity_bytes"),
+    _metric(
+        "primary_lookups_total",
         "Block lookups in the primary tier by result; repeated lookups count again.",
-        ("result",),
-        partial(by_name, "primary", _IN_PRIMARY),
+        by_name(hit="primary.hits", pending="primary.pending_hits", miss="primary.misses"),
+        "result",
     ),
-    _plain(
-        "kvoffload_primary_stored_blocks_total",
-        _C,
-        "Blocks that requests stored.",
-        "primary.stored_blocks",
-    ),
-    _plain(
-        "kvoffload_primary_loaded_blocks_total",
-        _C,
-        "Blocks that requests loaded.",
-        "primary.loaded_blocks",
-    ),
-    _plain(
-        "kvoffload_primary_evicted_blocks_total",
-        _C,
+    _metric("primary_stored_blocks_total", "Blocks that requests stored.", "primary.stored_blocks"),
+    _metric("primary_loaded_blocks_total", "Blocks that requests loaded.", "primary.loaded_blocks"),
+    _metric(
+        "primary_evicted_blocks_total",
         "Blocks evicted from the primary tier.",
         "primary.evicted_blocks",
     ),
-    _plain(
-        "kvoffload_primary_refused_stores_total",
-        _C,
-        "Stores refused for lack of room.",
-        "primary.refused_stores",
+    _metric(
+        "primary_refused_stores_total", "Stores refused for lack of room.", "primary.refused_stores"
     ),
-    _plain("kvoffload_primary_load_pins", _G, "Pins held by loads.", "primary.load_pins"),
+    _metric("primary_load_pins", "Pins held by loads.", "primary.load_pins"),
     # What moves between it and the tiers.
-    _plain("kvoffload_requests", _G, "Requests in progress.", "planner.requests"),
-    _plain(
-        "kvoffload_retained_blocks",
-        _G,
-        "Blocks pinned for waiting requests.",
-        "planner.retained_blocks",
-    ),
-    Metric(
-        "kvoffload_lookups_total",
-        _C,
+    _metric("requests", "Requests in progress.", "planner.requests"),
+    _metric("retained_blocks", "Blocks pinned for waiting requests.", "planner.retained_blocks"),
+    _metric(
+        "lookups_total",
         "Block lookups other than misses, by result; repeated lookups count again.",
-        ("result",),
-        partial(
-            by_name,
-            "planner",
-            {"hit": "hits", "pending": "pending_hits", "retry": "retries"},
-        ),
+        by_name(hit="planner.hits", pending="planner.pending_hits", retry="planner.retries"),
+        "result",
     ),
-    Metric(
-        "kvoffload_lookup_misses_total",
-        _C,
+    _metric(
+        "lookup_misses_total",
         "Block lookups that missed, by reason.",
-        ("reason",),
-        partial(by_key, "planner.misses"),
+        by_key("planner.misses"),
+        "reason",
     ),
-    Metric(
-        "kvoffload_blocks_total",
-        _C,
+    _metric(
+        "blocks_total",
         "Blocks that requests looked up, by final result; each block counts once per request.",
-        ("result",),
-        partial(by_name, "planner", {"hit": "block_hits", "miss": "block_misses"}),
+        by_name(hit="planner.block_hits", miss="planner.block_misses"),
+        "result",
     ),
-    _plain(
-        "kvoffload_promotions_refused_total",
-        _C,
+    _metric(
+        "promotions_refused_total",
         "Hits in a tier that were not promoted for lack of a primary slot.",
         "planner.promotions_refused",
     ),
-    _plain(
-        "kvoffload_deferrals_expired_total",
-        _C,
+    _metric(
+        "deferrals_expired_total",
         "Requests deferred up to the deadline, and computed instead.",
         "planner.deferrals_expired",
     ),
-    _plain(
-        "kvoffload_decision_seconds",
-        _H,
+    _metric(
+        "decision_seconds",
         "Time from a request's first lookup until the request proceeds.",
         "planner.decision_seconds",
+        is_histogram=True,
     ),
     # Each tier.
     _tier(
         "lookups_total",
-        _C,
         "Block lookups in the tier by result.",
-        partial(fields_of_tier, _IN_TIER),
+        by_name(hit="hits", miss="misses", undecided="undecided"),
         "result",
     ),
     _tier(
         "skipped_lookups_total",
-        _C,
         "Block lookups that skipped the tier, by reason.",
-        partial(keys_of_tier, "skipped_lookups"),
+        by_key("skipped_lookups"),
         "reason",
     ),
     _tier(
         "needed_blocks",
-        _G,
         "Break-even point: the tier is asked from this many missed blocks on; +Inf: never.",
         needed_blocks,
     ),
     _tier(
         "load_latency_seconds",
-        _G,
         "Measured fixed cost of a load; absent if not measured.",
         "break_even.latency_s",
     ),
     _tier(
         "load_blocks_per_second",
-        _G,
         "Measured load throughput beyond the fixed cost; absent if not measured.",
         "break_even.blocks_per_s",
     ),
     _tier(
         "explorations_total",
-        _C,
         "Requests below the break-even point that were loaded to renew the measurement.",
         "break_even.explorations",
     ),
-    _tier("jobs_total", _C, "Finished jobs.", finished, "direction"),
-    _tier("failed_jobs_total", _C, "Jobs with at least one failed block.", failed, "direction"),
     _tier(
-        "errors_total",
-        _C,
-        "Failed jobs by class of error.",
-        partial(keys_of_tier, "failed_jobs_by_error"),
-        "error",
+        "jobs_total", "Finished jobs.", by_direction("finished_loads", "finished_jobs"), "direction"
     ),
-    _tier("stored_blocks_total", _C, "Blocks stored in the tier.", "stored_blocks"),
-    _tier("stored_bytes_total", _C, "Bytes stored in the tier.", "stored_bytes"),
-    _tier("loaded_blocks_total", _C, "Blocks loaded from the tier.", "loaded_blocks"),
-    _tier("loaded_bytes_total", _C, "Bytes loaded from the tier.", "loaded_bytes"),
-    _tier("failed_blocks_total", _C, "Blocks that jobs failed to transfer.", "failed_blocks"),
-    _tier("corrupt_blocks_total", _C, "Blocks whose checksum did not match.", "corrupt_blocks"),
-    _tier("missing_blocks_total", _C, "Blocks that were missing when loaded.", "missing_blocks"),
     _tier(
-        "evicted_blocks_total", _C, "Blocks that the tier announced as evicted.", "evicted_blocks"
+        "failed_jobs_total",
+        "Jobs with at least one failed block.",
+        by_direction("failed_loads", "failed_jobs"),
+        "direction",
     ),
+    _tier(
+        "errors_total", "Failed jobs by class of error.", by_key("failed_jobs_by_error"), "error"
+    ),
+    _tier("stored_blocks_total", "Blocks stored in the tier."),
+    _tier("stored_bytes_total", "Bytes stored in the tier."),
+    _tier("loaded_blocks_total", "Blocks loaded from the tier."),
+    _tier("loaded_bytes_total", "Bytes loaded from the tier."),
+    _tier("failed_blocks_total", "Blocks that jobs failed to transfer."),
+    _tier("corrupt_blocks_total", "Blocks whose checksum did not match."),
+    _tier("missing_blocks_total", "Blocks that were missing when loaded."),
+    _tier("evicted_blocks_total", "Blocks that the tier announced as evicted."),
     _tier(
         "dropped_blocks_total",
-        _C,
         "Blocks that left the primary tier before they were stored in the tier, by reason.",
-        partial(keys_of_tier, "dropped"),
+        by_key("dropped"),
         "reason",
     ),
+    _tier("late_blocks_total", "Blocks stored after waiting for room in the tier."),
+    _tier("failed_store_blocks_total", "Blocks abandoned after failed stores."),
+    _tier("refused_keys_total", "Announced keys that are malformed."),
     _tier(
-        "late_blocks_total", _C, "Blocks stored after waiting for room in the tier.", "late_blocks"
+        "jobs_in_flight",
+        "Jobs without a result.",
+        by_direction("loads_in_flight", "jobs_in_flight"),
+        "direction",
     ),
-    _tier(
-        "failed_store_blocks_total",
-        _C,
-        "Blocks abandoned after failed stores.",
-        "failed_store_blocks",
-    ),
-    _tier("refused_keys_total", _C, "Announced keys that are malformed.", "refused_keys"),
-    _tier("jobs_in_flight", _G, "Jobs without a result.", in_flight, "direction"),
-    _tier("queued_jobs", _G, "Jobs that the tier has not started.", "queued_jobs"),
-    _tier("overdue_jobs", _G, "Jobs past their deadline whose copies still run.", "overdue_jobs"),
-    _tier("cascading_blocks", _G, "Blocks being stored in the tier.", "cascading_blocks"),
-    _tier(
-        "promoting_blocks",
-        _G,
-        "Primary slots occupied by promotions from the tier.",
-        "promoting_blocks",
-    ),
-    _tier("pending_blocks", _G, "Blocks waiting for room in the tier.", "pending_blocks"),
-    _tier("probes_outstanding", _G, "Existence probes without an answer.", "probes_outstanding"),
-    _tier(
-        "used_bytes",
-        _G,
-        "Bytes in use in the tier; absent if the tier does not report them.",
-        "used_bytes",
-    ),
-    _tier(
-        "capacity_bytes",
-        _G,
-        "Capacity of the tier; absent if the tier does not report it.",
-        "capacity_bytes",
-    ),
+    _tier("queued_jobs", "Jobs that the tier has not started."),
+    _tier("overdue_jobs", "Jobs past their deadline whose copies still run."),
+    _tier("cascading_blocks", "Blocks being stored in the tier."),
+    _tier("promoting_blocks", "Primary slots occupied by promotions from the tier."),
+    _tier("pending_blocks", "Blocks waiting for room in the tier."),
+    _tier("probes_outstanding", "Existence probes without an answer."),
+    _tier("used_bytes", "Bytes in use in the tier; absent if the tier does not report them."),
+    _tier("capacity_bytes", "Capacity of the tier; absent if the tier does not report it."),
     _tier(
         "breaker_state",
-        _G,
         "1 for the current state of a direction's breaker, 0 for the other states.",
         breakers,
         "direction",
@@ -410,79 +301,67 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _tier(
         "breaker_openings_total",
-        _C,
         "Times that a direction's breaker opened.",
-        partial(keys_of_tier, "breaker_openings"),
+        by_key("breaker_openings"),
         "direction",
     ),
     _tier(
         "job_seconds",
-        _H,
         "Time from a job's submission to the end of its I/O.",
-        partial(durations, "total"),
+        by_name(load="load_seconds.total", store="store_seconds.total"),
         "direction",
+        is_histogram=True,
     ),
     _tier(
         "queue_seconds",
-        _H,
         "Time from a job's submission until the tier started it.",
-        partial(durations, "queue"),
+        by_name(load="load_seconds.queue", store="store_seconds.queue"),
         "direction",
+        is_histogram=True,
     ),
     _tier(
         "copy_seconds",
-        _H,
         "Time from a job's start to the end of its I/O.",
-        partial(durations, "copy"),
+        by_name(load="load_seconds.copy", store="store_seconds.copy"),
         "direction",
+        is_histogram=True,
     ),
-    Metric(
-        "kvoffload_events_dropped_total",
-        _C,
-        "Events dropped because they were not read in time.",
-        ("tier",),
-        events,
+    _metric(
+        "events_dropped_total", "Events dropped because they were not read in time.", events, "tier"
     ),
     # The threads.
-    _plain(
-        "kvoffload_loop_lag_seconds",
-        _H,
+    _metric(
+        "loop_lag_seconds",
         "Delay between waking up the event loop and its callback.",
         "runtime.loop_lag_seconds",
+        is_histogram=True,
     ),
-    _plain(
-        "kvoffload_step_seconds",
-        _H,
+    _metric(
+        "step_seconds",
         "Time that the owner's thread spends per step on results and on the end of the step.",
         "runtime.step_seconds",
+        is_histogram=True,
     ),
-    _plain("kvoffload_longest_step_seconds", _G, "Longest step.", "runtime.longest_step_s"),
-    _plain("kvoffload_loop_wake_ups_total", _C, "Wake-ups of the event loop.", "runtime.wake_ups"),
+    _metric("longest_step_seconds", "Longest step.", "runtime.longest_step_s"),
+    _metric("loop_wake_ups_total", "Wake-ups of the event loop.", "runtime.wake_ups"),
     # Copies to and from the device, which an `OffloadEngine` makes.
-    _plain("kvoffload_device_copies", _G, "Copies to or from the device in progress.", "copies"),
-    _plain(
-        "kvoffload_device_copy_failures_total",
-        _C,
-        "Failed copies to or from the device.",
-        "failed_copies",
-    ),
-    Metric(
-        "kvoffload_device_copy_seconds",
-        _H,
+    _metric("device_copies", "Copies to or from the device in progress.", "copies"),
+    _metric("device_copy_failures_total", "Failed copies to or from the device.", "failed_copies"),
+    _metric(
+        "device_copy_seconds",
         "Duration of copies to or from the device.",
-        ("direction",),
-        partial(of_engine, copies),
+        by_name(load="load_copy_seconds", store="store_copy_seconds"),
+        "direction",
+        is_histogram=True,
     ),
-    Metric(
-        "kvoffload_waiting_calls",
-        _G,
+    _metric(
+        "waiting_calls",
         "Calls that wait for a copy permit or for room.",
-        ("direction",),
-        partial(of_engine, waiting),
+        by_name(load="waiting_loads", store="waiting_stores"),
+        "direction",
     ),
-    _plain(
-        "kvoffload_missed_events_total",
-        _C,
+    _metric(
+        "missed_events_total",
         "Events that slow readers missed, counted once per reader.",
         "missed_events",
     ),
@@ -493,6 +372,11 @@ ENGINE_LABEL: Final = "engine"
 
 ReadStatistics = Callable[[], OffloadingStatistics]
 _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_FAMILIES: Final[Mapping[MetricKind, type[_Family]]] = {
+    MetricKind.COUNTER: CounterMetricFamily,
+    MetricKind.GAUGE: GaugeMetricFamily,
+    MetricKind.HISTOGRAM: HistogramMetricFamily,
+}
 
 
 class OffloadCollector(Collector):
@@ -537,13 +421,7 @@ class OffloadCollector(Collector):
 
 def _family(metric: Metric) -> _Family:
     labels = (ENGINE_LABEL, *metric.labels)
-    match metric.kind:
-        case MetricKind.COUNTER:
-            return CounterMetricFamily(metric.name, metric.documentation, labels=labels)
-        case MetricKind.GAUGE:
-            return GaugeMetricFamily(metric.name, metric.documentation, labels=labels)
-        case MetricKind.HISTOGRAM:
-            return HistogramMetricFamily(metric.name, metric.documentation, labels=labels)
+    return _FAMILIES[metric.kind](metric.name, metric.documentation, labels=labels)
 
 
 def _add(family: _Family, labels: list[str], value: float | HistogramStatistics) -> None:

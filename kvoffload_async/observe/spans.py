@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from opentelemetry import propagate, trace
@@ -60,20 +61,18 @@ def trace_requests(
         raise StateError(f"no spans can be made: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
 class _SpanMaker:
     """Creates the spans of one request at a time."""
 
-    def __init__(
-        self, tracer: trace.Tracer, clock: Callable[[], float], wall_clock: Callable[[], float]
-    ) -> None:
-        self._tracer = tracer
-        self._clock = clock
-        self._wall_clock = wall_clock
+    tracer: trace.Tracer
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
 
     def make(self, timeline: RequestTimeline) -> None:
         parent = timeline.trace_context
-        ahead_s = self._wall_clock() - self._clock()
-        span = self._tracer.start_span(
+        ahead_s = self.wall_clock() - self.clock()
+        span = self.tracer.start_span(
             f"{_PREFIX}request",
             context=parent if isinstance(parent, Context) else Context(),
             start_time=_ns(timeline.began_s, ahead_s),
@@ -115,7 +114,7 @@ class _SpanMaker:
             attributes[f"{_PREFIX}landed_blocks"] = end.landed_blocks
             if end.queue_s is not None:
                 attributes[f"{_PREFIX}queue_s"] = end.queue_s
-        span = self._tracer.start_span(
+        span = self.tracer.start_span(
             f"{_PREFIX}{job.direction} {job.tier}",
             context=inside,
             start_time=_ns(job.at_s, ahead_s),

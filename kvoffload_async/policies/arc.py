@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.tables.arrays import objects, small_integers
+from kvoffload_async.tables.arrays import PART_BITS, PART_MASK, Objects, small_integers
 from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tables.lists import NumberLists
@@ -56,34 +56,34 @@ class ArcPolicy(CachePolicy):
         """T1 and T2."""
         self._sizes = [0, 0]
         self._list_of = small_integers(c)
-        self._keys = objects(c)
+        self._keys = Objects()
         self._ghost_lists = NumberLists(2 * c, 2)
         """B1 and B2."""
         self._ghost_sizes = [0, 0]
         self._ghost_list_of = small_integers(2 * c)
-        self._ghost_keys = objects(2 * c)
+        self._ghost_keys = Objects()
         self._ghosts = KeyMap(2 * c)
         self._free_ghosts = FreeNumbers(2 * c)
 
     @property
     def t1(self) -> Sequence[OffloadKey]:
         """Keys seen once, least recent first; a copy, like the next three. For inspection."""
-        return tuple(self._keys[slot] for slot in self._lists.walk(_ONCE))
+        return tuple(self._keys.find(self._lists.walk(_ONCE)))
 
     @property
     def t2(self) -> Sequence[OffloadKey]:
         """Keys seen at least twice."""
-        return tuple(self._keys[slot] for slot in self._lists.walk(_AGAIN))
+        return tuple(self._keys.find(self._lists.walk(_AGAIN)))
 
     @property
     def b1(self) -> Sequence[OffloadKey]:
         """Ghosts of `t1`."""
-        return tuple(self._ghost_keys[ghost] for ghost in self._ghost_lists.walk(_ONCE))
+        return tuple(self._ghost_keys.find(self._ghost_lists.walk(_ONCE)))
 
     @property
     def b2(self) -> Sequence[OffloadKey]:
         """Ghosts of `t2`."""
-        return tuple(self._ghost_keys[ghost] for ghost in self._ghost_lists.walk(_AGAIN))
+        return tuple(self._ghost_keys.find(self._ghost_lists.walk(_AGAIN)))
 
     def make_room(
         self,
@@ -177,9 +177,7 @@ class ArcPolicy(CachePolicy):
                 self._lists.release((slot for slot in slots if list_of[slot] == which), which)
 
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        key_of = self._keys
-        for key, slot in zip(keys, slots, strict=True):
-            key_of[slot] = key
+        self._keys.update(slots, keys)
         found = self._ghosts.find(keys)
         if found.count(None) == len(found):
             self._admit_once(slots)
@@ -269,10 +267,10 @@ class ArcPolicy(CachePolicy):
         if not slots:
             return
         ghosts = self._free_ghosts.take(len(slots))
-        key_of, ghost_keys, list_of = self._keys, self._ghost_keys, self._ghost_list_of
-        keys = [key_of[slot] for slot in slots]
+        keys = self._keys.find(slots)
+        parts, list_of = self._ghost_keys.parts, self._ghost_list_of
         for key, ghost in zip(keys, ghosts, strict=True):
-            ghost_keys[ghost] = key
+            parts[ghost >> PART_BITS][ghost & PART_MASK] = key
             list_of[ghost] = which
         self._ghosts.update(keys, ghosts)
         self._ghost_lists.append(ghosts, which)
@@ -282,8 +280,7 @@ class ArcPolicy(CachePolicy):
     def _drop(self, ghosts: Sequence[int], which: int) -> None:
         """Drop ghosts of a list."""
         self._ghost_sizes[which] -= len(ghosts)
-        key_of = self._ghost_keys
-        self._ghosts.discard([key_of[ghost] for ghost in ghosts])
+        self._ghosts.discard(self._ghost_keys.find(ghosts))
         self._free_ghosts.give_back(ghosts)
 
 

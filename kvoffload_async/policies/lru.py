@@ -33,7 +33,7 @@ class LruPolicy(CachePolicy):
         count: int,
         is_evictable: Callable[[int], bool],
     ) -> list[int] | None:
-        return self._oldest_first.take_first(count, is_evictable)
+        return self._oldest_first.take_first(count, is_evictable) if count else []
 
     def released(self, slots: Sequence[int]) -> None:
         self._oldest_first.release(slots)

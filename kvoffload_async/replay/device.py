@@ -48,24 +48,6 @@ class Prompt:
         num_computed_tokens: See `SchedulerRequest`.
     """
 
-    __slots__ = (
-        "block_hashes",
-        "found_beyond",
-        "found_on_device",
-        "frames",
-        "has_started",
-        "ids",
-        "names",
-        "num_computed_tokens",
-        "num_tokens",
-        "origins",
-        "ready",
-        "refs",
-        "request_id",
-        "stage",
-        "weights",
-    )
-
     kv_transfer_params = None
 
     def __init__(self, number: int, block_ids: Sequence[int], tokens_per_block: int = 1) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,18 +111,7 @@ def _bytes(axes: Axes, courses: Sequence[_Course]) -> None:
     last = [tier for course in courses for tier in course.samples[-1].stats.tiers]
     most = max((max(tier.stored_bytes, tier.loaded_bytes) for tier in last), default=0)
     unit, unit_name = next((each for each in _UNITS if most >= each[0]), _UNITS[-1])
-    for course in courses:
-        for number, name in enumerate(course.names):
-            tiers = [sample.stats.tiers[number] for sample in course.samples]
-            for what, style in (("stored", "--"), ("loaded", "-")):
-                axes.plot(
-                    course.at_s,
-                    [getattr(tier, f"{what}_bytes") / unit for tier in tiers],
-                    style,
-                    color=_colour(name, course.names),
-                    label=course.label(f"{_plain(name)}, {what}"),
-                )
-    axes.set_ylim(bottom=0)
+    _tier_lines(axes, courses, {"stored_bytes": "--", "loaded_bytes": "-"}, unit)
     axes.set_ylabel(unit_name)
     blocks = unit / max(1, courses[0].samples[0].stats.primary.row_bytes)
     there, back = partial(np.multiply, blocks), partial(np.multiply, 1 / blocks)
@@ -200,17 +189,7 @@ def _evictions(axes: Axes, courses: Sequence[_Course]) -> None:
             color=_colour(PRIMARY, course.names),
             label=course.label(PRIMARY),
         )
-        for number, name in enumerate(course.names):
-            tiers = [sample.stats.tiers[number] for sample in course.samples]
-            for what, style in (("evicted", "-"), ("dropped", ":")):
-                axes.plot(
-                    course.at_s,
-                    [getattr(tier, f"{what}_blocks") for tier in tiers],
-                    style,
-                    color=_colour(name, course.names),
-                    label=course.label(f"{_plain(name)}, {what}"),
-                )
-    axes.set_ylim(bottom=0)
+    _tier_lines(axes, courses, {"evicted_blocks": "-", "dropped_blocks": ":"})
     axes.set_ylabel("blocks")
 
 
@@ -288,6 +267,24 @@ def _fill(axes: Axes, panel: tuple[str, str, _Draw], passes: Sequence[Report]) -
         frameon=False,
         fontsize="small",
     )
+
+
+def _tier_lines(
+    axes: Axes, courses: Sequence[_Course], styles: Mapping[str, str], unit: int = 1
+) -> None:
+    """Draw counters of each tier, in a unit; `styles` has a line style for each counter."""
+    for course in courses:
+        for number, name in enumerate(course.names):
+            tiers = [sample.stats.tiers[number] for sample in course.samples]
+            for counter, style in styles.items():
+                axes.plot(
+                    course.at_s,
+                    [getattr(tier, counter) / unit for tier in tiers],
+                    style,
+                    color=_colour(name, course.names),
+                    label=course.label(f"{_plain(name)}, {counter.partition('_')[0]}"),
+                )
+    axes.set_ylim(bottom=0)
 
 
 def _courses(passes: Sequence[Report]) -> Iterator[_Course]:

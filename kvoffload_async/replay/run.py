@@ -17,6 +17,7 @@ from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers import DriverOptions
 from kvoffload_async.replay.drivers.asynchronous import AsyncDriver
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
@@ -78,18 +79,6 @@ class ReplayOptions:
     on_ready: Callable[[Callable[[], Report]], None] = lambda _report: None
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """Result of a driver."""
-
-    manager: TieringOffloadingManager
-    tier_names: Sequence[str]
-    tally: Tally
-    wall_s: float
-    interrupted: bool
-    samples: tuple[Sample, ...]
-
-
 def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
     """Start an engine, replay all requests, wait until it is idle, shut it down.
 
@@ -106,29 +95,9 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
         num_frames = options.concurrency * size
     pool = FramePool(num_frames, keeps_contents=options.device_blocks is not None)
     if options.engine == SYNC:
-        outcome = _replay_stepwise(spec, source, options, pool)
-    else:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            outcome = runner.run(_replay_awaited(spec, source, options, pool))
-    return _report(spec, options, pool, outcome)
-
-
-def _report(
-    spec: TieringOffloadingSpec, options: ReplayOptions, pool: FramePool, outcome: _Outcome
-) -> Report:
-    return build_report(
-        spec,
-        outcome.manager,
-        outcome.tier_names,
-        outcome.tally,
-        wall_s=outcome.wall_s,
-        concurrency=options.concurrency,
-        interrupted=outcome.interrupted,
-        engine=options.engine,
-        device_blocks=pool.num_frames,
-        layers=options.layers,
-        samples=outcome.samples,
-    )
+        return _replay_stepwise(spec, source, options, pool)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(_replay_awaited(spec, source, options, pool))
 
 
 def stall_timeout_s(spec: TieringOffloadingSpec) -> float:
@@ -157,59 +126,115 @@ def unique_names(tier_types: Sequence[str]) -> list[str]:
 # -- the two drivers ----------------------------------------------------------------------------
 
 
-def _replay_stepwise(
-    spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
-) -> _Outcome:
-    memories = [
-        _open_memory(spec, options, pool, worker) for worker in range(spec.config.num_workers)
-    ]
-    with _start_errors():
-        manager = spec.get_manager()
-    _watch(manager, options)
-    workers: Workers | None = None
-    try:
-        tier_names = unique_names([tier.name for tier in manager.planner.tiers])
-        tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
-        workers = Workers(spec, memories, tally)
-        timeline = Timeline(manager.stats, tally) if options.has_samples else None
-        driver = StepwiseDriver(
-            manager,
-            workers,
-            pool,
-            tally,
-            tier_names=tier_names,
-            blocks_per_chunk=spec.config.blocks_per_chunk,
-            num_workers=spec.config.num_workers,
-            blocks_per_step=None if options.device_blocks is None else _BLOCKS_PER_STEP,
+class _Run:
+    """A replay apart from its driver: the tally, the clock and the samples.
+
+    Attributes:
+        tally: Counts of the replay.
+        driver_options: Settings of the driver.
+    """
+
+    def __init__(
+        self,
+        spec: TieringOffloadingSpec,
+        options: ReplayOptions,
+        pool: FramePool,
+        manager: TieringOffloadingManager,
+    ) -> None:
+        self._spec = spec
+        self._options = options
+        self._pool = pool
+        self._manager = manager
+        if options.on_timeline is not None:
+            manager.watch_timelines(options.on_timeline)
+        self._tier_names = unique_names([tier.name for tier in manager.planner.tiers])
+        keeps = options.device_blocks is not None
+        self.tally = Tally.of_tiers(self._tier_names, device_keeps=keeps)
+        self._timeline = Timeline(manager.stats, self.tally) if options.has_samples else None
+        self.driver_options = DriverOptions(
+            tier_names=self._tier_names,
             concurrency=options.concurrency,
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=_each_step(timeline, options),
+            on_step=self._on_step,
         )
-        start_s = time.perf_counter()
+        self._start_s = time.perf_counter()
+        self._wall_s: float | None = None
+        self._interrupted = False
+        self._samples: tuple[Sample, ...] = ()
 
-        def report_so_far() -> Report:
-            wall_s = time.perf_counter() - start_s
-            so_far = _Outcome(manager, tier_names, tally, wall_s, interrupted=False, samples=())
-            return _report(spec, options, pool, so_far)
+    def begin(self) -> None:
+        """Start the clock."""
+        self._start_s = time.perf_counter()
 
-        options.on_ready(report_so_far)
+    def end(self, *, interrupted: bool) -> None:
+        """Stop the clock, and take the last sample."""
+        self._interrupted = interrupted
+        self._wall_s = time.perf_counter() - self._start_s
+        if self._timeline is not None:
+            self._samples = self._timeline.finish()
+
+    def report(self) -> Report:
+        """Return the results so far, of an idle engine."""
+        wall_s = self._wall_s
+        return build_report(
+            self._spec,
+            self._manager,
+            self._tier_names,
+            self.tally,
+            wall_s=time.perf_counter() - self._start_s if wall_s is None else wall_s,
+            concurrency=self._options.concurrency,
+            interrupted=self._interrupted,
+            engine=self._options.engine,
+            device_blocks=self._pool.num_frames,
+            layers=self._options.layers,
+            samples=self._samples,
+        )
+
+    def _on_step(self) -> None:
+        if self._timeline is not None:
+            self._timeline.note_step()
+        self._options.on_step()
+
+
+def _replay_stepwise(
+    spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
+) -> Report:
+    config = spec.config
+    memories = [_open_memory(spec, options, pool, worker) for worker in range(config.num_workers)]
+    with _start_errors():
+        manager = spec.get_manager()
+    workers: Workers | None = None
+    try:
+        run = _Run(spec, options, pool, manager)
+        workers = Workers(spec, memories, run.tally)
+        driver = StepwiseDriver(
+            manager,
+            workers,
+            pool,
+            run.tally,
+            run.driver_options,
+            blocks_per_chunk=config.blocks_per_chunk,
+            num_workers=config.num_workers,
+            blocks_per_step=None if options.device_blocks is None else _BLOCKS_PER_STEP,
+        )
+        run.begin()
+        options.on_ready(run.report)
         driver.run(source)
         interrupted = options.should_stop()
         driver.drain(_bounded(spec, options))
-        wall_s = time.perf_counter() - start_s
-        samples = () if timeline is None else timeline.finish()
+        run.end(interrupted=interrupted)
     finally:
         if workers is not None:
             workers.shutdown(_bounded(spec, options))
         spec.shutdown(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
+    return run.report()
 
 
 async def _replay_awaited(
     spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
-) -> _Outcome:
+) -> Report:
     if spec.config.num_workers > 1:
         raise InputError("--engine async: it has one worker; give num_workers 1, or --engine sync")
     memory = _open_memory(spec, options, pool, 0)
@@ -218,48 +243,16 @@ async def _replay_awaited(
     with _start_errors():
         await engine.__aenter__()
     try:
-        manager = engine.manager
-        _watch(manager, options)
-        tier_names = unique_names([tier.name for tier in manager.planner.tiers])
-        tally = Tally.of_tiers(tier_names, device_keeps=options.device_blocks is not None)
-        timeline = Timeline(manager.stats, tally) if options.has_samples else None
-        driver = AsyncDriver(
-            engine,
-            memory,
-            pool,
-            tally,
-            tier_names=tier_names,
-            concurrency=options.concurrency,
-            verify=options.verify,
-            stall_timeout_s=stall_timeout_s(spec),
-            should_stop=options.should_stop,
-            on_step=_each_step(timeline, options),
-        )
-        start_s = time.perf_counter()
+        run = _Run(spec, options, pool, engine.manager)
+        driver = AsyncDriver(engine, memory, pool, run.tally, run.driver_options)
+        run.begin()
         await driver.run(iter(source))
         interrupted = options.should_stop()
         await driver.rest(_bounded(spec, options))
-        wall_s = time.perf_counter() - start_s
-        samples = () if timeline is None else timeline.finish()
+        run.end(interrupted=interrupted)
     finally:
         await engine.close(_bounded(spec, options))
-    return _Outcome(manager, tier_names, tally, wall_s, interrupted, samples)
-
-
-def _each_step(timeline: Timeline | None, options: ReplayOptions) -> Callable[[], None]:
-    if timeline is None:
-        return options.on_step
-
-    def on_step() -> None:
-        timeline.note_step()
-        options.on_step()
-
-    return on_step
-
-
-def _watch(manager: TieringOffloadingManager, options: ReplayOptions) -> None:
-    if options.on_timeline is not None:
-        manager.watch_timelines(options.on_timeline)
+    return run.report()
 
 
 def _open_memory(

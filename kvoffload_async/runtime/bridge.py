@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Final, Protocol, Self
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
@@ -28,6 +29,8 @@ from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.types import OffloadingEvent, ReqContext, ScheduleEndContext
 
 logger = logging.getLogger(__name__)
+
+_inbox_of = attrgetter("inbox")
 
 Batch = Sequence[tuple[TierActor, Sequence[TierEffect]]]
 
@@ -293,9 +296,11 @@ class Bridge:
         if self.runner.has_ended():
             self._give_up()
             return
-        batch = [
-            (link.actor, link.state.take_effects()) for link in self.links if link.state.effects
-        ]
+        batch: list[tuple[TierActor, Sequence[TierEffect]]] = []
+        for link in self.links:
+            if link.state.effects:
+                effects = link.state.take_effects()
+                batch.append((link.actor, effects))
         if batch:
             self.wake_ups += 1
             try:
@@ -323,7 +328,7 @@ class Bridge:
         execute(batch)
 
     def _has_events(self) -> bool:
-        return any(link.inbox for link in self.links)
+        return any(map(_inbox_of, self.links))
 
 
 class RuntimeHost:

@@ -119,7 +119,7 @@ class IoPool:
                 )
                 thread.start()
                 self._threads.append(thread)
-        except RuntimeError:  # thread limit reached
+        except BaseException:
             self.close(_STOP_S)
             raise
 

@@ -73,6 +73,8 @@ class ThreadsafeRunner:
         self._closed = False
         self.now_s: Callable[[], float] = time.monotonic
         """See `LoopRunner.now_s`."""
+        self.has_ended: Callable[[], bool] = loop.is_closed
+        """See `LoopRunner.has_ended`."""
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """See `LoopRunner.call_soon`. Thread: any."""
@@ -124,10 +126,6 @@ class ThreadsafeRunner:
         """See `LoopRunner.notify`."""
         if self._is_waited_for:
             self._progress.set()
-
-    def has_ended(self) -> bool:
-        """See `LoopRunner.has_ended`."""
-        return self._loop.is_closed()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Refuse further work; the loop is stopped by its owner."""
@@ -192,7 +190,7 @@ class LoopThread(ThreadsafeRunner):
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # thread limit reached
+        except BaseException:
             self._loop.close()
             raise
 

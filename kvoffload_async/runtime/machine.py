@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -73,33 +74,21 @@ def filesystem_limit(directory: str) -> Limit | None:
     return Limit(size_bytes, f"the filesystem of {directory!r}") if size_bytes else None
 
 
-class _Answer(Generic[T]):
-    """Result of a call; empty until it has ended."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self.values: list[T] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.values.append(self._call())
-        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
-            self.error = error
-
-
 def answered(call: Callable[[], T], timeout_s: float) -> T:
     """Return the result of a system call that may hang forever, for example on a dead mount.
 
     Raises:
         TimeoutError: It did not end in time; it continues on its thread.
     """
-    answer = _Answer(call)
-    thread = threading.Thread(target=answer.run, name="kvoffload-ask", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if answer.error is not None:
-        raise answer.error
-    if not answer.values:
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="kvoffload-ask", daemon=True).start()
+    if not wait([answer], timeout_s).done:
         raise TimeoutError(f"no response within {timeout_s} s")
-    return answer.values[0]
+    return answer.result()

@@ -69,6 +69,7 @@ class _Surroundings:
     def __init__(self, num_slots: int, slot_bytes: int, timeout_s: float) -> None:
         self.slot_bytes = slot_bytes
         self.timeout_s = timeout_s
+        self._next_job_id = 0
         self._threads_before = set(threading.enumerate())
         self.buffer = PrimaryBuffer(num_slots, slot_bytes)
         self.host = RuntimeHost()
@@ -79,6 +80,13 @@ class _Surroundings:
         """Write the keys' content into slots."""
         for key, slot in zip(keys, slots, strict=True):
             self.rows[slot] = content_of(key, self.slot_bytes)
+
+    def job(
+        self, keys: Sequence[OffloadKey], slots: Iterable[int], *, is_promotion: bool
+    ) -> JobMetadata:
+        """Return a job with a new id."""
+        self._next_job_id += 1
+        return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)
 
     def holds(self, key: OffloadKey, slot: int) -> bool:
         """Return whether a slot contains the key's content."""
@@ -144,7 +152,6 @@ class TierHarness(_Surroundings):
         super().__init__(num_slots, slot_bytes, timeout_s)
         self.tier = tier
         self.events: list[TierEvent] = []
-        self._next_job_id = 0
         bounds = tier.bounds
         self._pool = self.host.bridge.create_pool(
             bounds.concurrent_loads, bounds.concurrent_stores, bounds.concurrent_probes
@@ -179,13 +186,6 @@ class TierHarness(_Surroundings):
     def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Query the tier."""
         return self.run(self.tier.contains(keys))
-
-    def job(
-        self, keys: Sequence[OffloadKey], slots: Iterable[int], *, is_promotion: bool
-    ) -> JobMetadata:
-        """Return a job with a new id."""
-        self._next_job_id += 1
-        return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)
 
     def announced(self) -> set[OffloadKey]:
         """Return the blocks announced as present and not as evicted since."""
@@ -232,7 +232,6 @@ class ManagerHarness(_Surroundings):
         self.submitted: Counter[JobId] = Counter()
         self.results: list[JobResult] = []
         self.released: list[JobId] = []
-        self._next_job_id = 0
         try:
             self.manager = SecondaryTierManager(
                 None,
@@ -269,13 +268,13 @@ class ManagerHarness(_Surroundings):
         """Write the keys' content into slots and submit a store of them."""
         slots = list(slots)
         self.fill(keys, slots)
-        return self.submit(self._job(keys, slots, is_promotion=False))
+        return self.submit(self.job(keys, slots, is_promotion=False))
 
     def submit_load(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
         """Clear slots and submit a load into them."""
         slots = list(slots)
         self.rows[slots] = GUARD
-        return self.submit(self._job(keys, slots, is_promotion=True))
+        return self.submit(self.job(keys, slots, is_promotion=True))
 
     def submit(self, job: JobMetadata) -> JobMetadata:
         """Submit a job unchanged."""
@@ -323,9 +322,3 @@ class ManagerHarness(_Surroundings):
 
     def _all_reported(self) -> bool:
         return len(self.results) >= self.submitted.total()
-
-    def _job(
-        self, keys: Sequence[OffloadKey], slots: Sequence[int], *, is_promotion: bool
-    ) -> JobMetadata:
-        self._next_job_id += 1
-        return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)

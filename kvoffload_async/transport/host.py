@@ -125,6 +125,7 @@ class _NativeCopier:
         self._copies = copies
         self._small = _NumpyCopier(layout, rows, cell_offset_bytes)
         self._slot_bytes = rows.shape[1]
+        self._block_bytes = layout.block_bytes
         self._host = copies.map(rows)
         self._groups = [
             [
@@ -141,7 +142,7 @@ class _NativeCopier:
 
     def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
         tables = self._groups[group]
-        if len(part.blocks) * sum(table.page_bytes for table in tables) < LEAST_BYTES:
+        if len(part.blocks) * self._block_bytes[group] < LEAST_BYTES:
             self._small.copy(direction, group, part)
         else:
             self._copies.copy(self._batches(direction, tables, part))

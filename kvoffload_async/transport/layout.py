@@ -8,7 +8,7 @@ device blocks in order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -49,11 +49,21 @@ class KVLayout:
         groups: The page tables of each KV-cache group.
         blocks_per_chunk: Device blocks per chunk.
         chunk_bytes: Bytes of a chunk of the largest group; the minimum size of a slot.
+        block_bytes: Bytes of a device block in all tensors of each group.
+        num_blocks: Device blocks of each group.
     """
 
     groups: Sequence[Sequence[PageTable]]
     blocks_per_chunk: int
     chunk_bytes: int
+    block_bytes: Sequence[int] = field(init=False)
+    num_blocks: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = [sum(table.page_bytes for table in group) for group in self.groups]
+        counts = [min((len(table.pages) for table in group), default=0) for group in self.groups]
+        object.__setattr__(self, "block_bytes", sizes)
+        object.__setattr__(self, "num_blocks", counts)
 
     @property
     def device(self) -> torch.device:
@@ -84,18 +94,17 @@ class KVLayout:
             raise TransportError(str(error)) from error
         if len(parts) != len(self.groups):
             raise TransportError(f"{len(parts)} groups are given, expected {len(self.groups)}")
-        for tables, part in zip(self.groups, parts, strict=True):
-            blocks = min((table.pages.shape[0] for table in tables), default=0)
-            _require_range("device block", part.blocks, blocks)
+        for num_blocks, part in zip(self.num_blocks, parts, strict=True):
+            _require_range("device block", part.blocks, num_blocks)
             _require_range("slot", part.slots, num_slots)
         return parts
 
     def num_bytes(self, parts: Sequence[GroupCopies]) -> int:
         """Return the bytes that a transfer copies."""
-        return sum(
-            len(part.blocks) * sum(table.page_bytes for table in group)
-            for part, group in zip(parts, self.groups, strict=True)
-        )
+        num_bytes = 0
+        for part, block_bytes in zip(parts, self.block_bytes, strict=True):
+            num_bytes += len(part.blocks) * block_bytes
+        return num_bytes
 
 
 def register_kv_caches(

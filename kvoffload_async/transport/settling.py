@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 import traceback
+from concurrent.futures import Future, wait
 
 from kvoffload_async.abc.transport import Transfer, TransferOutcome
 from kvoffload_async.errors import TransportError, drop_tracebacks, text_of
 
 logger = logging.getLogger(__name__)
 
-_Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Future[TransferOutcome]]
-
 
 class SettlingTransfer(Transfer):
     """Ends when `end` is called, exactly once, after the last byte has moved."""
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._outcome: TransferOutcome | None = None
-        self._lock = threading.Lock()
-        self._waiters: list[_Waiter] = []
+        self._ended: Future[TransferOutcome] = Future()
+        self._ended.set_running_or_notify_cancel()  # a cancelled waiter does not cancel it
 
     async def outcome(self) -> TransferOutcome:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._outcome is not None:
-                return self._outcome
-            future: asyncio.Future[TransferOutcome] = loop.create_future()
-            self._waiters.append((loop, future))
-        return await future
+        if self._ended.done():
+            return self._ended.result()
+        return await asyncio.wrap_future(self._ended)
 
     def synchronize(self, timeout_s: float) -> bool:
-        return self._ended.wait(timeout_s)
+        return bool(wait([self._ended], timeout_s).done)
 
     def end(self, outcome: TransferOutcome) -> None:
         """Publish the outcome and wake the waiters. Thread: any."""
-        with self._lock:
-            self._outcome = outcome
-            waiters, self._waiters = self._waiters, []
-        self._ended.set()
-        for loop, future in waiters:
-            # A waiter's loop may have been closed; later transfers must still be published.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_wake, future, outcome)
+        self._ended.set_result(outcome)
 
     def fail(self, cause: Exception) -> None:
         """End with an error. Thread: any."""
@@ -80,8 +64,3 @@ def failed(cause: BaseException) -> TransferOutcome:
     error = TransportError(text_of(cause))
     error.__cause__ = cause
     return TransferOutcome(0, error=error)
-
-
-def _wake(future: asyncio.Future[TransferOutcome], outcome: TransferOutcome) -> None:
-    if not future.done():  # else its waiter was cancelled
-        future.set_result(outcome)

@@ -435,3 +435,31 @@ async def test_a_tier_that_opens_during_a_lookup_is_asked_again_whenever_somethi
         await turns()
         assert task.done()
         assert await task == 0
+
+
+@on_loop
+async def test_a_store_that_waits_for_a_permit_holds_no_result_of_a_tier_back():
+    """Its check whether all blocks are there left a step open, which takes no results in."""
+    async with opened(tiers=[SCRIPTED], bounds=EngineBounds(concurrent_stores=1)) as world:
+        async with (
+            world.engine.request("a", hashes("a")) as first,
+            world.engine.request("b", hashes("b")) as second,
+            world.engine.request("c", hashes("c")) as third,
+        ):
+            world.fill(hashes("a"), [0])
+            store = asyncio.create_task(world.engine.store(first, [0]))
+            await turns()
+            world.transport.settle()
+            assert await store == 1
+            await turns()
+            assert len(world.core.jobs) == 1
+            stores = [
+                asyncio.create_task(world.engine.store(request, [block], 0, FAR_S))
+                for request, block in ((second, 1), (third, 2))
+            ]
+            await turns()
+            world.tiers[0].settle_all()
+            await turns()
+            assert not world.core.jobs
+            assert [await world.during(store) for store in stores] == [1, 1]
+        await world.check_rest()

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import pytest
 from fs.places import KIB, Place
+from mapped import counted_tables
 
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.policies.lru import LruPolicy
@@ -100,10 +101,11 @@ def timed(figures: dict, name: str):
 def bytes_a_block(count: int) -> float:
     tracemalloc.start()
     try:
-        known = KnownBlocks(KeyRanking(LruPolicy(count)), ())
-        for first in range(0, count, PORTION):
-            known.learn([key_of(n) for n in range(first, min(first + PORTION, count))])
-        return tracemalloc.get_traced_memory()[0] / count
+        with counted_tables() as table_bytes:
+            known = KnownBlocks(KeyRanking(LruPolicy(count)), ())
+            for first in range(0, count, PORTION):
+                known.learn([key_of(n) for n in range(first, min(first + PORTION, count))])
+            return (tracemalloc.get_traced_memory()[0] + table_bytes()) / count
     finally:
         tracemalloc.stop()
 

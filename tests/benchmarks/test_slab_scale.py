@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mapped import counted_tables
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import TierHarness, make_job
@@ -188,9 +189,9 @@ def measure(root: Path, num_blocks: int) -> dict[str, float]:
         ahead = harness.tier._allocator._budget.slots_ahead
     gc.collect()
     tracemalloc.start()
-    with open_store(root, num_blocks) as harness:
+    with counted_tables() as table_bytes, open_store(root, num_blocks) as harness:
         gc.collect()
-        num_bytes = tracemalloc.get_traced_memory()[0]
+        num_bytes = tracemalloc.get_traced_memory()[0] + table_bytes()
     tracemalloc.stop()
     return {
         "open, CPU s": cpu_s,

@@ -40,6 +40,7 @@ from kvoffload_async.errors import BusyError, TransportError
 from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers import DriverOptions
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
@@ -334,11 +335,13 @@ def one_round(soak, manager, workers, pool, tally):
         workers,
         pool,
         tally,
-        tier_names=["fs", "slab"],
+        DriverOptions(
+            tier_names=["fs", "slab"],
+            concurrency=CONCURRENCY,
+            # What is still in flight then is ended as a cancelled request is.
+            should_stop=lambda: next(steps, None) is None,
+        ),
         blocks_per_step=4,
-        concurrency=CONCURRENCY,
-        # What is still in flight then is ended as a cancelled request is.
-        should_stop=lambda: next(steps, None) is None,
     )
     with soak.fault():
         driver.run(soak.prompts())

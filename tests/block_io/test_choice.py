@@ -1,7 +1,11 @@
 """Which implementation moves bytes, and what is said of it."""
 
 import asyncio
+import errno
 import importlib
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +14,9 @@ import uvloop
 from block_io.places import DIGESTER, is_built
 from faulty_files import FaultyFileOps
 
-from kvoffload_async.block_io import choice, hashes
+from kvoffload_async.block_io import choice, hashes, native_io
 from kvoffload_async.block_io.choice import create_block_io, implementation
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.testing.virtual_time import VirtualLoop
 from kvoffload_async.tiers.files.digests import IntegrityKey, KeyedDigester
 from kvoffload_async.tiers.files.ops import FileOps
@@ -88,6 +92,92 @@ def test_functions_that_compute_something_else_are_found_out(monkeypatch):
     names[0] = "XXH32_createState"  # takes no argument, and returns no hash
     monkeypatch.setattr(hashes, "_NAMES", tuple(names))
     assert "do not compute XXH3" in implementation().why
+
+
+SHORT_OF_DESCRIPTORS = r"""
+import os, resource
+from kvoffload_async.block_io import choice
+from kvoffload_async.errors import ConfigError
+
+def look():
+    try:
+        return str(choice.implementation())
+    except ConfigError as error:
+        return str(error)
+
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+limit = os.dup(0)  # descriptors below it are used
+for spare in range(30):
+    child = os.fork()
+    if not child:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit + spare, most))
+        first = look()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        os.write(1, f"{first}|{look()}\n".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@native
+@pytest.mark.parametrize("variable", ["", "require"])
+def test_a_shortage_of_descriptors_is_named_and_not_remembered(variable):
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_DESCRIPTORS],
+        capture_output=True,
+        text=True,
+        env=os.environ | {choice.VARIABLE: variable},
+        timeout=120,
+        check=True,
+    )
+    looks = [line.split("|") for line in done.stdout.splitlines()]
+    assert len(looks) == 30, done.stderr
+    assert {second for _, second in looks} == {"native"}
+    short = [first for first, _ in looks if first != "native"]
+    assert 2 < len(short) < 30, "each step of the check is tried, and the whole check"
+    assert all("Too many open files" in first and "ulimit -n" in first for first in short)
+    assert not any("xxhash package" in first or "not built" in first for first in short)
+    if variable:
+        assert all(first.startswith("KVOFFLOAD_NATIVE: the native mod") for first in short)
+    else:
+        assert all(first.startswith("python (its check needs more res") for first in short)
+
+
+@native
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.ENFILE, "table"), "fs.file-max"),
+        (OSError(errno.EAGAIN, "threads"), "ulimit -u"),
+        (MemoryError(), "more memory"),
+        (ImportError("_native.so: cannot open: Too many open files"), "ulimit -n"),
+        (OSError("_xxhash.so: failed to map segment: Cannot allocate memory"), "more memory"),
+    ],
+)
+def test_any_shortage_is_named_with_its_remedy(monkeypatch, error, remedy):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(choice, "addresses", fail)
+    for _ in range(2):
+        chosen = implementation()
+        assert chosen.name == "python"
+        assert remedy in chosen.why
+        assert "xxhash package" not in chosen.why
+    monkeypatch.undo()
+    assert implementation().name == "native"
+
+
+@native
+def test_threads_that_cannot_be_started_are_an_error_of_the_tier_with_a_remedy(monkeypatch):
+    assert implementation().name == "native"
+
+    def fail(*_arguments):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(native_io, "open_engine", fail)
+    with pytest.raises(TierUnavailableError, match=r"2 native threads cannot.*ulimit -u"):
+        created()
 
 
 def created(

@@ -50,10 +50,10 @@ class Files:
         names = [f"{key.decode()}.bin" for key in keys]
         return FileBatch((self.root, str(self.here.folder)), names, keys, range(len(keys)))
 
-    async def load(self, expected=None, attribute=ATTRIBUTE):
+    async def load(self, expected=None, *, verify=True):
         self.here.rows[:] = 0
-        batch = self.batch()
-        return await self.here.io.load_files(batch, expected or [None] * len(KEYS), attribute)
+        expected = expected or [None] * len(KEYS)
+        return await self.here.io.load_files(self.batch(), expected, ATTRIBUTE, verify=verify)
 
     async def store(self, ended=None, *, recycled=(), attribute=ATTRIBUTE, fsync=False):
         ended = [] if ended is None else ended
@@ -81,9 +81,27 @@ def test_a_file_is_served_if_its_bytes_are_right_and_left_to_be_judged_else(tmp_
         assert statuses == bytes([0, 1, 1, 1, 1, 1, 1, 1])
         assert ATTRIBUTE.prefix + digests[:16] == values[0]
         assert here.rows[0].tobytes() == good[0]
-        statuses, digests = await files.load(attribute=None)
+        statuses, digests = await files.load(verify=False)
         assert statuses == bytes([0, 1, 1, 0, 0, 1, 1, 1]), "only lengths are looked at"
         assert digests == b""
+        os.setxattr(tmp_path / "key 0.bin", ATTRIBUTE.name, b"\xff" + values[0][1:])
+        os.setxattr(tmp_path / "key 3.bin", ATTRIBUTE.name, values[3] + b"x")
+        statuses, _ = await files.load(verify=False)
+        assert statuses == bytes([1, 1, 1, 1, 0, 1, 1, 1]), "and whose checksum it is"
+
+    run(scenario, "native", tmp_path)
+
+
+def test_an_outcome_that_finds_no_memory_fails_its_own_store_alone(tmp_path):
+    class Full(list):
+        def append(self, _outcome):
+            raise MemoryError
+
+    async def scenario(here):
+        files = Files(here)
+        with pytest.raises(MemoryError):
+            await asyncio.wait_for(files.store(Full()), WAIT_S)
+        assert (await asyncio.wait_for(files.store(), WAIT_S)).statuses == bytes([1] * 8)
 
     run(scenario, "native", tmp_path)
 

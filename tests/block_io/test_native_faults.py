@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -226,6 +227,21 @@ def test_a_forked_child_is_told_and_joins_nothing(engine, block):
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert outcomes(engine, block.extents(is_store=True)) == ({}, block.digests)
+
+
+@pytest.mark.slow
+def test_without_memory_no_outcome_is_lost_and_no_unknown_batch_runs(tmp_path):
+    pytest.importorskip("_testcapi")
+    script = Path(__file__).with_name("out_of_memory.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -12,8 +12,8 @@ import pytest
 from preloaded import python
 from rich.console import Console
 
+from kvoffload_async.cli.command import logging_to
 from kvoffload_async.cli.inputs import JsonInputError, parse_yaml
-from kvoffload_async.cli.logs import logging_to
 from kvoffload_async.observe.status import ask, parse_report
 from kvoffload_async.replay.source import ChatWorkload
 

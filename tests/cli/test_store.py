@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload_async.cli import store as store_command
 from kvoffload_async.cli.output import shown
-from kvoffload_async.tiers.fs.maintenance import verification
+from kvoffload_async.tiers.fs.maintenance import inspection as verification
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "gc"])

@@ -110,6 +110,28 @@ def test_lookups_ask_the_sources_which_may_be_observed():
     world.wind_down()
 
 
+def test_a_prompt_whose_first_block_no_tier_has_is_looked_up_by_that_block_alone():
+    world = World(tiers=2)
+    ctx = world.begin()
+    heard = []
+
+    class Observed:
+        def __init__(self, source):
+            self.source = source
+
+        def lookup_many(self, keys, req_context, *, stop_at_miss):
+            heard.append((self.source.name, list(keys)))
+            return self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+
+    world.planner.sources[:] = [Observed(source) for source in world.planner.sources]
+    for _ in range(2):  # a tier that lacks a key is not asked again in the same step
+        assert world.planner.lookup_many(ks("abc"), ctx, stop_at_miss=True) == [MISS]
+    assert heard == [(tier.name, ks("a")) for tier in world.planner.tiers]
+    assert world.planner.counters.misses["absent"] == 2
+    assert [tier.counters.misses for tier in world.planner.tiers] == [1, 1]
+    world.wind_down()
+
+
 def test_what_the_planner_and_the_primary_have_done_can_be_read():
     world = World(num_slots=2)
     ctx = world.begin()

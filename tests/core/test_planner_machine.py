@@ -291,7 +291,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         planner = self.world.planner
-        reserved = [tier for tier, _ in planner.promotions._batches]  # a batch is one job
+        reserved = [tier for tier, _ in planner.promotions.batches]  # a batch is one job
         for index, tier in enumerate(planner.tiers):
             for breaker, is_promotion in (tier.health.loads, True), (tier.health.stores, False):
                 if breaker.state is BreakerState.HALF_OPEN:

@@ -128,7 +128,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         room = self.room(())
         before, victims = whole_state(self.primary), self.next_victims(())
         resident, pending = set(self.refs), set(self.debts)
-        num_free = self.primary.pool.free_count
+        num_free = self.primary.pool.unused.count
         slots = self.primary.reserve(keys)
         assert len(slots) == min(len(keys), room)
         if not slots:

@@ -16,7 +16,7 @@ def test_more_than_is_free_cannot_be_allocated():
     pool.allocate(1)
     with pytest.raises(InvariantError, match="2 slots asked for, 1 free"):
         pool.allocate(2)
-    assert pool.free_count == 1
+    assert pool.unused.count == 1
 
 
 def test_freeing_a_slot_twice_is_a_defect():
@@ -31,7 +31,7 @@ def test_a_held_slot_is_nobodys_until_it_is_released():
     pool = SlotPool(2)
     pool.allocate(2)
     pool.hold([1])
-    assert (pool.free_count, pool.retained_count, pool.retained_slots()) == (0, 1, [1])
+    assert (pool.unused.count, pool.retained_count, pool.retained_slots()) == (0, 1, [1])
     with pytest.raises(InvariantError):
         pool.free([1])
     pool.release([1])

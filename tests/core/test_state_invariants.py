@@ -74,7 +74,7 @@ def damage_p3_range(world):
 
 
 def damage_p3_key(world):
-    world.primary._blocks._keys[slot_of(world, "i")] = k("j")
+    world.primary._blocks._keys.update([slot_of(world, "i")], [k("j")])
 
 
 def damage_p4_pin(world):

@@ -173,7 +173,7 @@ def test_a_step_looks_at_a_bounded_part_of_what_a_failed_tier_is_pending():
 
 
 def test_nobody_asks_about_a_block_again_as_long_as_it_is_pending():
-    num_blocks, rounds = 4096, 256
+    num_blocks, rounds = 512, 64
     world = crowded(num_blocks, names=())
     ctx = world.begin()
     world.store(ctx, range(num_blocks))

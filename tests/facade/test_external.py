@@ -6,8 +6,11 @@ from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, ks,
 from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
 from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
 from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.facade.external import is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_options import UnknownOptionError
+from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.types import (
     JobResult,
     LookupResult,
@@ -277,3 +280,67 @@ def test_a_class_that_implements_the_contract_on_its_own_is_a_tier(monkeypatch):
         assert (first.name, second.name, second.loaded_blocks) == ("plain", "plain-2", 0)
         assert not manager.has_pending_work()
     assert set(plain.calls) == {"finished", "end", "anew", "shutdown"}
+
+
+@pytest.mark.parametrize("key", ["min_blocks", "io_timeout_s", "size"])
+def test_an_option_that_such_a_class_does_not_take_is_refused_by_name(monkeypatch, key):
+    registry = SecondaryTierFactory._registry
+    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "plain": lambda: Plain})
+    with pytest.raises(UnknownOptionError, match=f"unknown key '{key}'.*colour"):
+        SecondaryTierFactory.check_config({"type": "plain", key: 1})
+
+
+def test_a_class_of_another_contract_is_a_tier_where_it_has_an_adapter(monkeypatch):
+    class Contract:
+        pass
+
+    class Theirs(Contract):
+        pass
+
+    registry = SecondaryTierFactory._registry
+    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "theirs": lambda: Theirs})
+    monkeypatch.setattr(SecondaryTierFactory, "_adapters", {})
+    with pytest.raises(ConfigError, match="subclass of neither SecondaryTierManager nor AsyncTier"):
+        SecondaryTierFactory.get_tier_class("theirs")
+    SecondaryTierFactory.register_adapter(Contract, {Theirs: Plain}.__getitem__)
+    assert SecondaryTierFactory.get_tier_class("theirs") is Plain
+
+
+class Unclosable(Plain):
+    """Raises as it is shut down."""
+
+    closed = 0
+
+    def shutdown(self, timeout=None):
+        type(self).closed += 1
+        raise SystemExit(1)
+
+
+def test_an_opening_that_fails_closes_all_it_has_opened_although_a_manager_raises(
+    monkeypatch, caplog
+):
+    class Refusing(Plain):
+        def __init__(self, *_args, **_options):
+            raise OSError("no such device")
+
+    registry = SecondaryTierFactory._registry
+    classes = {"plain": Plain, "unclosable": Unclosable, "refusing": Refusing}
+    loaders = {name: lambda cls=cls: cls for name, cls in classes.items()}
+    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, **loaders})
+    monkeypatch.setattr(Unclosable, "closed", 0)
+    shut_down = []
+    monkeypatch.setattr(Plain, "shutdown", lambda _plain, _timeout_s: shut_down.append("plain"))
+    released = []
+    release = PrimaryBuffer.release
+    monkeypatch.setattr(
+        PrimaryBuffer, "release", lambda buffer, **o: released.append(release(buffer, **o))
+    )
+    tiers = [{"type": name} for name in classes]
+    config = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "secondary_tiers": tiers}
+    with (
+        TieringOffloadingSpec(config) as spec,
+        pytest.raises(TierUnavailableError, match=r"secondary_tiers\[2\]: OSError: no such device"),
+    ):
+        spec.get_manager()
+    assert (shut_down, Unclosable.closed, len(released)) == (["plain"], 1, 1)
+    assert "tier unclosable was not closed: the tier broke its contract with a Sys" in caplog.text

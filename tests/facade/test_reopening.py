@@ -9,6 +9,7 @@ from facade.worlds import HIT, MISS, PENDING, RETRY, k, ks
 from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import (
+    ClosedError,
     ConfigError,
     OffloadError,
     TierTimeoutError,
@@ -34,6 +35,7 @@ class Mount:
         self.closed = 0
         self.heard = []
         self.hangs = False
+        self.unclosable = False
         self.reached = threading.Event()
         self.released = threading.Event()
 
@@ -78,6 +80,9 @@ def mount(request, monkeypatch):
 
         def shutdown(self, timeout=None):
             made.closed += 1
+            if made.unclosable:
+                super().shutdown(timeout)
+                raise ValueError("third-party code")
             return super().shutdown(timeout)
 
     cls = MountedTier if request.param == "async tier" else MountedManager
@@ -220,6 +225,23 @@ def test_a_tier_that_was_opened_and_not_yet_taken_over_is_closed(mount):
         thread_of(manager).join(DEADLINE_S)
     failed = 0 if mount.is_manager else mount.tries - 1  # a tier is closed after a failed open
     assert mount.closed == failed + 1
+
+
+def test_a_manager_that_raises_before_it_is_taken_over_keeps_no_other_open(mount):
+    if not mount.is_manager:
+        pytest.skip("an AsyncTier has this package's manager, which reports the error")
+    engine = spec()
+    manager = engine.get_manager()
+    mount.is_there = mount.unclosable = True
+    thread_of(manager).join(DEADLINE_S)
+    (example,) = manager.secondary_tiers
+    close, closed = example.link.close, []
+    example.link.close = lambda timeout_s: closed.append(close(timeout_s)) or closed[-1]
+    with pytest.raises(OffloadError, match="third-party code"):
+        engine.shutdown()
+    assert [report.is_clean for report in closed] == [True]
+    with pytest.raises(ClosedError):
+        manager._primary.get_primary_kv_view()
 
 
 def test_a_shutdown_beside_a_tier_that_hangs_while_it_opens_is_bounded(mount, started_threads):

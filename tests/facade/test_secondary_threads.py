@@ -1,12 +1,18 @@
 """`SecondaryTierManager` on real threads: every job has one result, whatever is closed when."""
 
+import errno
 import random
 import threading
 
 import pytest
+from own_threads import Threadless, open_files
 
-from kvoffload_async.errors import ClosedError
+from kvoffload_async import TieringOffloadingSpec
+from kvoffload_async.block_io import native_io
+from kvoffload_async.block_io.choice import implementation
+from kvoffload_async.errors import ClosedError, TierUnavailableError
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
@@ -85,3 +91,76 @@ class _Jobs:
         job = make_job(number, [key_of(number % 8)], [number], is_promotion=draw.random() < 0.5)
         (self.manager.submit_load if job.is_promotion else self.manager.submit_store)(job)
         return number
+
+
+# -- shortages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_a_manager_without_all_its_threads_keeps_none_and_says_what_to_do(
+    monkeypatch, threads_left, allowed
+):
+    buffer = PrimaryBuffer(4, 4096)
+    files = open_files()
+    Threadless(monkeypatch, [None] * allowed)
+    with pytest.raises(TierUnavailableError) as raised:
+        SecondaryTierManager(None, buffer.view, "t", ExampleTier(), n_read_threads=3)
+    message = str(raised.value)
+    assert "n_read_threads: 3, n_write_threads: 1: the threads of tier t cannot be start" in message
+    assert "can't start new thread" in message
+    assert "ulimit -u" in message
+    assert not threads_left()
+    assert open_files() == files
+    assert buffer.release()
+
+
+def test_a_manager_whose_tier_fails_before_it_is_opened_keeps_no_thread(threads_left):
+    class Defective(ExampleTier):
+        def opening_s(self, block_bytes):
+            raise ZeroDivisionError("third-party code")
+
+    buffer = PrimaryBuffer(4, 4096)
+    files = open_files()
+    with pytest.raises(ZeroDivisionError):
+        SecondaryTierManager(None, buffer.view, "t", Defective())
+    assert not threads_left()
+    assert open_files() == files
+
+
+def test_a_spec_without_a_thread_for_its_loop_says_what_to_do(monkeypatch, threads_left):
+    config = {"cpu_bytes_to_use": 1 << 20, "block_bytes": 4096, "model": "m"}
+    spec = TieringOffloadingSpec(config | {"secondary_tiers": [{"type": "example"}]})
+    files = open_files()
+    Threadless(monkeypatch, [])
+    with pytest.raises(TierUnavailableError, match=r"event loop of the tiers.*ulimit -u"):
+        spec.get_manager()
+    assert not threads_left()
+    assert open_files() == files
+    monkeypatch.undo()
+    spec.get_manager()
+    spec.shutdown()
+
+
+@pytest.mark.skipif(implementation().name != "native", reason="native code is not used")
+@pytest.mark.parametrize("kind", ["fs", "slab"])
+def test_a_tier_without_its_native_threads_is_closed_and_opens_later(
+    monkeypatch, threads_left, tmp_path, kind
+):
+    def fail(*_arguments):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def open_tier():
+        options = {"type": kind, "root_dir": str(tmp_path / "root"), "model": "m"}
+        options |= {"capacity_bytes": "8MiB"}
+        return SecondaryTierFactory.create_secondary_tier(options, buffer.view, None)
+
+    buffer = PrimaryBuffer(4, 4096)
+    files = open_files()
+    monkeypatch.setattr(native_io, "open_engine", fail)
+    with pytest.raises(TierUnavailableError, match=r"native threads cannot be started.*ulimit -u"):
+        open_tier()
+    monkeypatch.undo()
+    assert not threads_left()
+    assert open_files() == files
+    assert open_tier().shutdown().is_clean
+    assert buffer.release()

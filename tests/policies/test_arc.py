@@ -345,7 +345,7 @@ TestArcAgainstItsModel = pytest.mark.stateful(ArcMachine.TestCase)
 
 
 def damaged_with_a_key_in_two_lists(policy):
-    policy._ghost_keys[5] = policy.t1[0]
+    policy._ghost_keys.update([5], [policy.t1[0]])
     policy._ghosts.set(policy.t1[0], 5)
     policy._ghost_lists.append([5], 1)
     policy._ghost_sizes[1] += 1
@@ -353,12 +353,12 @@ def damaged_with_a_key_in_two_lists(policy):
 
 def damaged_with_a_ghost_too_many(policy):
     policy._ghost_lists.append([5], 1)
-    policy._ghost_keys[5] = key("ghost")
+    policy._ghost_keys.update([5], [key("ghost")])
     policy._ghosts.set(key("ghost"), 5)
 
 
 def damaged_with_a_ghost_without_its_key(policy):
-    policy._ghost_keys[5] = key("ghost")
+    policy._ghost_keys.update([5], [key("ghost")])
     policy._ghost_lists.append([5], 1)
     policy._ghost_sizes[1] += 1
 

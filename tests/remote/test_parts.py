@@ -3,8 +3,6 @@
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from remote.fake_store import FakeClient, LibraryError, World
 
 from kvoffload_async.config import without_user_info
@@ -15,43 +13,13 @@ from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.remote import existence as memory_module
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Header, is_newer, namespace_of
-from kvoffload_async.tiers.remote.existence import ExistenceCache, longest_present_prefixes
+from kvoffload_async.tiers.remote.existence import ExistenceCache
 from kvoffload_async.tiers.remote.settings import Redactor
 
 K = [key_of(number) for number in range(200)]
 
 
 # -- heads --------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=6))
-def test_the_longest_heads_are_found_with_few_questions(lengths):
-    chains = [tuple(key_of(1000 * c + i) for i in range(n)) for c, (n, _) in enumerate(lengths)]
-    heads = [min(n, present) for n, present in lengths]
-    there = {key for chain, head in zip(chains, heads, strict=True) for key in chain[:head]}
-    rounds = []
-
-    async def ask(keys):
-        rounds.append(keys)
-        return there.intersection(keys)
-
-    assert asyncio.run(longest_present_prefixes(chains, ask)) == heads
-    longest = max((len(chain) for chain in chains), default=0)
-    assert len(rounds) <= 2 + max(0, longest - 2).bit_length()
-    assert all(len(keys) <= len(chains) for keys in rounds)
-
-
-@pytest.mark.parametrize("present", range(65))
-def test_a_prefix_of_64_blocks_costs_at_most_8_requests(present):
-    with World(FakeClient(dict.fromkeys(K[:present], b""), answers_many=False)) as world:
-        assert world.heads(K[:64]) == [present]
-        assert world.client.calls["exist"] <= 8
-
-
-def test_several_requests_share_rounds_and_equal_keys_are_asked_once():
-    with World(FakeClient(dict.fromkeys(K[:50], b""), answers_many=False)) as world:
-        assert world.heads(K[:64], K[:64], K[:64]) == [50, 50, 50]
-        assert world.client.calls["exist"] <= 8
 
 
 def test_where_one_call_answers_for_many_keys_one_is_made():
@@ -61,7 +29,7 @@ def test_where_one_call_answers_for_many_keys_one_is_made():
 
 
 def test_what_was_answered_lately_needs_no_question():
-    client = FakeClient(dict.fromkeys(K[:50], b""), answers_many=False)
+    client = FakeClient(dict.fromkeys(K[:50], b""))
     with World(client, remember_present_s=9.0, negative_cache_ttl_s=9.0) as world:
         world.heads(K[:64])
         asked = client.calls["exist"]

@@ -19,7 +19,8 @@ from servers.valkey import ValkeyServer
 
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.remote.existence import longest_present_prefixes
+from kvoffload_async.tiers.object.packs import Chains
+from kvoffload_async.tiers.object.tier import KEYS_BEFORE, HeadSearch, longest_prefixes
 
 CHAIN = [key_of(number) for number in range(64)]
 PROBES = 10_000
@@ -53,13 +54,16 @@ def test_no_probe_of_ten_thousand_asks_more_than_its_bound():
 
     async def ask_all():
         for head in heads_of(PROBES):
-            asked = []
+            asked, chains = [], Chains()
 
-            async def ask(keys, asked=asked, there=prefixes[head]):
+            async def ask(keys, asked=asked, chains=chains, there=prefixes[head]):
                 asked += keys
+                for key in there.intersection(keys):
+                    chains.saw_object([key])
                 return there.intersection(keys)
 
-            assert await longest_present_prefixes([CHAIN], ask) == [head]
+            search = HeadSearch((), CHAIN, chains, mean_blocks=1, most=KEYS_BEFORE)
+            assert await longest_prefixes([search], ask) == [head]
             costs[len(asked)] += 1
 
     asyncio.run(ask_all())
@@ -67,10 +71,9 @@ def test_no_probe_of_ten_thousand_asks_more_than_its_bound():
     assert (min(costs), max(costs)) == (1, MOST_HEADS)
 
 
-@pytest.mark.parametrize(("answers_many", "most"), [(False, MOST_HEADS), (True, 1)])
-def test_no_probe_through_a_tier_costs_more_requests_than_its_bound(answers_many, most):
+def test_where_one_call_answers_for_many_keys_each_probe_costs_one_request():
     prefixes = [dict.fromkeys(CHAIN[:head], b"") for head in range(65)]
-    with World(FakeClient(answers_many=answers_many)) as world:
+    with World(FakeClient()) as world:
 
         def appear(head):
             world.client.values = prefixes[head]
@@ -78,13 +81,7 @@ def test_no_probe_through_a_tier_costs_more_requests_than_its_bound(answers_many
         costs = world.run(probe_all(world.tier, heads_of(PROBES_OF_A_TIER), appear))
         assert sum(costs.values()) == PROBES_OF_A_TIER
         assert world.client.calls["exist"] == sum(cost * n for cost, n in costs.items())
-        assert (min(costs), max(costs)) == (1, most)
-
-
-def test_a_batch_of_probes_of_one_prefix_costs_as_much_as_one():
-    with World(FakeClient(dict.fromkeys(CHAIN[:40], b""), answers_many=False)) as world:
-        assert world.heads(*[CHAIN] * 32) == [40] * 32
-        assert world.client.calls["exist"] <= MOST_HEADS
+        assert set(costs) == {1}
 
 
 def counted(harness, capsys):

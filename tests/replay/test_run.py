@@ -8,6 +8,7 @@ from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError
 from kvoffload_async.replay.device import FramePool
+from kvoffload_async.replay.drivers import DriverOptions
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
@@ -32,9 +33,8 @@ class TestStop:
         tally = Tally.of_tiers(["Stuck"], device_keeps=False)
         workers = Workers(spec, [PagedMemory(2, 16 * 1024)], tally)
         pool = FramePool(2, keeps_contents=False)
-        driver = StepwiseDriver(
-            manager, workers, pool, tally, tier_names=["Stuck"], stall_timeout_s=0.25
-        )
+        options = DriverOptions(tier_names=["Stuck"], stall_timeout_s=0.25)
+        driver = StepwiseDriver(manager, workers, pool, tally, options)
         with pytest.raises(StalledError, match="0 requests wait and 1 jobs have no result"):
             driver.run([[1, 2]])
         assert not driver.drain(0.05)

@@ -4,10 +4,10 @@ import asyncio
 import fcntl
 import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
+from own_threads import Threadless, open_files
 
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
@@ -24,25 +24,6 @@ from kvoffload_async.testing.virtual_time import VirtualRunner
 from kvoffload_async.types import Medium
 
 DEADLINE_S = 60.0
-
-
-def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-class Threadless:
-    """A system that gives no thread after the first few."""
-
-    def __init__(self, monkeypatch, allowed):
-        real = threading.Thread.start
-
-        def start(thread):
-            if not allowed:
-                raise RuntimeError("can't start new thread")
-            allowed.pop()
-            real(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start)
 
 
 @pytest.mark.parametrize("started", [0, 1, 3])

@@ -9,6 +9,12 @@ import weakref
 import pytest
 
 from kvoffload_async import OffloadEngine, StateError, TieringOffloadingSpec
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.runtime.bridge import RuntimeHost
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.testing.harness import make_job
+from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext, make_offload_key
 
 CONFIG = {
@@ -99,6 +105,51 @@ def test_in_a_forked_child_every_call_of_an_engine_says_so():
             assert await engine.lookup(request) == 0
 
     asyncio.run(use())
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_in_a_forked_child_every_call_of_a_tiers_manager_says_so(is_shared):
+    buffer = PrimaryBuffer(4, 4096)
+    host = RuntimeHost()
+    shared = {"runtime": host.bridge} if is_shared else {}
+    manager = SecondaryTierManager(None, buffer.view, "t", ExampleTier(), **shared)
+    ctx, job = ReqContext("r"), make_job(1, [KEY], [0], is_promotion=False)
+    asked = []
+
+    def check():
+        refuses(manager.submit_store, job)
+        refuses(manager.submit_load, job)
+        refuses(manager.lookup, KEY, ctx)
+        refuses(manager.get_finished_jobs)
+        refuses(manager.on_schedule_end)
+        refuses(manager.drain_jobs)
+        refuses(manager.stats)
+        manager.link.bridge.runner.run = asked.append
+        assert manager.shutdown().is_clean
+        assert not asked, "it would wait for the parent's threads"
+        own = SecondaryTierManager(None, PrimaryBuffer(4, 4096).view, "t", ExampleTier())
+        own.submit_store(job)
+        assert own.drain_jobs(60.0)
+        own.shutdown()
+
+    in_child(check)
+    manager.submit_store(job)
+    assert manager.drain_jobs(60.0), "the parent goes on"
+    assert [result.success for result in manager.get_finished_jobs()] == [True]
+    assert manager.shutdown().is_clean
+    host.close()
+
+
+def test_a_forked_child_does_not_remove_its_parents_folder(tmp_path):
+    folder = ProcessFolder(str(tmp_path))
+
+    def check():
+        folder.close()
+        assert list(tmp_path.iterdir())
+
+    in_child(check)
+    folder.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_spec_that_was_never_shut_down_warns_and_is_not_kept_alive():

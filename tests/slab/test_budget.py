@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.tiers.slab.layout import Budget, slot_bytes_of
+from kvoffload_async.tiers.slab.opening import SlabSettings
 
 MIB = 1 << 20
 
@@ -91,3 +92,29 @@ def test_few_slots_stand_empty_so_that_jobs_find_neighbours_and_none_where_that_
     assert ahead(64 << 30, 4 << 20) == 0, "a block is as long as a call"
     assert ahead(64 * MIB, 64 << 10) == Budget.of(64 * MIB, 64 << 10, 1 << 30).most_slots // 16
     assert ahead(8 * MIB, 64 << 10) == 0, "too few for a job's neighbours"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "block_bytes", "segment"),
+    [
+        (16 << 40, 64 << 10, 1 << 30),
+        (1 << 30, 64 << 10, 64 * MIB),
+        (16 * MIB, 64 << 10, 4 * MIB),
+        (16 * MIB, 5 * MIB, 5 * MIB),
+    ],
+    ids=["large", "a sixteenth", "small", "large blocks"],
+)
+def test_a_segment_is_a_sixteenth_of_the_capacity_by_default_within_bounds(
+    capacity, block_bytes, segment
+):
+    settings = SlabSettings(root_dir="/r", run_config={}, capacity_bytes=capacity)
+    budget = settings.budget(block_bytes)
+    assert budget.segment_slots == segment // block_bytes
+    assert budget.next_segment([]) == segment // block_bytes
+
+
+def test_a_given_size_of_a_segment_is_used_whatever_the_capacity():
+    settings = SlabSettings(
+        root_dir="/r", run_config={}, capacity_bytes=1 << 30, segment_bytes=512 * MIB
+    )
+    assert settings.budget(64 << 10).segment_slots == 512 * MIB // (64 << 10)

@@ -1,6 +1,7 @@
 """Blocks that do not verify, and system calls that fail."""
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import os
@@ -338,3 +339,61 @@ def test_closing_goes_on_when_the_journal_cannot_be_written(slab_store, caplog):
     assert "could not be written at close" in caplog.text
     with slab_store.open() as harness:
         assert harness.announced() == set(K[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOSPC])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_whichever_call_of_opening_fails_nothing_stays_open_and_nothing_is_lost(
+    slab_store, tmp_path, code, is_new
+):
+    def begun(store):
+        if not is_new:
+            with store.open() as harness:
+                harness.store(K[:20])
+        return FaultyFileOps()
+
+    ops = begun(slab_store)
+    with slab_store.open(ops):
+        count = len(ops.calls)
+    num_refused = 0
+    for number in range(1, count + 1):
+        store = SlabStore(tmp_path / str(number))
+        ops = begun(store)
+        ops.fail(code, at=number)
+        try:
+            store.open(ops).close()
+        except (ConfigError, TierUnavailableError) as error:
+            num_refused += 1
+            assert str(store.root) in str(error)  # noqa: PT017 - many calls need not succeed
+            assert ("ulimit -n" if code == errno.EMFILE else "free space") in str(error)  # noqa: PT017
+        assert not ops.open_fds
+        with store.open() as harness:
+            assert harness.contains(K[:20]) == (set() if is_new else set(K[:20]))
+    assert num_refused > count // 2
+
+
+def calls_of_closing(store, **options) -> int:
+    ops = FaultyFileOps()
+    with store.open(ops, **options) as harness:
+        harness.store(K[20:24])
+        before = len(ops.calls)
+    return len(ops.calls) - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"fdatasync": True, "direct_io": True}])
+def test_whichever_call_of_closing_fails_everything_is_closed(tmp_path, options):
+    """Above all the lock: else this process could not open the store again."""
+    count = calls_of_closing(SlabStore(tmp_path / "counted"), **options)
+    for number in range(1, count + 1):
+        store = SlabStore(tmp_path / str(number))
+        ops = FaultyFileOps()
+        harness = store.open(ops, **options)
+        harness.store(K[:4])
+        ops.fail(errno.EIO, at=len(ops.calls) + number)
+        with contextlib.suppress(OSError):
+            harness.close()
+        assert not ops.open_fds, ops.calls[-1]
+        with store.open(**options) as harness:
+            assert harness.load(K[:4]) == {}

@@ -51,6 +51,11 @@ def rewrite_journal(store, change):
     store.journal.write_bytes(b"".join(frames))
 
 
+def keys_in_order(store):
+    seed = Manifest.decode(store.manifest.read_bytes()).journal_seed
+    return keys_of(scan(read_file(FileOps(), str(store.journal)), seed).records)
+
+
 def overwrite(store, key, content):
     place = store.places()[key]
     with (store.folder / segment_name(segment_of(place))).open("r+b") as file:
@@ -104,6 +109,25 @@ def test_each_key_has_a_namespace_of_its_own(slab_store):
     ]
     assert len({layout.own_folder for layout in layouts}) == 3
     assert len({layout.folder for layout in layouts}) == 1
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("flag", [8, 1 << 15])
+def test_a_record_of_a_newer_release_is_a_miss_whether_blocks_are_verified_or_not(
+    slab_store, flag, verify
+):
+    with slab_store.open() as harness:
+        assert harness.store(BLOCKS) == {}
+
+    def mark(records):
+        records["flags"][2] |= flag
+
+    newer = BLOCKS.index(keys_in_order(slab_store)[2])
+    rewrite_journal(slab_store, mark)
+    assert served(slab_store, None, verify=verify) == set(range(6)) - {newer}
+    with slab_store.open(verify=verify) as harness:
+        assert harness.store(BLOCKS) == {}
+        assert harness.load(BLOCKS) == {}
 
 
 # -- the neighbour --------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.tiers.files import maintenance as files_maintenance
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.maintenance import verification as fs_verification
+from kvoffload_async.tiers.fs.maintenance import inspection as fs_verification
 from kvoffload_async.tiers.slab.maintenance import inspection as slab_verification
 
 CORRUPT = GcOptions(corrupt=True)

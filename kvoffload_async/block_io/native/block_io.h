@@ -243,7 +243,7 @@ struct engine {
     struct worker *workers;
     struct batch *ended; /* latest first; the owner is notified for the first */
     bool is_closing;
-    uint64_t last_ticket;
+    uint64_t last_ticket; /* written by the owner only */
 };
 
 /* blocks.c: divide a batch; process a part; cancel a part. */
@@ -257,6 +257,7 @@ struct engine *engine_open(const char *name, const struct limits *limits, file_c
                            const struct hashes *hashes);
 int engine_submit(struct engine *engine, struct batch *batch); /* EAGAIN, ESHUTDOWN */
 struct batch *engine_take(struct engine *engine);               /* a list of the ended batches */
+void engine_put_back(struct engine *engine, struct batch *batches); /* taken, for a later take */
 void engine_withdraw(struct engine *engine, uint64_t ticket);   /* 0: all */
 int engine_replace_hung(struct engine *engine, int64_t hung_after_ns);
 int engine_close(struct engine *engine, int64_t timeout_ns);

@@ -230,26 +230,33 @@ static bool read_file(struct worker *worker, const struct batch *batch, size_t i
     return move_rows(worker, batch, &span) == 0 && span.moved_bytes == batch->memory.row_bytes;
 }
 
+/* Returns whether a value of the attribute, of this length, has the batch's prefix. */
+static bool is_own(const struct batch *batch, const char *value, int64_t bytes)
+{
+    return bytes == (int64_t)batch->value_prefix_bytes + DIGEST_BYTES &&
+           memcmp(value, batch->value_prefix, batch->value_prefix_bytes) == 0;
+}
+
 static bool is_digest(const struct batch *batch, size_t index, const char *value)
 {
-    size_t prefix_bytes = batch->value_prefix_bytes;
-    return memcmp(value, batch->value_prefix, prefix_bytes) == 0 &&
-           memcmp(value + prefix_bytes, digest_of(batch, index), DIGEST_BYTES) == 0;
+    return memcmp(value + batch->value_prefix_bytes, digest_of(batch, index), DIGEST_BYTES) == 0;
 }
 
 static bool load_opened(struct worker *worker, const struct batch *batch, size_t index, int fd)
 {
-    if (batch->seeds == NULL)
-        return read_file(worker, batch, index, fd);
-    if (batch->expected[index] != NULL && read_file(worker, batch, index, fd) &&
-        is_digest(batch, index, batch->expected[index]))
+    const char *expected = batch->seeds == NULL ? NULL : batch->expected[index];
+    if (expected != NULL && memcmp(expected, batch->value_prefix, batch->value_prefix_bytes) == 0 &&
+        read_file(worker, batch, index, fd) && is_digest(batch, index, expected))
         return true;
     /* Read before the bytes, so that a concurrently overwritten file does not verify. */
     char value[MAX_VALUE_BYTES];
     int64_t bytes = call_file(worker, batch, CALL_GET_ATTRIBUTE, fd, batch->attribute, value,
                               sizeof value);
-    return bytes == (int64_t)batch->value_prefix_bytes + DIGEST_BYTES &&
-           read_file(worker, batch, index, fd) && is_digest(batch, index, value);
+    if (batch->seeds == NULL)
+        return (is_own(batch, value, bytes) || bytes == -ENODATA || bytes == -EOPNOTSUPP) &&
+               read_file(worker, batch, index, fd);
+    return is_own(batch, value, bytes) && read_file(worker, batch, index, fd) &&
+           is_digest(batch, index, value);
 }
 
 static int load_file(struct worker *worker, const struct batch *batch, size_t index)

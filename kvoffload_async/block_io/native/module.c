@@ -348,9 +348,14 @@ static PyObject *engine_submit_batch(Engine *self, PyObject *args)
         (kind == BATCH_EXTENTS  ? take_runs(submission, places)
          : kind == BATCH_COPIES ? take_copies(submission, other, places)
                                 : take_files(submission, other));
-    int error = is_complete ? engine_submit(self->engine, &submission->batch) : 0;
-    if (is_complete && error == 0)
-        return PyLong_FromUnsignedLongLong(submission->batch.ticket);
+    /* Made before the batch is submitted: a caller that gets no ticket has no batch under way. */
+    PyObject *ticket = NULL;
+    if (is_complete)
+        ticket = PyLong_FromUnsignedLongLong(self->engine->last_ticket + 1);
+    int error = ticket != NULL ? engine_submit(self->engine, &submission->batch) : 0;
+    if (ticket != NULL && error == 0)
+        return ticket;
+    Py_XDECREF(ticket);
     if (error == ESHUTDOWN) {
         PyErr_SetString(PyExc_RuntimeError, "the engine is closed");
     } else if (error != 0) {
@@ -390,7 +395,8 @@ static PyObject *outcome_of(const struct batch *batch)
     case BATCH_STORE_FILES:
         numbers = PyList_New(num);
         for (Py_ssize_t i = 0; i < num && numbers != NULL; i++) {
-            if (PyList_SetItem(numbers, i, PyLong_FromLongLong(batch->disk_bytes[i])) != 0)
+            PyObject *number = PyLong_FromLongLong(batch->disk_bytes[i]);
+            if (number == NULL || PyList_SetItem(numbers, i, number) != 0)
                 Py_CLEAR(numbers);
         }
         return Py_BuildValue("(y#y#N)", batch->statuses, num, batch->digests, digest_bytes,
@@ -404,28 +410,38 @@ static PyObject *outcome_of(const struct batch *batch)
     }
 }
 
-/* Returns outcomes, and frees the ended batches. */
-static PyObject *take_ended(Engine *self)
+/* Frees the ended batches whose outcomes are in the list; out of memory, the others stay ended,
+   for a later call. Returns whether there is an outcome or no batch left. */
+static bool take_ended(Engine *self, PyObject *outcomes)
 {
-    PyObject *ended = PyList_New(0);
-    for (struct batch *batch = engine_take(self->engine), *next; batch != NULL; batch = next) {
-        next = batch->next;
-        PyObject *outcome = NULL;
-        if (ended != NULL)
-            outcome = Py_BuildValue("(KN)", (unsigned long long)batch->ticket, outcome_of(batch));
-        if (outcome == NULL || PyList_Append(ended, outcome) != 0)
-            Py_CLEAR(ended); /* out of memory: only the outcomes are lost */
+    struct batch *batch = engine_take(self->engine);
+    while (batch != NULL) {
+        struct batch *next = batch->next;
+        PyObject *outcome =
+            Py_BuildValue("(KN)", (unsigned long long)batch->ticket, outcome_of(batch));
+        bool is_taken = outcome != NULL && PyList_Append(outcomes, outcome) == 0;
         Py_XDECREF(outcome);
+        if (!is_taken) {
+            engine_put_back(self->engine, batch);
+            if (PyList_Size(outcomes) == 0)
+                return false;
+            PyErr_Clear();
+            return true;
+        }
         free_submission((Submission *)batch);
+        batch = next;
     }
-    return ended;
+    return true;
 }
 
 /* -- the engine --------------------------------------------------------------------------------- */
 
 static PyObject *engine_take_ended(Engine *self, PyObject *Py_UNUSED(ignored))
 {
-    return check_process(self) ? take_ended(self) : NULL;
+    PyObject *outcomes = check_process(self) ? PyList_New(0) : NULL;
+    if (outcomes != NULL && !take_ended(self, outcomes))
+        Py_CLEAR(outcomes);
+    return outcomes;
 }
 
 static bool take_number(Engine *self, PyObject *object, int64_t *number)
@@ -468,7 +484,8 @@ static PyObject *engine_counts(Engine *self, PyObject *Py_UNUSED(ignored))
         return NULL;
     PyObject *counts = PyTuple_New(NUM_COUNTERS);
     for (int i = 0; i < NUM_COUNTERS && counts != NULL; i++) {
-        if (PyTuple_SetItem(counts, i, PyLong_FromUnsignedLongLong(self->engine->counters[i])) != 0)
+        PyObject *count = PyLong_FromUnsignedLongLong(self->engine->counters[i]);
+        if (count == NULL || PyTuple_SetItem(counts, i, count) != 0)
             Py_CLEAR(counts);
     }
     return counts;
@@ -483,7 +500,10 @@ static void engine_dealloc(Engine *self)
         num_left = engine_close(self->engine, self->engine->is_closing ? 0 : 1000000000);
         Py_END_ALLOW_THREADS
         if (num_left == 0) {
-            Py_XDECREF(take_ended(self));
+            for (struct batch *batch = engine_take(self->engine), *next; batch; batch = next) {
+                next = batch->next;
+                free_submission((Submission *)batch);
+            }
             engine_free(self->engine);
             Py_DECREF(self->callable);
         }

@@ -302,6 +302,18 @@ struct batch *engine_take(struct engine *engine)
     return ended;
 }
 
+void engine_put_back(struct engine *engine, struct batch *batches)
+{
+    struct batch *last = batches;
+    while (last->next != NULL)
+        last = last->next;
+    pthread_mutex_lock(&engine->mutex);
+    last->next = engine->ended;
+    engine->ended = batches;
+    pthread_mutex_unlock(&engine->mutex);
+    tell_owner(engine);
+}
+
 void engine_withdraw(struct engine *engine, uint64_t ticket)
 {
     pthread_mutex_lock(&engine->mutex);

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffload_async.async_engine.request import EngineRequest
@@ -20,6 +20,7 @@ from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import BusyError, StalledError, TransportError
 from kvoffload_async.replay.device import FramePool, Prompt, require_room
+from kvoffload_async.replay.drivers import DriverOptions
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import LookupResult, OffloadKey
 
@@ -43,13 +44,7 @@ class AsyncDriver:
         memory: PagedMemory,
         pool: FramePool,
         tally: Tally,
-        *,
-        tier_names: Sequence[str],
-        concurrency: int = 1,
-        verify: bool = True,
-        stall_timeout_s: float = 120.0,
-        should_stop: Callable[[], bool] = lambda: False,
-        on_step: Callable[[], None] = lambda: None,
+        options: DriverOptions,
     ) -> None:
         """Create an idle driver; the arguments are those of `StepwiseDriver`."""
         self._engine = engine
@@ -57,12 +52,7 @@ class AsyncDriver:
         self._memory = memory
         self._pool = pool
         self._tally = tally
-        self._tier_names = tuple(tier_names)
-        self._concurrency = concurrency
-        self._verify = verify
-        self._stall_timeout_s = stall_timeout_s
-        self._should_stop = should_stop
-        self._on_step = on_step
+        self._options = options
         self._admitted = 0
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
@@ -78,10 +68,10 @@ class AsyncDriver:
         """
         tasks = {
             asyncio.create_task(self._serve(requests), name=f"replay:{index}")
-            for index in range(self._concurrency)
+            for index in range(self._options.concurrency)
         }
         try:
-            while tasks and not self._should_stop():
+            while tasks and not self._options.should_stop():
                 done, tasks = await asyncio.wait(
                     tasks, timeout=_WATCH_S, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -91,7 +81,7 @@ class AsyncDriver:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks, timeout=self._stall_timeout_s)
+                await asyncio.wait(tasks, timeout=self._options.stall_timeout_s)
 
     async def rest(self, timeout_s: float) -> bool:
         """Wait until the engine is idle; return False at the deadline."""
@@ -105,7 +95,7 @@ class AsyncDriver:
     # -- a request ------------------------------------------------------------------------------
 
     async def _serve(self, requests: Iterator[Sequence[int]]) -> None:
-        while not self._should_stop():
+        while not self._options.should_stop():
             block_ids = next(requests, None)
             if block_ids is None:
                 return
@@ -123,7 +113,7 @@ class AsyncDriver:
             now_ns = time.thread_time_ns()
             self._tally.owner_ns.append(max(0, now_ns - self._mark_ns))
             self._mark_ns = now_ns
-            self._on_step()
+            self._options.on_step()
 
     async def _enter(self, prompt: Prompt) -> None:
         """Wait in order for frames for the whole request."""
@@ -141,11 +131,12 @@ class AsyncDriver:
         """Wait until a request releases its frames."""
         self._released.clear()
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
+            async with asyncio.timeout(self._options.stall_timeout_s):
                 await self._released.wait()
         except TimeoutError:
             raise StalledError(
-                f"no progress for {self._stall_timeout_s:g} s: no request gives its frames away"
+                f"no progress for {self._options.stall_timeout_s:g} s: "
+                "no request gives its frames away"
             ) from None
 
     async def _replay(self, prompt: Prompt) -> None:
@@ -165,7 +156,7 @@ class AsyncDriver:
         absent = self._absent(request)
         first = prompt.ready
         while True:
-            found = await self._engine.lookup(request, self._stall_timeout_s)
+            found = await self._engine.lookup(request, self._options.stall_timeout_s)
             if self._computing.isdisjoint(prompt.ids[first + found :]):
                 break  # otherwise another request computes some: look up again
             await self._next_release()
@@ -204,7 +195,7 @@ class AsyncDriver:
             self._tally.stored_blocks += stored
 
     def _check(self, prompt: Prompt, first: int, last: int) -> None:
-        if not self._verify or last == first:
+        if not self._options.verify or last == first:
             return
         start_ns = time.thread_time_ns()
         wrong = self._memory.count_wrong(prompt.names[first:last], prompt.frames[first:last])
@@ -216,14 +207,14 @@ class AsyncDriver:
 
     def _absent(self, request: EngineRequest) -> set[OffloadKey]:
         """Return the keys that are not in the primary; empty without secondary tiers."""
-        if not self._tier_names:
+        if not self._options.tier_names:
             return set()
         state_of = self._manager.planner.primary.state_of
         return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
         """Return the tier that has the key, the first one in the order of lookup."""
-        *others, last = zip(self._tier_names, self._manager.planner.tiers, strict=True)
+        *others, last = zip(self._options.tier_names, self._manager.planner.tiers, strict=True)
         for name, tier in others:
             if tier.index.lookup(key, request.ctx) is LookupResult.HIT:
                 return name
@@ -239,9 +230,9 @@ class AsyncDriver:
             now_s = time.monotonic()
             if counters.job_results != progress:
                 progress, progress_at_s = counters.job_results, now_s
-            elif now_s - progress_at_s > self._stall_timeout_s:
+            elif now_s - progress_at_s > self._options.stall_timeout_s:
                 raise StalledError(
-                    f"no progress for {self._stall_timeout_s:g} s: "
+                    f"no progress for {self._options.stall_timeout_s:g} s: "
                     f"{len(planner.jobs)} jobs have no result"
                 )
             await self._engine.wait_for_progress(_WATCH_S)

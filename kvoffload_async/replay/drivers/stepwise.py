@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from kvoffload_async.errors import StalledError
 from kvoffload_async.facade.connector.protocol import ConnectorGeometry, KVGroup, StepOutput
@@ -22,23 +23,20 @@ from kvoffload_async.facade.connector.scheduler import OffloadingConnectorSchedu
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool, Prompt, Stage, require_room
+from kvoffload_async.replay.drivers import DriverOptions
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import (
-    LoadStoreSpec,
-    LookupResult,
-    OffloadingEvent,
     OffloadKey,
     OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    ScheduleEndContext,
 )
 
 
-class RequestLevelManager(OffloadingManager):
-    """Wraps a manager so that every request is offered for storing from its first block on.
+class RequestLevelManager:
+    """A view of an `OffloadingManager` that offers every request for storing from its first block.
 
     Thus a request's hits are neither evicted by its own new blocks nor lose recency.
 
@@ -50,69 +48,24 @@ class RequestLevelManager(OffloadingManager):
         self._manager = manager
         self.refused: set[str] = set()
 
-    @property
-    def room_made(self) -> int:
-        return self._manager.room_made
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the manager's own attributes
+        return getattr(self._manager, name)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Begin a request; its policy is that of request-level offloading."""
         self._manager.on_new_request(req_context)
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
-
-    def lookup_many(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
-    ) -> Sequence[LookupResult]:
-        return self._manager.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
-
-    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        return self._manager.prepare_load(keys, req_context)
-
-    def complete_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
-    ) -> None:
-        self._manager.complete_load(keys, req_context, generation)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        """Reserve slots, and note whether there was room."""
         granted = self._manager.prepare_store(keys, req_context)
         if granted is None:
             self.refused.add(req_context.req_id)
         else:
             self.refused.discard(req_context.req_id)
         return granted
-
-    def complete_store(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext,
-        success: bool = True,
-        generation: int | None = None,
-    ) -> None:
-        self._manager.complete_store(keys, req_context, success, generation)
-
-    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._manager.touch(keys, req_context)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._manager.on_request_finished(req_context)
-
-    def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        self._manager.on_schedule_end(context)
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._manager.take_events()
-
-    def has_pending_work(self) -> bool:
-        return self._manager.has_pending_work()
-
-    def reset_cache(self) -> None:
-        self._manager.reset_cache()
-
-    def on_reset_flushed(self) -> None:
-        self._manager.on_reset_flushed()
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        self._manager.shutdown(timeout)
 
 
 @dataclass(slots=True)
@@ -250,16 +203,11 @@ class StepwiseDriver:
         workers: Workers,
         pool: FramePool,
         tally: Tally,
+        options: DriverOptions,
         *,
-        tier_names: Sequence[str],
         blocks_per_chunk: int = 1,
         num_workers: int = 1,
         blocks_per_step: int | None = None,
-        concurrency: int = 1,
-        verify: bool = True,
-        stall_timeout_s: float = 120.0,
-        should_stop: Callable[[], bool] = lambda: False,
-        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Create an idle driver.
 
@@ -268,34 +216,26 @@ class StepwiseDriver:
             workers: Workers on the manager's slots.
             pool: The frames of the workers' devices.
             tally: Counts of the replay.
-            tier_names: Names of the manager's tiers in the tally, in lookup order.
+            options: Settings of every driver.
             blocks_per_chunk: Device blocks per frame.
             num_workers: Number of workers.
             blocks_per_step: Maximum blocks of a request computed per step; None: all.
-            concurrency: Requests in flight.
-            verify: Compare blocks on the device byte by byte.
-            stall_timeout_s: Seconds without progress before the replay fails.
-            should_stop: Called before every step: whether to admit no more requests.
-            on_step: Called after every step.
         """
         geometry = ConnectorGeometry(
             (KVGroup(1),), blocks_per_chunk, blocks_per_chunk, num_workers=num_workers
         )
         self._whole = RequestLevelManager(manager)
-        self._connector = OffloadingConnectorScheduler(self._whole, geometry)
+        self._connector = OffloadingConnectorScheduler(
+            cast("OffloadingManager", self._whole), geometry
+        )
         self._manager = manager
         self._engine = manager.planner
         self._workers = workers
         self._pool = pool
         self._tally = tally
-        self._tier_names = tuple(tier_names)
+        self._options = options
         self._per_block = blocks_per_chunk
         self._batch = Batch(self._connector, pool, workers.device_blocks, blocks_per_step)
-        self._concurrency = concurrency
-        self._verify = verify
-        self._stall_timeout_s = stall_timeout_s
-        self._should_stop = should_stop
-        self._on_step = on_step
         self._active: dict[str, Prompt] = {}  # in order of arrival
         self._admitted = 0
         self._seen_job_id = -1
@@ -312,14 +252,14 @@ class StepwiseDriver:
             StalledError: There was no progress for `stall_timeout_s`.
         """
         waiting = iter(requests)
-        while not self._should_stop():
+        while not self._options.should_stop():
             is_new = self._admit(waiting)
             if not is_new and not self._has_news:
                 if not self._in_flight():
                     return
                 self._wait()
             self._step()
-            self._on_step()
+            self._options.on_step()
 
     def drain(self, timeout_s: float) -> bool:
         """Finish requests in flight and step until the engine is idle; False at the deadline."""
@@ -340,7 +280,7 @@ class StepwiseDriver:
 
     def _admit(self, waiting: Iterable[Sequence[int]]) -> bool:
         """Start requests up to the concurrency limit; return whether any was started."""
-        room = self._concurrency - self._in_flight()
+        room = self._options.concurrency - self._in_flight()
         if room <= 0:
             return False
         first = self._admitted
@@ -376,9 +316,10 @@ class StepwiseDriver:
         )
         if progress != self._progress:
             self._progress, self._progress_at_s = progress, now_s
-        elif now_s - self._progress_at_s > self._stall_timeout_s:
+        elif now_s - self._progress_at_s > self._options.stall_timeout_s:
             raise StalledError(
-                f"no progress for {self._stall_timeout_s:g} s: {len(self._active)} requests wait "
+                f"no progress for {self._options.stall_timeout_s:g} s: "
+                f"{len(self._active)} requests wait "
                 f"and {len(self._engine.jobs)} jobs have no result"
             )
 
@@ -458,7 +399,7 @@ class StepwiseDriver:
             self._pool.publish(prompt.ids[first : prompt.ready], prompt.frames[first:])
 
     def _check(self, prompt: Prompt, first: int, last: int) -> None:
-        if self._verify and last > first:
+        if self._options.verify and last > first:
             self._workers.verify(prompt.names[first:last], prompt.frames[first:last])
 
     def _note_promotions(self) -> None:
@@ -472,5 +413,5 @@ class StepwiseDriver:
             tier, job = jobs[job_id]
             prompt = self._active.get(job.req_context.req_id)
             if job.is_promotion and prompt is not None:
-                prompt.origins.update(dict.fromkeys(job.keys, self._tier_names[tier]))
+                prompt.origins.update(dict.fromkeys(job.keys, self._options.tier_names[tier]))
         self._seen_job_id = newest

@@ -53,11 +53,6 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def encode_start(start: Start) -> bytes:
-    """Return the start message as a line."""
-    return encode(asdict(start))
-
-
 def settings_of(config: OffloadConfig) -> dict[str, Any]:
     """Return the settings of a configuration, as for `OffloadConfig.parse`."""
     settings = {option.name: getattr(config, option.name) for option in fields(config)}
@@ -68,12 +63,6 @@ def answer(what: str, report: Report | None = None, **more: object) -> bytes:
     """Return a member's answer as a line."""
     figures = {} if report is None else {"report": asdict(report)}
     return encode({"what": what, **figures, **more})
-
-
-def report_in(message: Mapping[str, Any]) -> Report | None:
-    """Return the results in a member's answer, or None."""
-    figures = message.get("report")
-    return None if figures is None else Report(**figures)
 
 
 _COMMAND: Final = (sys.executable, "-m", "kvoffload_async.replay.fleet.member")
@@ -94,7 +83,7 @@ class MemberProcess:
         self.report: Report | None = None
         self._answers: deque[str] = deque()
         self._partial = b""
-        self._unsent = encode_start(start)  # first: it may raise before the process is started
+        self._unsent = encode(asdict(start))  # first: it may raise before the process is started
         # In its own session, so that Ctrl-C reaches only the parent, which ends the member.
         self._process = subprocess.Popen(  # noqa: S603 - this package's own module
             [*_COMMAND, str(os.getpid())],
@@ -185,7 +174,8 @@ class MemberProcess:
         if what == FAILED:
             kind = InputError if message["is_input"] else OffloadError
             raise kind(f"{self.name}: {message['error']}")
-        self.report = report_in(message) or self.report
+        if (figures := message.get("report")) is not None:
+            self.report = Report(**figures)
         self._answers.append(what)
 
     def _has_ended(self) -> OffloadError:

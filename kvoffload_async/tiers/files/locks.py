@@ -1,8 +1,9 @@
 """Exclusive advisory file locks (flock), acquired with a timeout.
 
-A lock is released by unlocking, which also releases it for a child process forked meanwhile that
-inherited the descriptor. If unlocking fails, the descriptor is closed, which always releases the
-lock, and the next use reopens the file.
+A lock belongs to an open file, which forked children inherit: `FileOps` closes it in a child of
+Python's `os.fork`, and unlocks before it closes. A child forked by other code shares the lock until
+it ends or executes a program. If unlocking fails, the descriptor is closed, and the next use
+reopens the file.
 
 A filesystem without locks fails the first attempt (ENOLCK, EOPNOTSUPP, ENOSYS); the error is passed
 to the caller, who may continue without locks. On NFS, locks are the server's; with the mount option
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 from kvoffload_async.tiers.files.ops import FileOps
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 LOCK_TIMEOUT_S: Final = 10.0
 """Long compared to the few system calls made under a lock: a holder beyond this is stuck."""
 
+_PID_BYTES: Final = 32
 _FIRST_PAUSE_S: Final = 50e-6
 _LONGEST_PAUSE_S: Final = 0.02
 _MAKE: Final = os.O_RDWR | os.O_CREAT
@@ -178,6 +182,61 @@ def locked(
             yield fd
     finally:
         file.close()
+
+
+class InUseError(Exception):
+    """A lock file is locked by another user; the text names the process, or is "unknown"."""
+
+
+def lock_for_process(ops: FileOps, path: str) -> int:
+    """Lock a file and write this process's id to it; return the descriptor that holds the lock.
+
+    Raises:
+        InUseError: It is locked.
+        OSError: The file cannot be opened, locked or written.
+    """
+    with contextlib.ExitStack() as closing:
+        fd = ops.open(path, os.O_RDWR | os.O_CREAT)
+        closing.callback(ops.close, fd)
+        if not ops.lock(fd, wait=False):
+            raise InUseError(_holder(ops, fd))
+        pid = f"{os.getpid()}\n".encode()
+        ops.pwrite(fd, memoryview(pid), 0)  # before the truncation, so a full disk has room for it
+        ops.truncate(fd, len(pid))
+        closing.pop_all()
+    return fd
+
+
+def holder_of(ops: FileOps, path: str) -> str | None:
+    """Return the id of the process that has locked a file, or "unknown"; None if it is not locked.
+
+    Raises:
+        OSError: The file cannot be opened or read.
+    """
+    fd = ops.open(path, os.O_RDONLY)
+    try:
+        return _holder(ops, fd) if ops.is_locked(fd) else None
+    finally:
+        ops.close(fd)
+
+
+def _holder(ops: FileOps, fd: int) -> str:
+    """Return the process that holds a lock, or the one recorded if the kernel does not show it.
+
+    The process that took the lock may have ended, and one that inherited it may hold it. Those on
+    other hosts, in other containers and of other users are not shown.
+    """
+    status = ops.fstat(fd)
+    inode = f":{status.st_ino} "
+    for found in glob.iglob("/proc/[0-9]*/fdinfo/[0-9]*"):  # noqa: PTH207 - that stops at errors
+        shown = Path(found)
+        with contextlib.suppress(OSError):  # its process may end meanwhile
+            is_lock = any(" FLOCK " in it and inode in it for it in shown.read_text().splitlines())
+            if is_lock and os.path.samestat(status, (shown.parents[1] / "fd" / shown.name).stat()):
+                return shown.parts[2]
+    buffer = memoryview(bytearray(_PID_BYTES))
+    recorded = bytes(buffer[: ops.pread_into(fd, buffer, 0)]).partition(b"\n")[0]
+    return recorded.decode(errors="replace").strip() or "unknown"
 
 
 def _overdue(path: str, timeout_s: float) -> OSError:

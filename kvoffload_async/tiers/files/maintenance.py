@@ -45,6 +45,17 @@ class Verdict(Enum):
     """Removed or replaced meanwhile."""
 
 
+FIGURE_OF: Final = {
+    Verdict.VERIFIED: "verified",
+    Verdict.WITHOUT_DIGEST: "without_digest",
+    Verdict.NEWER: "newer",
+    Verdict.OTHER_KEY: "other_key",
+    Verdict.CORRUPT: "corrupt_blocks",
+    Verdict.UNREADABLE: "unreadable_blocks",
+}
+"""Verdict on an existing block -> the figure of a `Verification` that counts it."""
+
+
 def problem_of(verdict: Verdict, bad: BadBlock) -> Problem:
     """Convert a verdict to a problem."""
     return Problem(f"{verdict.name.lower()}: {bad}", bad.what)
@@ -92,28 +103,15 @@ class Verification(Generic[Bad]):
 
     def count(self, verdict: Verdict, bad: Bad) -> Problem | None:
         """Count a block that still exists; return a problem if it is bad."""
-        if verdict is Verdict.UNREADABLE:
-            self.unreadable_blocks += 1
-            self._list(self.unreadable, bad)
-            return problem_of(verdict, bad)
-        self.checked += 1
-        if verdict is Verdict.CORRUPT:
-            self.corrupt_blocks += 1
-            self._list(self.corrupt, bad)
-            return problem_of(verdict, bad)
-        if verdict is Verdict.VERIFIED:
-            self.verified += 1
-        elif verdict is Verdict.NEWER:
-            self.newer += 1
-        elif verdict is Verdict.OTHER_KEY:
-            self.other_key += 1
-        else:
-            self.without_digest += 1
-        return None
-
-    def _list(self, listed: list[Bad], bad: Bad) -> None:
+        name = FIGURE_OF[verdict]
+        setattr(self, name, getattr(self, name) + 1)
+        self.checked += verdict is not Verdict.UNREADABLE
+        listed = {Verdict.CORRUPT: self.corrupt, Verdict.UNREADABLE: self.unreadable}.get(verdict)
+        if listed is None:
+            return None
         if self.max_listed is None or len(listed) < self.max_listed:
             listed.append(bad)
+        return problem_of(verdict, bad)
 
 
 IO_THREADS: Final = 4

@@ -29,7 +29,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from kvoffload_async.errors import ConfigError, TierError, TierFullError, TierUnavailableError
+from kvoffload_async.errors import (
+    ConfigError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+    shortage_remedy,
+)
 from kvoffload_async.tiers.files.modes import OTHERS_BITS, Modes, give_mode
 
 _MAX_NAME_BYTES = 200
@@ -168,22 +174,40 @@ class Root:
             os.close(self.fd)
 
 
-def make_root(path: str, mode: int) -> None:
+def make_root(path: str, mode: int, sync_entry: Callable[[str], None] | None = None) -> None:
     """Create a directory and its parents.
 
+    Args:
+        path: Absolute path of the directory.
+        mode: Permissions of new directories.
+        sync_entry: Called for each new directory, and for the last one that exists, which a killed
+            process may have created and not synced.
+
     Raises:
-        OSError: It cannot be created.
+        OSError: It cannot be created, or its entry cannot be synced.
     """
+    parent = path.rpartition("/")[0] or "/"
+    try:
+        is_new = _make_directory(path, mode)
+    except FileNotFoundError:
+        make_root(parent, mode, sync_entry)
+        is_new = _make_directory(path, mode)
+    if sync_entry is not None:
+        with contextlib.suppress(PermissionError):  # then others have created it
+            sync_entry(parent if is_new else path)
+        if is_new:
+            sync_entry(path)
+
+
+def _make_directory(path: str, mode: int) -> bool:
+    """Create a directory; return False if it exists."""
     try:
         os.mkdir(path, mode & 0o777)
     except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_root(path.rpartition("/")[0] or "/", mode)
-        make_root(path, mode)
-        return
+        return False
     if mode & OTHERS_BITS:  # the umask may have removed these bits
         os.chmod(path, mode)
+    return True
 
 
 class FolderDescriptors(threading.local):
@@ -237,6 +261,8 @@ class FolderDescriptors(threading.local):
 
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Of this process or machine: no fault of the directory."""
 
 
 def mapped(error: OSError) -> TierError:
@@ -248,12 +274,17 @@ def mapped(error: OSError) -> TierError:
     return tier_error
 
 
-def unusable(root_dir: str, error: OSError) -> ConfigError:
-    """Return the error for an unusable tier directory."""
+def unusable(root_dir: str, error: OSError) -> ConfigError | TierUnavailableError:
+    """Return the error for a tier directory that is unusable, or cannot be opened now."""
+    kind: type[ConfigError | TierUnavailableError] = ConfigError
     remedy = "give a directory that this process can write"
     if isinstance(error, (NotRegularFileError, NotADirectoryError)):
         remedy = "remove it, or give another directory"
-    failure = ConfigError(f"root_dir: {root_dir!r} cannot be used ({error}); {remedy}")
+    elif error.errno in _NO_SPACE:
+        remedy = "free space there, or give another directory"
+    elif error.errno in _SHORTAGES:
+        kind, remedy = TierUnavailableError, shortage_remedy(error)
+    failure = kind(f"root_dir: {root_dir!r} cannot be used ({error}); {remedy}")
     failure.__cause__ = error
     return failure
 
@@ -313,28 +344,49 @@ class Tree:
         """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
         self._folders = FolderDescriptors()
         self._opener = opener
-        self._mutex = threading.Lock()
+        self._entering = threading.Lock()
         self._roots: tuple[Root, ...] = ()
 
-    def enter(self, path: str, modes: Modes, *, make: bool) -> None:
-        """See `FileOps.enter`."""
-        path = path.rstrip("/") or "/"
+    def enter(
+        self, root: str, modes: Modes | None = None, *, make: bool = True, sync: bool = False
+    ) -> None:
+        """Resolve paths below a directory from its descriptor, until `leave`.
+
+        Args:
+            root: The directory; a symbolic link is followed once, here.
+            modes: Permissions of files and folders created in it.
+            make: Create the directory and its parents if needed.
+            sync: With `make`, sync the entries of these directories in their parents.
+
+        Raises:
+            OSError: It cannot be created, synced or opened.
+        """
+        path, modes = root.rstrip("/") or "/", modes or Modes()
         if make:
-            make_root(path, modes.of_folder())
+            make_root(path, modes.of_folder(), self.sync_entry if sync else None)
         entered = Root(path, modes, self._opener)
-        with self._mutex:  # longest path first; for equal paths, newest first
+        with self._entering:  # longest path first; for equal paths, newest first
             roots = (entered, *self._roots)
             self._roots = tuple(sorted(roots, key=lambda root: len(root.path), reverse=True))
 
-    def leave(self, path: str) -> None:
-        """See `FileOps.leave`."""
-        path = path.rstrip("/") or "/"
-        with self._mutex:
-            left = next((root for root in self._roots if root.path == path), None)
-            self._roots = tuple(root for root in self._roots if root is not left)
+    def sync_entry(self, path: str) -> None:
+        """Sync the entry of a directory in its parent to the device, unless it is a mount point."""
+        fd = os.open(path.rpartition("/")[0] or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_dev == os.stat(path).st_dev:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def leave(self, root: str) -> None:
+        """Undo one `enter`."""
+        path = root.rstrip("/") or "/"
+        with self._entering:
+            left = next((one for one in self._roots if one.path == path), None)
+            self._roots = tuple(one for one in self._roots if one is not left)
 
     def locate(self, path: str) -> tuple[Root, str]:
-        """See `FileOps.locate`."""
+        """Return the root of an absolute path, to be kept alive during use, and the name in it."""
         for root in self._roots:
             if path.startswith(root.prefix):
                 return root, path[len(root.prefix) :].lstrip("/") or "."
@@ -349,13 +401,19 @@ class Tree:
         return self._folders.at(path, call, self.open_folder)
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
-        """See `FileOps.batch`."""
+        """Cache descriptors of the last few folders during several calls of this thread."""
         return self._folders.batch()
 
     # -- files ----------------------------------------------------------------------------------
 
     def open(self, path: str, flags: int) -> int:
-        """See `FileOps.open`."""
+        """Return a new descriptor of a regular file or, with O_DIRECTORY, of a folder.
+
+        O_CREAT without O_EXCL opens an existing file or creates one.
+
+        Raises:
+            NotRegularFileError: The path is something else.
+        """
         if not flags & os.O_CREAT:
             return self._open_there(path, flags)
         if flags & os.O_EXCL:
@@ -368,7 +426,7 @@ class Tree:
         raise OSError(errno.EAGAIN, "the file is repeatedly created and deleted", path)
 
     def stat(self, path: str) -> os.stat_result:
-        """Return a path's status, not following links."""
+        """Return a path's status, not following symbolic links."""
         root, name = self.locate(path)
         if name == ".":
             return os.fstat(root.fd)
@@ -424,7 +482,7 @@ class Tree:
 
     # -- folders --------------------------------------------------------------------------------
 
-    def make_folder(self, path: str) -> None:
+    def _make_folder(self, path: str) -> None:
         """See `FileOps.mkdir`."""
         modes = self.locate(path)[0].modes
 
@@ -444,14 +502,23 @@ class Tree:
         self.at(path, make)
 
     def make_folders(self, path: str) -> None:
-        """See `FileOps.make_folders`."""
-        with contextlib.suppress(FileNotFoundError):
-            os.close(self.open_folder(path))
-            return
-        self.make_folders(path.rpartition("/")[0] or "/")
-        with contextlib.suppress(FileExistsError):
-            self.make_folder(path)
-        os.close(self.open_folder(path))
+        """Create a folder and its parents, if needed.
+
+        Raises:
+            NotADirectoryError: One of them is a link or not a folder.
+        """
+        missing: list[str] = []
+        while True:
+            try:
+                os.close(self.open_folder(path))
+                break
+            except FileNotFoundError:
+                missing.append(path)
+                path = path.rpartition("/")[0] or "/"
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                self._make_folder(folder)
+            os.close(self.open_folder(folder))
 
     def open_folder(self, path: str, flags: int = FOLDER_FLAGS) -> int:
         """Return a descriptor of a folder; raises NotADirectoryError for a link."""
@@ -465,7 +532,7 @@ class Tree:
             raise
 
     def entries(self, folder: str) -> list[Entry]:
-        """See `FileOps.entries`."""
+        """Return paths and status of a folder's entries; skips those deleted meanwhile."""
         fd = self.open_folder(folder, _LIST_FLAGS)
         try:
             return list(_entries(fd, folder))
@@ -473,7 +540,10 @@ class Tree:
             os.close(fd)
 
     def walk(self, folder: str) -> Iterator[Entry]:
-        """See `FileOps.walk`."""
+        """Yield every folder and file below a folder; skips those deleted meanwhile.
+
+        Links are yielded but not followed; folders nested deeper than any tier's are skipped.
+        """
         try:
             fd = self.open_folder(folder, _LIST_FLAGS)
         except (FileNotFoundError, NotADirectoryError):
@@ -520,56 +590,43 @@ _NO_RENAMEAT2: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class FileOps:
+_lockable: Final[set[int]] = set()
+"""Descriptors that may have a lock: those on which one was attempted, until they are closed."""
+
+
+def _leave_locks_to_parent() -> None:
+    """Close the inherited descriptors of locks in a forked child, which may outlive its parent.
+
+    /dev/null takes their numbers, because objects that the child inherited may still close these.
+    """
+    for fd in _lockable:
+        with contextlib.suppress(OSError):  # no /dev/null: the number is free
+            os.close(fd)
+            null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            if null_fd != fd:
+                os.dup2(null_fd, fd, inheritable=False)
+                os.close(null_fd)
+    _lockable.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)
+
+
+class FileOps(Tree):
     """The operating system's calls; errors are raised as `OSError`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
         """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
+        super().__init__(opener)
         self._renameat2 = getattr(_libc, "renameat2", None)
-        self._tree = Tree(opener)
 
     # -- the root -------------------------------------------------------------------------------
-
-    def enter(self, root: str, modes: Modes | None = None, *, make: bool = True) -> None:
-        """Resolve paths below a directory from its descriptor, until `leave`.
-
-        Args:
-            root: The directory; a symbolic link is followed once, here.
-            modes: Permissions of files and folders created in it.
-            make: Create the directory and its parents if needed.
-
-        Raises:
-            OSError: It cannot be created or opened.
-        """
-        self._tree.enter(root, modes or Modes(), make=make)
-
-    def leave(self, root: str) -> None:
-        """Undo one `enter`."""
-        self._tree.leave(root)
-
-    def locate(self, path: str) -> tuple[Root, str]:
-        """Return the root of an absolute path, to be kept alive during use, and the name in it."""
-        return self._tree.locate(path)
-
-    def batch(self) -> contextlib.AbstractContextManager[None]:
-        """Cache descriptors of the last few folders during several calls of this thread."""
-        return self._tree.batch()
 
     def leads_to(self, path: str) -> os.stat_result:
         """Return the status of a directory, following links; use only for comparison."""
         return os.stat(f"{path}/.")
 
     # -- files ----------------------------------------------------------------------------------
-
-    def open(self, path: str, flags: int) -> int:
-        """Return a new descriptor of a regular file or, with O_DIRECTORY, of a folder.
-
-        O_CREAT without O_EXCL opens an existing file or creates one.
-
-        Raises:
-            NotRegularFileError: The path is something else.
-        """
-        return self._tree.open(path, flags)
 
     def open_own(self, path: str, flags: int) -> int:
         """Open or create a file; a link, pipe, socket or device in its place is removed first.
@@ -602,7 +659,11 @@ class FileOps:
             self.unlink(path)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor."""
+        """Close a descriptor; releases its lock also for a concurrently forked child."""
+        if fd in _lockable:
+            with contextlib.suppress(OSError):  # closing releases it, unless a child was forked
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            _lockable.discard(fd)
         os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
@@ -640,9 +701,14 @@ class FileOps:
         """Return the status of an open file."""
         return os.fstat(fd)
 
-    def stat(self, path: str) -> os.stat_result:
-        """Return a path's status, not following symbolic links."""
-        return self._tree.stat(path)
+    def free_bytes(self, folder: str) -> int | None:
+        """Return the space that this process may use on a folder's filesystem; None: unknown."""
+        fd = self.open_folder(folder)
+        try:
+            found = os.fstatvfs(fd)
+        finally:
+            os.close(fd)
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def exists(self, path: str) -> bool:
         """Return whether a path exists; other errors are raised."""
@@ -686,7 +752,7 @@ class FileOps:
 
     def rename(self, source: str, target: str) -> None:
         """Rename, replacing the target."""
-        self._tree.move(source, target, _rename)
+        self.move(source, target, _rename)
 
     def publish(self, source: str, target: str) -> None:
         """Rename without replacing the target; raises FileExistsError if it exists.
@@ -695,7 +761,7 @@ class FileOps:
         """
         if self._renameat2 is not None:
             try:
-                self._tree.move(source, target, self._rename_noreplace)
+                self.move(source, target, self._rename_noreplace)
             except OSError as error:
                 if error.errno not in _NO_RENAMEAT2:
                     raise
@@ -713,16 +779,20 @@ class FileOps:
 
     def unlink(self, path: str) -> None:
         """Remove a file."""
-        self._tree.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
+        self.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
 
     def utime(self, path: str) -> None:
         """Set a file's times to now, by the filesystem's clock."""
-        self._tree.at(
+        self.at(
             path, lambda folder_fd, name: os.utime(name, dir_fd=folder_fd, follow_symlinks=False)
         )
 
     def lock(self, fd: int, *, wait: bool) -> bool:
-        """Take an exclusive advisory lock; False if it is taken and `wait` is false."""
+        """Take an exclusive advisory lock; False if it is taken and `wait` is false.
+
+        A child that is forked later neither shares the lock nor can release it.
+        """
+        _lockable.add(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -735,6 +805,7 @@ class FileOps:
 
     def is_locked(self, fd: int) -> bool:
         """Return whether another has the lock; holds a shared lock until `close`."""
+        _lockable.add(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -745,7 +816,7 @@ class FileOps:
 
     def mkdir(self, path: str) -> None:
         """Create one folder."""
-        self._tree.make_folder(path)
+        self._make_folder(path)
 
     def mkdir_own(self, path: str) -> None:
         """Create one folder; a link, pipe, socket or device in its place is removed first.
@@ -762,28 +833,9 @@ class FileOps:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
             self.mkdir(path)
 
-    def make_folders(self, path: str) -> None:
-        """Create a folder and its parents, if needed.
-
-        Raises:
-            NotADirectoryError: One of them is a link or not a folder.
-        """
-        self._tree.make_folders(path)
-
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        self._tree.at(path, lambda folder_fd, name: os.rmdir(name, dir_fd=folder_fd))
-
-    def entries(self, folder: str) -> list[tuple[str, os.stat_result]]:
-        """Return paths and status of a folder's entries; skips those deleted meanwhile."""
-        return self._tree.entries(folder)
-
-    def walk(self, root: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield every folder and file below a folder; skips those deleted meanwhile.
-
-        Links are yielded but not followed; folders nested deeper than any tier's are skipped.
-        """
-        return self._tree.walk(root)
+        self.at(path, lambda folder_fd, name: os.rmdir(name, dir_fd=folder_fd))
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -832,6 +884,30 @@ def sync_folder(ops: FileOps, folder: str) -> None:
 def disk_bytes(status: os.stat_result) -> int:
     """Return the disk space allocated for a file or folder, in bytes."""
     return status.st_blocks * 512
+
+
+def warn_of_capacity(ops: FileOps, root_dir: str, capacity_bytes: int, used_bytes: int) -> None:
+    """Warn if the filesystem of a tier's directory has less space than the tier may allocate.
+
+    Args:
+        ops: System calls.
+        root_dir: The directory.
+        capacity_bytes: Capacity of the tier in bytes.
+        used_bytes: Bytes that the tier has allocated already.
+
+    Raises:
+        OSError: The filesystem cannot be asked.
+    """
+    free_bytes = ops.free_bytes(root_dir)
+    if free_bytes is not None and capacity_bytes > free_bytes + used_bytes:
+        logger.warning(
+            "capacity_bytes: %d is more than the filesystem of %r has: %d bytes are free and %d "
+            "used by the tier; reduce it, or the disk will be full before the tier is",
+            capacity_bytes,
+            root_dir,
+            free_bytes,
+            used_bytes,
+        )
 
 
 def names_in(ops: FileOps, folder: str) -> list[str]:

@@ -450,15 +450,6 @@ class HelperSupervisor:
         self._pause_s = 0.0
         self._next_start_s = 0.0
 
-    async def open(self) -> None:
-        """Start the first helper and join the store.
-
-        Raises:
-            ConfigError: The configuration cannot work here.
-            TierUnavailableError: The store cannot be joined.
-        """
-        await self._start()
-
     def helper(self) -> Helper:
         """Return the joined helper.
 
@@ -491,7 +482,13 @@ class HelperSupervisor:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
+    async def open(self) -> None:
+        """Start a helper, the first one or in place of one that has ended, and join the store.
+
+        Raises:
+            ConfigError: The configuration cannot work here.
+            TierUnavailableError: The store cannot be joined.
+        """
         old = self._helper
         if old is not None:  # frees its memory before the next helper allocates
             await old.gone()
@@ -518,7 +515,7 @@ class HelperSupervisor:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
-                await self._start()
+                await self.open()
         except (ConfigError, TierError, TimeoutError) as error:
             self._pause_s = min(2 * self._pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             why = str(error) or "timed out"

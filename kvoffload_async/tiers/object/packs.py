@@ -17,7 +17,6 @@ All integers are little-endian.
 | 64 | | the table: for each block its key, and its checksum as in an envelope |
 | | | zero padding to a multiple of 64, then the blocks, each padded with zeros likewise |
 
-The object is named after its first block, which is the only way to find it, and so the others.
 The object is named after its first block, so the other blocks are only found via the first.
 A reader removes what it cannot decode, so a newer version must use other namespaces.
 
@@ -43,7 +42,7 @@ from kvoffload_async.tiers.files.digests import (
     IntegrityKey,
     create_digester,
 )
-from kvoffload_async.tiers.remote.client import Bytes, namespace_name
+from kvoffload_async.tiers.remote.client import Bytes, is_newer, namespace_name
 from kvoffload_async.types import OffloadKey
 
 Fact = TypeVar("Fact")
@@ -229,10 +228,7 @@ def is_pack(value: memoryview) -> bool:
 
 def is_newer_pack(value: memoryview) -> bool:
     """Return whether a value is a pack of a newer release."""
-    if len(value) < _FIXED.size:
-        return False
-    magic, version = _FIXED.unpack_from(value)[:2]
-    return bool(magic == MAGIC and version > VERSION)
+    return is_newer(value, MAGIC)
 
 
 class Packs:

@@ -3,7 +3,7 @@
 An object of packed blocks is named after its first block, and its head lists all of its blocks. So
 a negative answer for a block means only that no object *begins* with it. The block is absent if the
 previous object ends there, or if every pack begins there (`chains.is_chunk_boundary`). The search
-takes O(log n) requests for a chain. As in `remote.prefixes`, all blocks before a present one are
+takes O(log n) requests for a chain. Keys are chained hashes, so all blocks before a present one are
 assumed to be present; a wrong assumption costs a failed load, never wrong bytes.
 """
 

@@ -75,12 +75,12 @@ class Header:
         return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
 
 
-def is_newer(value: memoryview) -> bool:
-    """Return whether a value is an envelope of a newer release."""
+def is_newer(value: memoryview, kind: bytes = MAGIC) -> bool:
+    """Return whether a value of a kind, by default an envelope, is of a newer release."""
     if len(value) < _FIXED.size:
         return False
     magic, version = _FIXED.unpack_from(value)[:2]
-    return bool(magic == MAGIC and version > VERSION)
+    return bool(magic == kind and version > VERSION)
 
 
 def namespace_of(layout: str, integrity_key: IntegrityKey | None) -> str:

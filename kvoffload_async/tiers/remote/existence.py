@@ -1,14 +1,9 @@
-"""Existence probes of a remote store, with a cache of the answers.
-
-Keys are chained hashes: the blocks before a present block are usually present. So the longest
-present prefix of a chain is found with O(log n) requests. A violation (a head block evicted or
-never stored) costs a failed load, never wrong bytes.
-"""
+"""Existence probes of a remote store, with a cache of the answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -108,74 +103,19 @@ class ExistenceCache:
         return len(self._present) + len(self._absent)
 
 
-Ask = Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]]
-"""Returns the keys that are present."""
-
-
-@dataclass(slots=True)
-class _Search:
-    """Bisection state: the first `low` keys are present; none from `high` on is known to be."""
-
-    chain: Sequence[OffloadKey]
-    low: int = 0
-    high: int = 0
-    asked: int = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self.low >= self.high
-
-    @property
-    def next_index(self) -> int:
-        """First key, then last, then middle: most chains are wholly present or absent."""
-        if self.asked == 0:
-            return self.low
-        if self.asked == 1:
-            return self.high - 1
-        return (self.low + self.high) // 2
-
-    def learn(self, index: int, *, is_present: bool) -> None:
-        self.asked += 1
-        if is_present:
-            self.low = max(self.low, index + 1)
-        else:
-            self.high = min(self.high, index)
-
-
-async def longest_present_prefixes(chains: Sequence[Sequence[OffloadKey]], ask: Ask) -> list[int]:
-    """Return for each chain how many of its first keys are believed present.
-
-    Args:
-        chains: Keys of each chain, head to tail.
-        ask: Called with one key per chain in each round, without duplicates. At most 2 +
-            ceil(log2(n - 1)) rounds for chains of n keys.
-    """
-    searches = [_Search(chain, high=len(chain)) for chain in chains]
-    while True:
-        wanted = [(search, search.next_index) for search in searches if not search.is_done]
-        if not wanted:
-            return [search.low for search in searches]
-        keys = list(dict.fromkeys(search.chain[index] for search, index in wanted))
-        present = await ask(keys)
-        for search, index in wanted:
-            search.learn(index, is_present=search.chain[index] in present)
-
-
 _KEYS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 16
 _SHARE_OF_TIME: Final = 0.8
 
 
+@dataclass(frozen=True, slots=True)
 class ExistenceProber:
     """Probes a client for keys, and caches the answers. Thread: loop."""
 
-    def __init__(
-        self, client: RemoteClient, calls: Calls, memory: ExistenceCache, counters: RemoteCounters
-    ) -> None:
-        self._client = client
-        self._calls = calls
-        self._memory = memory
-        self._counters = counters
+    _client: RemoteClient
+    _calls: Calls
+    _memory: ExistenceCache
+    _counters: RemoteCounters
 
     async def ask(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
         """Return the keys that exist, from the cache or the server.

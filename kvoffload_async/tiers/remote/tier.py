@@ -42,11 +42,7 @@ from kvoffload_async.tiers.remote.client import (
     Value,
     namespace_of,
 )
-from kvoffload_async.tiers.remote.existence import (
-    ExistenceCache,
-    ExistenceProber,
-    longest_present_prefixes,
-)
+from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey
 from kvoffload_async.waiting import Limiter
@@ -271,22 +267,6 @@ class RemoteTier(AsyncTier):
         self._opened()
         deadline_s = self._deadline(self._settings.probe_timeout_s)
         return frozenset(await self._questions.ask(keys, deadline_s))
-
-    async def longest_prefixes(
-        self,
-        chains: Sequence[Sequence[OffloadKey]],
-        before: Sequence[Sequence[OffloadKey]] = (),
-    ) -> Sequence[int]:
-        """Return how many keys at the head of each chain have a value.
-
-        If one call can look up many keys, looks up all; otherwise O(log n) of each chain.
-        """
-        if self._client is None or self._client.answers_many:
-            return await super().longest_prefixes(chains)
-        deadline_s = self._deadline(self._settings.probe_timeout_s)
-        return await longest_present_prefixes(
-            chains, lambda keys: self._questions.ask(keys, deadline_s)
-        )
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Store the blocks that have no value yet.

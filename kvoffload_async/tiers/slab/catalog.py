@@ -25,7 +25,7 @@ from kvoffload_async.tiers.slab.places import (
     joined,
     place_of,
     segment_of,
-    slot_of,
+    swapped,
 )
 from kvoffload_async.types import OffloadKey
 
@@ -60,10 +60,8 @@ class FreeRuns:
         self._first_before: dict[SlotAddress, SlotAddress] = {}
         """Place behind a run -> its first place."""
         self._classes: dict[int, _Class] = {}
-        self._num_free = 0
-
-    def __len__(self) -> int:
-        return self._num_free
+        self.num_free = 0
+        """Number of free places. Read-only."""
 
     def runs(self) -> Iterator[tuple[SlotAddress, int]]:
         """Yield every run as its first place and its length, in no order."""
@@ -71,7 +69,7 @@ class FreeRuns:
 
     def free(self, first: SlotAddress, count: int = 1) -> None:
         """Free a run of places that is not free yet."""
-        self._num_free += count
+        self.num_free += count
         behind = first + count
         before = self._first_before.get(first)
         if before is not None:
@@ -99,8 +97,8 @@ class FreeRuns:
         Raises:
             ValueError: Fewer than `count` places are free.
         """
-        if count > self._num_free:
-            raise ValueError(f"{count} places are wanted, {self._num_free} are free")
+        if count > self.num_free:
+            raise ValueError(f"{count} places are wanted, {self.num_free} are free")
         taken: list[SlotAddress] = []
         while count:
             wanted = min(count, self._extent)
@@ -117,7 +115,7 @@ class FreeRuns:
                 self._add(start + used, first + length - start - used)
             taken += range(start, start + used)
             count -= used
-            self._num_free -= used
+            self.num_free -= used
         for begin in range(0, len(taken), self._extent):
             taken[begin : begin + self._extent] = sorted(taken[begin : begin + self._extent])
         return taken
@@ -129,7 +127,7 @@ class FreeRuns:
         for first in gone:
             count += self._length_at[first]
             self._remove(first)
-        self._num_free -= count
+        self.num_free -= count
         return count
 
     def _best_for(self, count: int) -> SlotAddress:
@@ -139,7 +137,7 @@ class FreeRuns:
         """
         least = _least_class(count)
         fitting = [runs.lowest() for number, runs in self._classes.items() if number >= least]
-        return _swapped(min(fitting) if fitting else self._classes[max(self._classes)].lowest())
+        return swapped(min(fitting) if fitting else self._classes[max(self._classes)].lowest())
 
     def _add(self, first: SlotAddress, length: int) -> None:
         self._length_at[first] = length
@@ -148,14 +146,14 @@ class FreeRuns:
         runs = self._classes.get(number)
         if runs is None:
             runs = self._classes[number] = _Class()
-        runs.add(_swapped(first))
+        runs.add(swapped(first))
 
     def _remove(self, first: SlotAddress) -> None:
         length = self._length_at.pop(first)
         del self._first_before[first + length]
         number = _class_of(length)
         runs = self._classes[number]
-        runs.firsts.discard(_swapped(first))
+        runs.firsts.discard(swapped(first))
         if not runs.firsts:
             del self._classes[number]
 
@@ -186,11 +184,6 @@ class _Class:
         while self._heap[0] not in self.firsts:
             heapq.heappop(self._heap)
         return self._heap[0]
-
-
-def _swapped(place: int) -> int:
-    """Move a place's segment to the lower bits, or back."""
-    return place_of(slot_of(place), segment_of(place))
 
 
 def _class_of(length: int) -> int:
@@ -241,7 +234,7 @@ class Catalog:
     @property
     def num_free(self) -> int:
         """Number of free places."""
-        return len(self._free)
+        return self._free.num_free
 
     @property
     def num_evictable(self) -> int:
@@ -364,7 +357,7 @@ class Catalog:
             The places, ascending and adjacent within an extent if possible, fewer than the keys if
             no more are available; the evicted keys, and their former places, parallel.
         """
-        num_free = self.num_free
+        num_free = self._free.num_free
         count = 0
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
@@ -380,7 +373,7 @@ class Catalog:
             freed = [self._place_of[slot] for slot in slots]
             victims = self._ranking.remove(slots)
             self._give_back(freed)
-        taken = self._free.take(min(len(incoming), self.num_free))
+        taken = self._free.take(min(len(incoming), self._free.num_free))
         self._claimed.update(taken)
         return taken, victims, freed
 

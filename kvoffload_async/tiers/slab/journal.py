@@ -100,7 +100,7 @@ class _Part:
     def stored_digests(self, slot: int, count: int) -> bytes:
         return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + count) * DIGEST_BYTES])
 
-    def records(self, segment: int, start: int, stop: int) -> Records:
+    def records(self, segment: int, start: int, stop: int | None) -> Records:
         """Return the records of the blocks in a range of slots."""
         heads = self.heads[start:stop].copy()
         slots = np.flatnonzero(heads)
@@ -196,12 +196,7 @@ class RecordTable:
         heads = self._parts[segment_of(place)].heads[slot : slot + count]
         return bool((heads >> np.uint32(16) & np.uint32(NEEDS_VERIFY)).any())
 
-    def records_in(self, segment: int) -> Records:
-        """Return the records of the blocks in a segment."""
-        part = self._parts[segment]
-        return part.records(segment, 0, len(part.heads))
-
-    def records_between(self, segment: int, start: int, stop: int) -> Records:
+    def records_in(self, segment: int, start: int = 0, stop: int | None = None) -> Records:
         """Return the records of the blocks in a range of slots; empty if the segment is gone."""
         part = self._parts.get(segment)
         return np.zeros(0, dtype=RECORD) if part is None else part.records(segment, start, stop)
@@ -344,7 +339,7 @@ class Compaction:
             if middle < stop:
                 self._todo.appendleft((segment, middle, stop))
             self.num_seen += middle - start
-            frames += self._framed(self._table.records_between(segment, start, middle))
+            frames += self._framed(self._table.records_in(segment, start, middle))
             if len(frames) >= _COMPACTION_SLOTS * RECORD_BYTES:
                 self._write(frames)
                 frames = bytearray()

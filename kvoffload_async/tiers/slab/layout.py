@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,11 +80,11 @@ class Budget:
         """Return the budget for a capacity; `most_slots` is 0 if not even one block fits."""
         slot_bytes = slot_bytes_of(block_bytes)
         segment_slots = min(max(1, segment_bytes // slot_bytes), MAX_SLOTS)
-        plain = _filled(cls(capacity_bytes, slot_bytes, segment_slots, 0))
+        plain = cls(capacity_bytes, slot_bytes, segment_slots, 0).filled()
         if stripes == 1 or plain.most_slots < stripes * _LEAST_STRIPE:
             return plain
         segment_slots = min(segment_slots, -(-plain.most_slots // stripes))
-        return _filled(cls(capacity_bytes, slot_bytes, segment_slots, 0, stripes))
+        return cls(capacity_bytes, slot_bytes, segment_slots, 0, stripes).filled()
 
     def cost(self, segments: Collection[int]) -> int:
         """Return the maximum disk space of a store with these segments' numbers of slots."""
@@ -105,14 +106,20 @@ class Budget:
 
     def fitting(self, segments: Collection[int], most: int) -> int:
         """Return how many slots, at most `most`, fit into another segment."""
-        low, high = 0, most + 1
-        while high - low > 1:
-            slots = (low + high) // 2
-            if self.cost([*segments, slots]) <= self.capacity_bytes:
-                low = slots
-            else:
-                high = slots
-        return low
+        present, num_segments = sum(segments), len(segments) + 1
+        return self._most(most, lambda slots: self.cost_of(present + slots, num_segments))
+
+    def filled(self) -> Budget:
+        """Return the budget with the largest `most_slots` that fits."""
+        most = self._most(
+            self.capacity_bytes // self.slot_bytes,
+            lambda slots: self.cost_of(slots, -(-slots // self.segment_slots)),
+        )
+        return replace(self, most_slots=most)
+
+    def _most(self, most: int, cost: Callable[[int], int]) -> int:
+        """Return the largest number of slots, at most `most`, that costs no more than allowed."""
+        return bisect_right(range(1, most + 1), self.capacity_bytes, key=cost)
 
     @property
     def slots_ahead(self) -> int:
@@ -125,20 +132,6 @@ class Budget:
     def least_bytes(self) -> int:
         """The smallest capacity for one block."""
         return Budget(0, self.slot_bytes, 1, 1).cost([1])
-
-
-def _filled(budget: Budget) -> Budget:
-    """Return the budget with the largest `most_slots` that fits."""
-    low, high = 0, budget.capacity_bytes // budget.slot_bytes + 1
-    while high - low > 1:
-        slots = (low + high) // 2
-        larger = replace(budget, most_slots=slots)
-        num_segments = -(-slots // budget.segment_slots)
-        if larger.cost_of(slots, num_segments) <= budget.capacity_bytes:
-            low = slots
-        else:
-            high = slots
-    return replace(budget, most_slots=low)
 
 
 def journal_units(slots: int) -> int:

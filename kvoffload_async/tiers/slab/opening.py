@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.config import (
@@ -27,7 +28,8 @@ from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.identity import DirectoryIdentity, boot_id
-from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, write_all
+from kvoffload_async.tiers.files.locks import InUseError, lock_for_process
+from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, warn_of_capacity
 from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable
@@ -36,10 +38,10 @@ from kvoffload_async.tiers.slab.layout import (
     LOCK,
     MANIFEST,
     SESSION,
-    TEMP_SUFFIX,
     Budget,
     StoreLayout,
     segment_name,
+    slot_bytes_of,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.places import segment_of
@@ -52,6 +54,7 @@ from kvoffload_async.tiers.slab.recovery import (
     live_in,
     read_journal,
     read_manifest,
+    replace_file,
     write_header,
     write_session,
 )
@@ -59,6 +62,16 @@ from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.tiers.slab.transfers import DataPath
 
 logger = logging.getLogger(__name__)
+
+
+_LEAST_SEGMENTS: Final = 16
+"""Minimum number of segments of a full store, unless small or given `segment_bytes`."""
+
+_LEAST_SEGMENT_BYTES: Final = 4 << 20
+"""Smallest segment by default; as long as a system call."""
+
+_MOST_SEGMENT_BYTES: Final = 1 << 30
+"""Largest segment by default."""
 
 
 class OnMismatch(enum.StrEnum):
@@ -85,8 +98,9 @@ class SlabSettings(DiskSettings):
     """Action if the folder contains blocks of another layout, content or integrity key: "fail";
     "new_namespace" to create a separate store, with a capacity of its own, next to them; or
     "replace" to discard them."""
-    segment_bytes: int = option(parse_size_bytes, "1GiB")
-    """Maximum size of a file; up to the capacity, one file per I/O thread is allocated at once."""
+    segment_bytes: int | None = option(or_none(parse_size_bytes), None)
+    """Maximum size of a file; one file per I/O thread is allocated at once. By default a sixteenth
+    of the capacity, 4 MiB to 1 GiB."""
     verify: bool = option(parse_bool, default=True)
     """Compute a checksum of every block and serve only blocks whose checksum matches."""
     fdatasync: bool = option(parse_bool, default=False)
@@ -113,10 +127,15 @@ class SlabSettings(DiskSettings):
                 f"capacity_bytes: {self.capacity_bytes} allows {num_blocks} "
                 f"blocks of {block_bytes} bytes; reduce it to at most {MAX_NUMBERS} blocks"
             )
-        budget = Budget.of(self.capacity_bytes, block_bytes, self.segment_bytes, self.stripes)
-        if self.segment_bytes < budget.slot_bytes:
+        segment_bytes = self.segment_bytes
+        if segment_bytes is None:
+            share_bytes = self.capacity_bytes // _LEAST_SEGMENTS
+            segment_bytes = min(max(share_bytes, _LEAST_SEGMENT_BYTES), _MOST_SEGMENT_BYTES)
+            segment_bytes = max(segment_bytes, slot_bytes_of(block_bytes))
+        budget = Budget.of(self.capacity_bytes, block_bytes, segment_bytes, self.stripes)
+        if segment_bytes < budget.slot_bytes:
             raise ConfigError(
-                f"segment_bytes: {self.segment_bytes} is less than a slot of "
+                f"segment_bytes: {segment_bytes} is less than a slot of "
                 f"{budget.slot_bytes} bytes; give at least that"
             )
         if not budget.most_slots:
@@ -198,6 +217,7 @@ class OpenStore:
                 is_keyed=self.data_path.digester.is_keyed,
             )
             self.budget = recovered.budget
+            warn_of_capacity(ops, settings.root_dir, settings.capacity_bytes, found.allocated_bytes)
             self._remove_temps(found)
             self._attach(found, recovered)
             self.catalog = self._take_in(recovered, create_policy)
@@ -212,20 +232,20 @@ class OpenStore:
     def close(self) -> None:
         """Flush the journal, close all files, release the lock; idempotent."""
         session_fd, self._session_fd = self._session_fd, None
-        try:
-            if session_fd is not None:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._unlock)
+            closing.callback(self.data_path.segments.close)
+            closing.callback(self.data_path.journal.close)
+            if session_fd is None:
+                return
+            closing.callback(self._ops.close, session_fd)
+            try:
                 self.data_path.journal.flush(is_awaited=lambda: False)
                 self._end_session(session_fd)
-        except OSError as error:
-            logger.warning(
-                "%s: the journal could not be written at close: %s", self.folder, str(error)
-            )
-        finally:
-            self.data_path.journal.close()
-            self.data_path.segments.close()
-            if session_fd is not None:
-                self._ops.close(session_fd)
-            self._unlock()
+            except OSError as error:
+                logger.warning(
+                    "%s: the journal could not be written at close: %s", self.folder, str(error)
+                )
 
     def gauges(self) -> dict[str, float]:
         """Return the store's fill level. Thread: any."""
@@ -260,7 +280,8 @@ class OpenStore:
         else:
             return manifest
         manifest = layout.manifest.of_new_store()
-        _write_manifest(self._ops, self.folder, manifest)
+        replace_file(self._ops, f"{self.folder}/{MANIFEST}", [manifest.encode()])
+        sync_folder(self._ops, self.folder)  # it must exist before any file that depends on it
         return manifest
 
     def _empty(self, found: Folder, manifest: Manifest, difference: str) -> None:
@@ -403,38 +424,17 @@ def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
         ) from error
 
 
-def _write_manifest(ops: FileOps, folder: str, manifest: Manifest) -> None:
-    temp = f"{folder}/{MANIFEST}{TEMP_SUFFIX}"
-    fd = ops.create_anew(temp)
-    try:
-        write_all(ops, fd, manifest.encode(), 0)
-        ops.fdatasync(fd)
-    finally:
-        ops.close(fd)
-    ops.rename(temp, f"{folder}/{MANIFEST}")
-    sync_folder(ops, folder)  # the manifest must exist before any file that depends on it
-
-
 def _take_lock(ops: FileOps, folder: str) -> int:
     """Lock a store for this tier; return the descriptor that holds the lock.
 
     Raises:
         ConfigError: Another process has locked it, or locks are not supported here.
     """
-    fd = ops.open(f"{folder}/{LOCK}", os.O_RDWR | os.O_CREAT)
     try:
-        if ops.lock(fd, wait=False):
-            ops.truncate(fd, 0)
-            ops.pwrite(fd, memoryview(f"{os.getpid()}\n".encode()), 0)
-            return fd
-        buffer = memoryview(bytearray(32))
-        holder = bytes(buffer[: ops.pread_into(fd, buffer, 0)]).decode(errors="replace").strip()
-    except BaseException:
-        ops.close(fd)
-        raise
-    ops.close(fd)
-    user = "this process" if holder == str(os.getpid()) else f"process {holder or 'unknown'}"
-    raise ConfigError(
-        f"root_dir: the store in {folder!r} is already opened by {user}; close it there, or give "
-        "another directory"
-    )
+        return lock_for_process(ops, f"{folder}/{LOCK}")
+    except InUseError as error:
+        user = f"process {error}" if str(error) != str(os.getpid()) else "this process"
+        raise ConfigError(
+            f"root_dir: the store in {folder!r} is already opened by {user}; close it there, or "
+            "give another directory"
+        ) from None

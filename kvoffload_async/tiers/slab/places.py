@@ -41,6 +41,11 @@ def slot_of(place: SlotAddressOrArray) -> SlotAddressOrArray:
     return place & _SLOT_MASK
 
 
+def swapped(place: int) -> int:
+    """Move a place's segment to the lower bits, or back."""
+    return (place & _SLOT_MASK) << _SLOT_BITS | place >> _SLOT_BITS
+
+
 class SlotNumbers:
     """Numbers the slots of all segments without gaps, to index arrays by slot.
 

@@ -35,6 +35,8 @@ NEEDS_VERIFY: Final = 2
 """Flag: the block must be verified before it is served, regardless of the configuration."""
 KEYED: Final = 4
 """Flag: the checksum is made with the store's integrity key."""
+KNOWN_FLAGS: Final = HAS_DIGEST | NEEDS_VERIFY | KEYED
+"""A record with another flag is a newer release's, whose block cannot be judged here."""
 
 RECORD: Final = np.dtype(
     [

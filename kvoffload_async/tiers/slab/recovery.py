@@ -14,7 +14,7 @@ import logging
 import os
 import stat as stat_module
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
@@ -41,6 +41,7 @@ from kvoffload_async.tiers.slab.places import SlotNumbers, segment_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
+    KNOWN_FLAGS,
     NEEDS_VERIFY,
     RecordRows,
     Records,
@@ -251,11 +252,7 @@ def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Man
 
 def read_journal(ops: FileOps, folder: str, seed: int) -> Scan:
     """Scan a journal whose checksums have this seed; a missing file is an empty journal."""
-    try:
-        content = read_file(ops, f"{folder}/{JOURNAL}")
-    except (FileNotFoundError, NotRegularFileError):
-        content = memoryview(bytearray())
-    return scan(content, seed)
+    return scan(read_if_there(ops, f"{folder}/{JOURNAL}"), seed)
 
 
 def live_in(found: Folder, scanned: Scan, manifest: Manifest) -> RecordRows:
@@ -315,11 +312,28 @@ def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: 
 
 def read_session(ops: FileOps, folder: str, seed: int) -> Session:
     """Return the session of the last process that had the store open."""
+    return Session.decode(read_if_there(ops, f"{folder}/{SESSION}"), seed)
+
+
+def read_if_there(ops: FileOps, path: str) -> memoryview:
+    """Return a file's content; empty if there is no such file."""
     try:
-        content = read_file(ops, f"{folder}/{SESSION}")
+        return read_file(ops, path)
     except (FileNotFoundError, NotRegularFileError):
-        return Session()
-    return Session.decode(content, seed)
+        return memoryview(bytearray())
+
+
+def replace_file(ops: FileOps, path: str, parts: Iterable[bytes]) -> None:
+    """Replace a file atomically: write and sync a temporary file, then rename it."""
+    fd = ops.create_anew(path + TEMP_SUFFIX)
+    try:
+        offset = 0
+        for part in parts:
+            offset += write_all(ops, fd, part, offset)
+        ops.fdatasync(fd)
+    finally:
+        ops.close(fd)
+    ops.rename(path + TEMP_SUFFIX, path)
 
 
 def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
@@ -601,9 +615,13 @@ def is_unreadable(scanned: Scan) -> bool:
 def _servable(
     flags: npt.NDArray[np.uint16], *, verify: bool, is_keyed: bool
 ) -> npt.NDArray[np.bool_]:
-    """Return which blocks may be served: those that need verification must have a checksum."""
+    """Return which blocks may be served: those that need verification must have a checksum.
+
+    Blocks whose checksum another key or a newer release made are not served, even unverified.
+    """
     servable: npt.NDArray[np.bool_] = flags & HAS_DIGEST != 0
     if not verify:
         servable |= flags & NEEDS_VERIFY == 0
     servable &= (flags & KEYED != 0) == is_keyed
+    servable &= flags & ~np.uint16(KNOWN_FLAGS) == 0
     return servable

@@ -130,8 +130,9 @@ class Segments:
 
     def close(self) -> None:
         """Close all files; idempotent."""
-        while self._open:
-            self._close(self._open.popitem()[1])
+        with contextlib.ExitStack() as closing:
+            while self._open:
+                closing.callback(self._close, self._open.popitem()[1])
 
     def check(self, numbers: set[int]) -> None:
         """Check that these segment files still exist: writes to a deleted one would succeed.
@@ -217,9 +218,11 @@ class Segments:
         return segment
 
     def _close(self, segment: Segment) -> None:
-        self._ops.close(segment.fd)
-        if segment.direct_fd >= 0:
-            self._ops.close(segment.direct_fd)
+        try:
+            self._ops.close(segment.fd)
+        finally:
+            if segment.direct_fd >= 0:
+                self._ops.close(segment.direct_fd)
 
     def _path(self, number: int) -> str:
         return f"{self._folder}/{segment_name(number)}"

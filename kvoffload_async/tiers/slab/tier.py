@@ -92,6 +92,7 @@ class SlabTier(AsyncTier):
         Raises:
             ConfigError: The directory is unusable, the store in it is open elsewhere or of another
                 layout, or the capacity cannot hold one block.
+            TierUnavailableError: Descriptors, memory or threads are exhausted.
         """
         settings = self._settings
         self._env = env
@@ -129,11 +130,14 @@ class SlabTier(AsyncTier):
         while busy := self._written_by_others(job.keys):
             await asyncio.wait(busy)  # ends, because each job that writes them ends
         found = store.catalog.find(job.keys)
-        present = [place for place in found if place is not None]
         absent = [index for index, place in enumerate(found) if place is None]
-        store.catalog.pin(present)
+        missing: Sequence[OffloadKey] = job.keys
+        present: list[SlotAddress] = []
+        if len(absent) < len(found):
+            missing = [job.keys[index] for index in absent]
+            present = [place for place in found if place is not None]
+            store.catalog.pin(present)
         done = self._loop.create_future()
-        missing = [job.keys[index] for index in absent]
         self._writing.update(dict.fromkeys(missing, done))
         try:
             if present:
@@ -149,7 +153,8 @@ class SlabTier(AsyncTier):
             for key in missing:
                 del self._writing[key]
             done.set_result(None)
-            store.catalog.unpin(present)
+            if present:
+                store.catalog.unpin(present)
 
     async def load(self, job: JobMetadata) -> BlockFailures:
         """Read blocks directly into the job's slots, and verify them there."""
@@ -272,7 +277,9 @@ class SlabTier(AsyncTier):
         self._take_in(store, batch, mine, places)
         if len(batch.failures) < len(mine):
             self._allocator.note_shrunk(has_helped=True)
-        return failures | {indices[i]: error for i, error in batch.failures.items()}
+        for i, error in batch.failures.items():
+            failures[indices[i]] = error
+        return failures
 
     def _take_in(
         self,
@@ -283,8 +290,8 @@ class SlabTier(AsyncTier):
     ) -> None:
         """Add the written blocks of a batch to the catalog."""
         bad = batch.failures
-        store.catalog.release([places[index] for index in bad])
         if bad:
+            store.catalog.release([places[index] for index in bad])
             good = [index for index in range(len(keys)) if index not in bad]
             keys, places = [keys[i] for i in good], [places[i] for i in good]
         store.catalog.admit(keys, places)
@@ -297,7 +304,7 @@ class SlabTier(AsyncTier):
         Thread: an I/O thread.
         """
         settings, root_dir = self._settings, self._settings.root_dir
-        self._ops.enter(root_dir, settings.modes)
+        self._ops.enter(root_dir, settings.modes, sync=settings.fdatasync)
         try:
             warn_of_others(root_dir, self._ops.stat(root_dir))
             return OpenStore(self._ops, layout, settings, budget, self._create_policy)

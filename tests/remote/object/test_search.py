@@ -188,6 +188,7 @@ def test_another_prompt_shares_the_pack_of_the_first_one_up_to_where_they_part()
     assert len(store.asked) <= 3
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("draws", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_probe_of_64_blocks_costs_more_than_8_questions_however_they_were_stored(draws):
     source, costs = random.Random(1), Counter()

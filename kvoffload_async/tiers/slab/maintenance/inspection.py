@@ -18,7 +18,13 @@ import numpy.typing as npt
 
 from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, Verification, problem_of
+from kvoffload_async.tiers.files.maintenance import (
+    FIGURE_OF,
+    MaintenanceIo,
+    Verdict,
+    Verification,
+    problem_of,
+)
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import (
@@ -215,14 +221,14 @@ class Judged:
         """Start without results; without a checker there never are any."""
         self._checker = checker
         self._verdicts = np.zeros(count, dtype=np.uint8)  # value of a `Verdict`, 0: none yet
-        self._reasons = np.zeros(count, dtype=np.int32)
-        self._texts: dict[str, int] = {"": 0}
+        self._reasons: dict[int, str] = {}
 
     def take_in(self, judgements: Mapping[int, Judgement]) -> None:
         """Store results by row, replacing earlier ones."""
         for row, (verdict, reason) in judgements.items():
             self._verdicts[row] = verdict.value
-            self._reasons[row] = self._texts.setdefault(reason, len(self._texts))
+            if reason:
+                self._reasons[row] = reason
 
     def are(self, *verdicts: Verdict) -> npt.NDArray[np.bool_]:
         """Return for each row whether its verdict is one of these."""
@@ -230,21 +236,15 @@ class Judged:
 
     def bad(self, *verdicts: Verdict) -> Iterator[tuple[Verdict, BadSlot]]:
         """Yield the blocks with these verdicts, in record order."""
-        texts = list(self._texts)
         if self._checker is not None:
             for row in np.flatnonzero(self.are(*verdicts)).tolist():
-                bad = self._checker.named(row, texts[self._reasons[row]])
+                bad = self._checker.named(row, self._reasons.get(row, ""))
                 yield Verdict(self._verdicts[row]), bad
 
     @property
     def is_good(self) -> npt.NDArray[np.bool_]:
         """Which blocks may be kept."""
         return self.are(Verdict.VERIFIED, Verdict.WITHOUT_DIGEST)
-
-    @property
-    def is_unreadable(self) -> npt.NDArray[np.bool_]:
-        """Which blocks could not be read."""
-        return self.are(Verdict.UNREADABLE)
 
     @property
     def problems(self) -> Iterator[Problem]:
@@ -259,15 +259,10 @@ class Judged:
         return SlabVerification(
             max_listed=max_listed,
             checked=sum(counts[verdict] for verdict in read),
-            verified=counts[Verdict.VERIFIED],
-            without_digest=counts[Verdict.WITHOUT_DIGEST],
-            newer=counts[Verdict.NEWER],
-            other_key=counts[Verdict.OTHER_KEY],
-            corrupt_blocks=counts[Verdict.CORRUPT],
-            unreadable_blocks=counts[Verdict.UNREADABLE],
             corrupt=[bad for _, bad in islice(self.bad(Verdict.CORRUPT), max_listed)],
             unreadable=[bad for _, bad in islice(self.bad(Verdict.UNREADABLE), max_listed)],
             changed=counts[Verdict.GONE],
+            **{name: counts[verdict] for verdict, name in FIGURE_OF.items()},
         )
 
 

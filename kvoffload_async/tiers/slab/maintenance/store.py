@@ -32,8 +32,8 @@ from kvoffload_async.abc.maintenance import (
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, problem_of
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, write_all
-from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, SESSION, TEMP_SUFFIX
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, SESSION
 from kvoffload_async.tiers.slab.maintenance.inspection import (
     BadSlot,
     Judged,
@@ -60,7 +60,7 @@ from kvoffload_async.tiers.slab.records import (
     Records,
     checkpoint,
 )
-from kvoffload_async.tiers.slab.recovery import Session
+from kvoffload_async.tiers.slab.recovery import Session, replace_file
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class Changes:
         self._drop(judged, Verdict.CORRUPT)
         if not self.changed.dropped:
             return
-        kept = contents.live[judged.is_good | judged.is_unreadable]
+        kept = contents.live[judged.is_good | judged.are(Verdict.UNREADABLE)]
         self.changed.blocks = len(kept)
         if not self.changed.dry_run:
             self._write_journal(contents, kept)
@@ -236,17 +236,8 @@ class Changes:
         self.changed.journal_rebuilt = True
 
     def _replace(self, name: str, parts: Iterable[bytes]) -> None:
-        """Rewrite a file atomically: write and sync a temporary file, then rename it."""
-        ops, path = self._ops, f"{self._store.folder}/{name}"
-        fd = ops.create_anew(path + TEMP_SUFFIX)
-        try:
-            offset = 0
-            for part in parts:
-                offset += write_all(ops, fd, part, offset)
-            ops.fdatasync(fd)
-        finally:
-            ops.close(fd)
-        ops.rename(path + TEMP_SUFFIX, path)
+        """Rewrite a file atomically."""
+        replace_file(self._ops, f"{self._store.folder}/{name}", parts)
         self._findings.append(Rewrite(name))
 
 

@@ -29,6 +29,7 @@ from kvoffload_async.tiers.files.features import (
     check_format,
 )
 from kvoffload_async.tiers.files.identity import boot_id
+from kvoffload_async.tiers.files.locks import InUseError, holder_of, lock_for_process
 from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
@@ -67,12 +68,12 @@ from kvoffload_async.tiers.slab.recovery import (
     live_in,
     note_uses,
     read_file,
+    read_if_there,
     read_manifest,
     read_session,
     refuse_strange_segments,
 )
 
-_HOLDER_BYTES = 32
 _KEY_MISSING = "its checksums are made with an integrity key; give --integrity-key-file"
 
 
@@ -112,27 +113,17 @@ def _is_store(ops: FileOps, folder: str) -> bool:
     names = {
         path.rpartition("/")[2] for path, status in entries if stat_module.S_ISREG(status.st_mode)
     }
-    return not names.isdisjoint({MANIFEST, JOURNAL}) or any(map(_is_segment, names))
-
-
-def _is_segment(name: str) -> bool:
-    return segment_number(name) is not None
+    return not names.isdisjoint({MANIFEST, JOURNAL}) or any(
+        segment_number(name) is not None for name in names
+    )
 
 
 def user_of(ops: FileOps, store: SlabStore) -> str | None:
     """Return the pid of the process that has a store open, "unknown" if not recorded, or None."""
     try:
-        fd = ops.open(f"{store.folder}/{LOCK}", os.O_RDONLY)
+        return holder_of(ops, f"{store.folder}/{LOCK}")  # its own lock is released at once
     except (FileNotFoundError, NotRegularFileError):
         return None
-    try:
-        if not ops.is_locked(fd):  # released by closing, microseconds later
-            return None
-        buffer = bytearray(_HOLDER_BYTES)
-        count = ops.pread_into(fd, memoryview(buffer), 0)
-        return buffer[:count].decode(errors="replace").strip() or "unknown"
-    finally:
-        ops.close(fd)
 
 
 @contextmanager
@@ -143,18 +134,15 @@ def locked(ops: FileOps, store: SlabStore) -> Iterator[None]:
         InputError: A tier has it open, or it cannot be written to.
     """
     try:
-        fd = ops.open(f"{store.folder}/{LOCK}", os.O_RDWR | os.O_CREAT)
+        fd = lock_for_process(ops, f"{store.folder}/{LOCK}")
+    except InUseError as error:
+        raise InputError(
+            f"{store.folder}: already opened by process {error}; close it there first: "
+            "gc and repair need exclusive access (inspect and verify do not)"
+        ) from None
     except OSError as error:
         raise InputError(f"{store.folder}: cannot be written: {error.strerror or error}") from error
     try:
-        if not ops.lock(fd, wait=False):
-            user = user_of(ops, store) or "unknown"
-            raise InputError(
-                f"{store.folder}: already opened by process {user}; close it there first: "
-                "gc and repair need exclusive access (inspect and verify do not)"
-            )
-        ops.truncate(fd, 0)
-        ops.pwrite(fd, memoryview(f"{os.getpid()}\n".encode()), 0)
         yield
     finally:
         ops.close(fd)
@@ -211,7 +199,7 @@ def read_contents(ops: FileOps, store: SlabStore, manifest: Manifest | None = No
             problem = f"the manifest is unreadable: {error}"
         except NotRegularFileError:
             problem = "the manifest is not a regular file"
-    journal = read_journal_bytes(ops, store)
+    journal = read_if_there(ops, f"{store.folder}/{JOURNAL}")
     scanned = scan(journal if manifest else bytearray(), manifest.journal_seed if manifest else 0)
     found = list_folder(ops, store.folder)
     live, is_trusted = scanned.records[:0], True
@@ -241,14 +229,6 @@ def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
     if key_id != key.id.hex():
         return f"it has another integrity key, with the id {key_id}"
     return None
-
-
-def read_journal_bytes(ops: FileOps, store: SlabStore) -> memoryview:
-    """Return the journal's content; empty if there is none."""
-    try:
-        return read_file(ops, f"{store.folder}/{JOURNAL}")
-    except (FileNotFoundError, NotRegularFileError):
-        return memoryview(bytearray())
 
 
 def _last_of_each_key(live: Records, rows: RecordRows) -> Records:
@@ -315,7 +295,7 @@ def recover_manifest(
         given: The manifest of a store of the same layout, of any rank.
         key: The integrity key, if the checksums are keyed.
     """
-    journal = read_journal_bytes(ops, store)
+    journal = read_if_there(ops, f"{store.folder}/{JOURNAL}")
     store_uuid = _uuid_in_segments(ops, store)
     if store_uuid is None:
         return None
@@ -386,7 +366,10 @@ def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
         features = OF_EVERY_STORE
     fields = body.get("run_config")
     fields = fields if isinstance(fields, dict) else {}
-    texts = [body.get("layout"), *(text.decode("ascii", "replace") for text in _in(content))]
+    texts = [
+        body.get("layout"),
+        *(text.decode("ascii", "replace") for text in _IN_MANIFEST.findall(content)),
+    ]
     if body.get("format", FORMAT) == FORMAT and "model_name" in fields:
         rank, block_bytes = body.get("rank"), body.get("block_bytes")
         if type(rank) is int and type(block_bytes) is int and block_bytes > 0 <= rank:
@@ -394,10 +377,6 @@ def _remains(ops: FileOps, path: str) -> Iterator[Manifest]:
     for text in texts:
         if isinstance(text, str) and _LAYOUT.fullmatch(text):
             yield replace(_named(text, fields), features=features | OF_EVERY_STORE)
-
-
-def _in(content: bytes) -> list[bytes]:
-    return _IN_MANIFEST.findall(content)
 
 
 def _of_ranks(manifest: Manifest, ranks: list[int]) -> Iterator[Manifest]:
