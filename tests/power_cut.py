@@ -36,6 +36,7 @@ import hashlib
 import itertools
 import os
 import random
+import shutil
 import stat as stat_module
 import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -501,7 +502,7 @@ class State:
         return image
 
     def build(self, folder: Path) -> None:
-        """Make these files in a folder that is not there yet."""
+        """Make these files in a folder; nothing else that is there stays."""
         image = self.image()
         _build(image, ROOT, folder)
 
@@ -690,8 +691,14 @@ def _text(unit: Unit) -> str:
 
 
 def _build(image: Image, folder: int, path: Path) -> None:
-    path.mkdir()
-    for name, number in image.folders[folder].items():
+    path.mkdir(exist_ok=True)
+    names = image.folders[folder]
+    for entry in os.scandir(path):
+        if not entry.is_dir(follow_symlinks=False):
+            Path(entry).unlink()
+        elif names.get(entry.name) not in image.folders:  # to make many folders anew takes long
+            shutil.rmtree(entry)
+    for name, number in names.items():
         if number in image.folders:
             _build(image, number, path / name)
             continue

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -52,16 +51,14 @@ def check_each(
     found: Iterator[State], folder: Path, check: Callable[[Path, list[object]], None]
 ) -> int:
     """Build each state and check it, given what was acknowledged; return how many there were."""
-    count = 0
+    count, root = 0, folder / "state"
     for state in found:
-        root = folder / str(count)
         state.build(root)
         try:
             check(root, state.recording.marked(state.step))
         except BaseException as error:
             error.add_note(str(state))
             raise
-        shutil.rmtree(root)
         count += 1
     return count
 

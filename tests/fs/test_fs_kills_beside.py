@@ -46,7 +46,10 @@ def test_a_kill_beside_another_process_passes_the_capacity_by_no_more_than_its_j
 ):
     calls = num_calls(server, Place(tmp_path / "dry"))
     assert {"publish", "rename", "truncate", "set_xattr", "unlink"} <= set(calls)
-    for number in range(1 + share, len(calls) + 1, SHARES):
+    # Each of the 256 folders is looked at in the same way: every 32nd of these calls.
+    alike = {"stat", "walk"}
+    points = [n for n, name in enumerate(calls, 1) if name not in alike or n % 32 == 0]
+    for number in points[share::SHARES]:
         place = Place(tmp_path / str(number))
         try:
             check(server, place, number, torn=calls[number - 1] in {"pwrite", "pwritev"})

@@ -86,7 +86,6 @@ class WriterCount:
         oldest: Number of the oldest operation that has not ended; `begun` if there is none.
         told: Number of its changes of the count; detects a change that was made although it was
             reported as failed.
-            reported as failed.
     """
 
     reserved_bytes: int
