@@ -88,8 +88,9 @@ class JobRecord:
     Attributes:
         job: The job.
         state: Its state.
-        holds_slots: Whether an orphaned job keeps its slots allocated. Otherwise (a cascade
-            before a reset of the primary) it keeps its keys pinned.
+        holds_slots: Whether the slots of an orphaned job are held until the copy ends: those of a
+            promotion and, after a reset of the primary, of a cascade. Before a reset, a cascade's
+            blocks are pinned instead.
     """
 
     __slots__ = ("holds_slots", "job", "state")

@@ -186,7 +186,7 @@ class ObjectOptions(RemoteSettings, StoreOptions):
     """s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
     file:///directory."""
     store_options: Mapping[str, Any] = option(or_none(_parse_store_options), None, is_shown=False)
-    """Further options of the store by obstore's names, as an object."""
+    """Further options of obstore, as an object of names and values."""
     allow_http: bool = option(parse_bool, default=False)
     """Allow unencrypted connections."""
     ca_certificates: bytes | None = option(

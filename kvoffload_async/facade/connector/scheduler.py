@@ -415,7 +415,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return
         self._step.flush |= state.transfer_jobs - self._step.load_jobs.keys()
-        if req_id not in self._step.placed_req_ids:  # else its tables are new in this step
+        if req_id not in self._step.placed_req_ids:  # keep tables that were set in this step
             state.restart(0)
 
     def _update_tables(self, output: StepOutput) -> None:
