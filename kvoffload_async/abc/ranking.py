@@ -115,11 +115,6 @@ class KeyRanking:
             again = [reused(key) for key, slot in pairs if slot is not None]
         self.policy.access(slots, again)
 
-    def access_slots(self, slots: Iterable[int]) -> None:
-        """Record one request's accesses to resident keys that it found, by slot."""
-        unique = list(dict.fromkeys(slots))
-        self.policy.access(unique, [True] * len(unique))
-
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Forget keys that vanished."""
         found = self._table.find(list(dict.fromkeys(keys)))

@@ -370,7 +370,7 @@ class OffloadEngine(EngineLifecycle):
         """
         return self._steps.events()
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _require_valid(self, request: EngineRequest) -> None:
         if request.is_invalidated:

@@ -22,7 +22,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BackpressureSettings:
-    """Water marks of the average store latency.
+    """Thresholds of the average store latency, with hysteresis.
 
     Attributes:
         high_water_s_per_mib: Stores are dropped above this latency.
@@ -63,7 +63,10 @@ class Backpressure:
         return self._pressed
 
     def store_ended(self, seconds: float, num_bytes: int, now_s: float) -> None:
-        """Add a store's latency to the average, which starts as the mean of the first ones."""
+        """Update the latency average with a completed store.
+
+        The first samples have equal weights; later ones are averaged exponentially.
+        """
         self._failures = 0
         if num_bytes <= 0:
             return
@@ -73,7 +76,7 @@ class Backpressure:
         self._set(self._ema + weight * (sample - self._ema), now_s)
 
     def store_failed(self, now_s: float) -> None:
-        """Record a failed store; several in a row (a full disk) count as a high latency."""
+        """Record a failed store; several consecutive failures count as a high latency."""
         self._failures += 1
         if self._failures >= _FAILURES_IN_A_ROW:
             self._set(_FAILURE_FACTOR * self._settings.high_water_s_per_mib, now_s)

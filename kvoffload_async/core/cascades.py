@@ -41,9 +41,9 @@ from kvoffload_async.types import (
 
 
 class EngineContext:
-    """The engine's own request, which lives as long as the planner; its id is reserved.
+    """The engine's internal request, to which late cascades belong; its id is reserved.
 
-    `close` notifies only the tiers that were used within it.
+    It lives as long as the planner. `close` notifies only the tiers that have used it.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class EngineContext:
         self._told: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
-        """Return the context, and record that the tier uses it."""
+        """Return the request for a job or touch of the tier, and record that the tier uses it."""
         if tier not in self._told:
             self._told.append(tier)
         return self.ctx
@@ -66,17 +66,17 @@ class EngineContext:
 _PENDING: Final = 1
 _UNDER_WAY: Final = 2
 _A_TRY: Final = 4
-"""A mark is one byte: the block's state flags, plus `_A_TRY` per failed try."""
+"""A block's mark is one byte: its state flags, plus `_A_TRY` for each failed store of it."""
 _PROTECTED: Final = 128
 
 _MOST_TRIES: Final = 8
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 _SLOTS_A_STEP: Final = 4096
-"""Slots scanned per step after the tier has failed or recovered."""
+"""Maximum number of slots that `heed` scans per step."""
 
 Protect = Callable[[Sequence[int]], object]
-"""Protects the blocks in slots from eviction, or undoes that."""
+"""Protects the blocks in the given slots from eviction, or ends the protection."""
 
 
 class WriteBackQueue:
@@ -87,10 +87,11 @@ class WriteBackQueue:
     Attributes:
         count: Number of pending blocks.
         since_s: Time, in seconds, since when the queue has not been empty.
-        new_blocks: Blocks added by the current step's stores.
+        new_blocks: Number of blocks added by the current step's stores.
         is_shut: Whether the tier was closed or suspended at the last check.
-        is_wanted: Whether the tier accepts pending blocks; then these are protected.
-        paused_until_s: Time, in seconds, of the next try after the tier has refused or failed.
+        is_wanted: Whether the tier accepts pending blocks; if so, they are protected.
+        paused_until_s: Earliest time, in seconds, of the next store, after the tier has refused
+            or failed one.
         heeding_from: Slot at which `heed` continues its scan; None if the scan is complete.
     """
 
@@ -136,7 +137,7 @@ class WriteBackQueue:
             marks[slot] |= _UNDER_WAY
 
     def ended(self, slots: Iterable[int]) -> None:
-        """Unmark blocks whose copy has ended and is not retried."""
+        """Clear the marks of blocks whose copy has ended and is not retried."""
         marks = self._marks
         if not self.count:
             for slot in slots:
@@ -145,15 +146,15 @@ class WriteBackQueue:
         for slot in slots:
             marks[slot] &= (
                 _PENDING | _PROTECTED
-            )  # pending again since an earlier copy of the same block ended
+            )  # the block may have become pending again while this copy ran
 
     def failed(self, slots: Sequence[int], now_s: float, *, counts: bool) -> int:
-        """Queue blocks again after a failed copy; return how many are given up instead.
+        """Queue blocks again after a failed copy; return the number of blocks that are given up.
 
         Args:
             slots: Slots of the blocks.
             now_s: Time of the step, in seconds.
-            counts: Whether the failure counts toward each block's `_MOST_TRIES` tries.
+            counts: Whether the failure counts toward the `_MOST_TRIES` tries of each block.
         """
         marks = self._marks
         again: list[int] = []
@@ -195,7 +196,10 @@ class WriteBackQueue:
     # -- protection -----------------------------------------------------------------------------
 
     def heed(self, *, is_wanted: bool) -> None:
-        """Protect the pending blocks, or stop protecting them; scans a bounded range of slots."""
+        """Protect the pending blocks if the tier accepts them; otherwise end their protection.
+
+        Each call scans a bounded range of slots and continues where the last one stopped.
+        """
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
             self.heeding_from = 0
@@ -214,7 +218,7 @@ class WriteBackQueue:
     # -- pauses ---------------------------------------------------------------------------------
 
     def pause(self, now_s: float) -> None:
-        """Pause submissions to the tier, with exponential back-off."""
+        """Pause stores to the tier, with exponential back-off."""
         if now_s >= self.paused_until_s:
             self.paused_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -259,7 +263,7 @@ class WriteBackQueue:
             ):
                 yield f"slot {slot} has mark {mark}, but is_wanted is {self.is_wanted}"
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _append(self, slots: Sequence[int], now_s: float) -> None:
         if not slots:
@@ -290,7 +294,7 @@ Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
 """Submits a cascade: tier index, context, keys, and their slots, which must be pinned."""
 
 LATE_BLOCKS_A_STEP: Final = 256
-"""Pending blocks that a step submits to a tier, plus the number of blocks added in the step."""
+"""Maximum number of pending blocks that a step submits to a tier, besides those it has added."""
 
 _FINAL: Final = (
     BlockMissingError,
@@ -309,7 +313,7 @@ class Cascades:
     back-pressure applies, or its store failed with a transient error. Pending blocks are sent in
     FIFO order once there is room. A pending block that is evicted first is counted as dropped.
     Pending blocks are not pinned, but while their tier works they are evicted last or never. A
-    late cascade belongs to no request.
+    cascade of pending blocks is *late*: it belongs to no request of the scheduler.
 
     Not thread-safe; call only from the owner's thread.
     """
@@ -325,10 +329,10 @@ class Cascades:
         """Start with nothing pending.
 
         Args:
-            primary: The tier that holds the blocks.
+            primary: The primary tier.
             tiers: The secondary tiers.
-            shares: Bounds the blocks in cascade to each tier.
-            own: The context of late cascades.
+            shares: Bounds the number of blocks in cascade to each tier.
+            own: The request of late cascades.
             submit: See `Submit`.
         """
         self._primary = primary
@@ -366,8 +370,8 @@ class Cascades:
     def wakes_in_s(self, now_s: float) -> float | None:
         """Return the seconds until a step can send a pending block.
 
-        None if no block is pending, or all of them wait for a job to end. 0 also while the scan of
-        `WriteBackQueue.heed` is incomplete.
+        None if no block is pending, or if all of them wait for a job to end. 0 also while a scan
+        of `WriteBackQueue.heed` is incomplete.
         """
         soonest_s: float | None = None
         for index, queue in enumerate(self.queues):
@@ -386,7 +390,7 @@ class Cascades:
         """Cascade the longest prefix of readable keys that the tier takes now; queue the rest."""
         queue = self.queues[index]
         taken = keys[:0]
-        if not queue.count:  # else: first come, first served
+        if not queue.count:  # new blocks must not overtake the pending ones
             room = self._shares.room_to_store(index)
             if room and self._takes_store(index, now_s):
                 taken = keys[:room]
@@ -405,7 +409,10 @@ class Cascades:
         new: Collection[OffloadKey],
         now_s: float,
     ) -> None:
-        """Send readable keys to the request-level tiers; park keys that others are writing."""
+        """Send readable keys to the request-level tiers.
+
+        Keys that other requests are writing are *parked*: sent once the write has ended.
+        """
         readable = []
         for key in dict.fromkeys(keys):
             answer = self._primary.lookup(key)
@@ -441,7 +448,7 @@ class Cascades:
         """Send the parked blocks whose writes have ended since the last call.
 
         Returns:
-            The requests that have no parked blocks any more.
+            The requests whose last parked block was sent or dropped.
         """
         written, self._written = self._written, []
         readable: dict[RequestState, list[OffloadKey]] = {}
@@ -466,7 +473,7 @@ class Cascades:
     def send_pending(self, now_s: float) -> None:
         """Send pending blocks to the tiers, a bounded number per step.
 
-        Blocks pending for a failed tier are not protected from eviction until the tier recovers.
+        Also update the eviction protection of pending blocks: a failed tier's have none.
         """
         for index, queue in enumerate(self.queues):
             is_wanted = self._tiers[index].wants_blocks
@@ -480,7 +487,7 @@ class Cascades:
     # -- results --------------------------------------------------------------------------------
 
     def ended(self, index: int, job: JobMetadata, result: JobResult, now_s: float) -> None:
-        """Handle the result of a cascade; blocks hit by a transient error become pending again."""
+        """Handle the result of a cascade; after a transient error, blocks become pending again."""
         queue = self.queues[index]
         queue.is_shut = not self._tiers[index].may_store(now_s)
         if result.success:
@@ -494,7 +501,7 @@ class Cascades:
         self._settle(index, job, landed, result.error, now_s)
 
     def released(self, index: int, record: JobRecord, now_s: float) -> None:
-        """Handle the end of an overdue cascade's copy, whether it succeeded or failed."""
+        """Handle the end of the copy of an overdue cascade, whether it succeeded or failed."""
         self._primary.unpin(record.job.keys)
         tier, keys = self._tiers[index], record.job.keys
         # Only an exact index can confirm that a block has landed.
@@ -507,7 +514,7 @@ class Cascades:
         """Drop all pending and parked blocks; call before `Primary.reset`."""
         for tier in self._tiers:
             late = (record for record in tier.jobs.orphaned() if not record.holds_slots)
-            # The slots' blocks will be unknown when these copies end.
+            # After the reset, their slots no longer identify the blocks: count these as failed.
             tier.counters.failed_store_blocks += sum(len(record.job.keys) for record in late)
         self._drop_all("reset")
 
@@ -516,7 +523,7 @@ class Cascades:
         self._is_closed = True
         self._drop_all("closed")
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _takes_store(self, index: int, now_s: float) -> bool:
         """Return whether a tier takes a job now; pause its queue if not."""
@@ -557,7 +564,7 @@ class Cascades:
         error: Exception | None,
         now_s: float,
     ) -> None:
-        """Unmark the blocks of a copy that has ended; queue those worth a retry."""
+        """Update the marks of a copy's blocks: stored, given up, or pending for a retry."""
         tier, queue = self._tiers[index], self.queues[index]
         slots = job.block_ids.tolist()
         if len(landed) == len(slots):
@@ -569,7 +576,7 @@ class Cascades:
             tier.counters.failed_store_blocks += len(missed)
             return
         queue.ended(s for s, key in zip(slots, job.keys, strict=True) if key in landed)
-        # Failures of a suspended tier count against no block: the breaker bounds the tries.
+        # A failure during a suspension of the tier is not the block's fault: do not count it.
         counts = tier.may_store(now_s)
         tier.counters.failed_store_blocks += queue.failed(missed, now_s, counts=counts)
         self._watch_evictions()
@@ -589,7 +596,7 @@ class Cascades:
         self._written += [key for key in keys if key in self._parked_for]
 
     def _watch_evictions(self) -> None:
-        """Subscribe to the primary's evictions while any block is pending."""
+        """Subscribe to the primary's evictions exactly while a block is pending."""
         self._primary.on_evicted = self._evicted if self.has_pending else None
 
     def _evicted(self, slots: Sequence[int]) -> None:
@@ -604,10 +611,11 @@ _MOST_KEYS: Final = 32_768
 
 
 class RecentKeys:
-    """Rate limiter per key: admits a repeated key again after one to two `again_after_s`, seconds.
+    """Rate limiter per key: an admitted key is not admitted again for `again_after_s` seconds.
 
-    Two tables rotate: new keys go into the current one, the previous one is only searched. When the
-    current table is full, no key is admitted until the next rotation.
+    The interval is up to twice as long, because two tables rotate: new keys are added to the
+    current table, and both are searched. When the current table is full, no key is admitted until
+    the next rotation.
     """
 
     def __init__(self, again_after_s: float = _AGAIN_AFTER_S, most_keys: int = _MOST_KEYS) -> None:
@@ -620,7 +628,7 @@ class RecentKeys:
         return len(self._new) + len(self._old)
 
     def admitted(self, keys: Sequence[OffloadKey], now_s: float) -> list[OffloadKey]:
-        """Return the admitted ones of distinct keys, in order, and record them."""
+        """Return those of the keys that are admitted, and record them; keys must be distinct."""
         if self._turned_s is None:
             self._turned_s = now_s
         elif now_s - self._turned_s >= self._again_after_s:
@@ -655,12 +663,12 @@ class Touches:
             self.used.append(keys)
 
     def flush(self, now_s: float) -> None:
-        """Touch the used blocks in every tier that has them, and queue them for tiers without.
+        """Touch the used blocks in the tiers that have them; queue them for tiers that lack them.
 
-        A tier without an exact index is sent each key rarely, see `RecentKeys`: each touch may cost
-        it a system call or a message.
+        A tier with an exact index gets each used key it has. Other tiers get a key at most once
+        per interval of `RecentKeys`, because a touch may cost a system call or a message.
         """
-        # Tiers rank the first key as the most recent, so the latest request comes first.
+        # Tiers rank the first key as the most recently used: the latest request comes first.
         keys = list(dict.fromkeys(chain.from_iterable(reversed(self.used))))
         self.used.clear()
         for index, tier in enumerate(self._tiers):

@@ -44,7 +44,7 @@ class Histogram:
         duration_s = seconds if seconds > 0 else 0.0
         self._counts[bisect_left(BUCKET_BOUNDS_S, duration_s)] += 1
         self._sum_s += duration_s
-        self._count += 1  # last, so that a stale cache entry is detected
+        self._count += 1  # last: a changed count invalidates the copy that `read` has cached
 
     def __repr__(self) -> str:
         return f"Histogram({self._count} durations, {self._sum_s} s)"
@@ -103,7 +103,7 @@ class PlannerCounters:
 
 @dataclass(slots=True)
 class TierCounters:
-    """Counters of one tier, kept by the planner or a stand-alone manager."""
+    """Counters of one tier, updated by the planner or by a manager without a planner."""
 
     lookups: int = 0
     hits: int = 0
@@ -164,7 +164,7 @@ class TierCounters:
             self.stored_blocks += landed
 
     def drop(self, reason: DropReason, num_blocks: int) -> None:
-        """Count pending blocks that will not be stored."""
+        """Count pending blocks that were dropped before the tier stored them."""
         self.dropped_blocks += num_blocks
         self.dropped[reason] += num_blocks
 
@@ -178,7 +178,7 @@ class JobDurations:
     copy: Histogram = field(default_factory=Histogram)
 
     def observe(self, seconds: float, queue_s: float | None) -> None:
-        """Record the end of a job; `queue_s` is None if it never started."""
+        """Record a job's duration and its time in the queue; `queue_s` is None if it never ran."""
         self.total.observe(seconds)
         if queue_s is not None:
             self.queue.observe(queue_s)
@@ -187,7 +187,7 @@ class JobDurations:
 
 @dataclass(slots=True)
 class TierObservations:
-    """Counters reported by a tier itself, independent of who submits its jobs."""
+    """Counters derived from a tier's events, whoever submits its jobs."""
 
     corrupt_blocks: int = 0
     missing_blocks: int = 0

@@ -23,10 +23,10 @@ class EventLog:
     detect the gap.
 
     Attributes:
-        entries: What was collected and not taken yet.
+        entries: The collected events, not yet numbered.
         ownership: See `OffloadingEvent`; applies to events that are taken from now on.
-        dropped: Events that were dropped.
-        dropped_keys: Keys in them.
+        dropped: Number of dropped events.
+        dropped_keys: Number of keys in the dropped events.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class EventLog:
             locality: Locality of the medium.
             enabled: Whether events are collected at all.
             ownership: See the class.
-            announces_removals: Whether every stored block will have a removal event.
-            remembers: Track announced blocks, so that each is announced as stored only once until
-                its removal, and as removed only once. Takes a table entry per block.
+            announces_removals: Whether every block that is removed gets a removal event.
+            remembers: Track announced blocks to suppress repeated events: a block is announced
+                as stored once until it is removed, and then as removed once. Costs a table entry
+                per block.
             bound: Maximum number of keys; the latest event is kept whatever its size.
         """
         self.ownership = ownership
@@ -69,7 +70,7 @@ class EventLog:
     def add(
         self, keys: Collection[OffloadKey], *, removed: bool, metadata_only: bool = False
     ) -> None:
-        """Append an event; empty events are ignored."""
+        """Append an event about these blocks; without new information, append none."""
         if not self._enabled:
             return
         news: Sequence[OffloadKey] = tuple(keys)
@@ -88,7 +89,7 @@ class EventLog:
             self._sequence += 1
 
     def announce_anew(self) -> None:
-        """Announce blocks again when they are stored again, because consumers were reset."""
+        """Announce a block again the next time that it is stored; for consumers that lost state."""
         self._epoch += 1
 
     def take(self, is_allocated: Callable[[OffloadKey], bool]) -> Iterator[OffloadingEvent]:
@@ -106,7 +107,7 @@ class EventLog:
     def _changed(
         self, keys: Sequence[OffloadKey], announced: KeyMap, *, removed: bool
     ) -> Sequence[OffloadKey]:
-        """Update the announced blocks; return the keys whose state changed."""
+        """Update the table of announced blocks; return the keys whose state has changed."""
         return announced.discard_present(keys) if removed else announced.change(keys, self._epoch)
 
     def _events(

@@ -45,7 +45,7 @@ class BreakerEvent(enum.Enum):
     WORKED = enum.auto()
     FAULTED = enum.auto()
     UNDECIDED = enum.auto()
-    """It ended without information about the tier: the tier was busy, or the job was invalid."""
+    """A job or probe ended without evidence for or against the tier, such as a busy tier."""
 
     __hash__ = object.__hash__  # as in BreakerState
 
@@ -55,8 +55,8 @@ class BreakerSettings:
     """Thresholds of a breaker.
 
     Attributes:
-        fault_threshold: Consecutive faults that open it.
-        retry_after_s: Seconds from the last fault to the trial job or probe.
+        fault_threshold: Number of consecutive faults that open the breaker.
+        retry_after_s: Seconds from the last fault until a trial is permitted.
     """
 
     fault_threshold: int = 3
@@ -98,9 +98,12 @@ class Breaker:
         return self.state is BreakerState.OPEN and now_s >= self._retry_at_s
 
     def is_stuck(self, begun_s: Iterable[float]) -> bool:
-        """Return whether it is half-open without a trial, given the start times of running work.
+        """Return whether the breaker is half-open without a trial under way.
 
-        For invariant checks: only the end of a trial leaves the half-open state.
+        Such a breaker stays half-open for ever. For invariant checks.
+
+        Args:
+            begun_s: Start times, in seconds, of the running jobs and probes.
         """
         tries = any(begun >= self._tried_at_s for begun in begun_s)
         return self.state is BreakerState.HALF_OPEN and not tries
@@ -118,9 +121,9 @@ class Breaker:
         Args:
             event: The event.
             now_s: Its time.
-            begun_s: Start of the job or probe that ended. In the half-open state, work started
-                before the trial is ignored.
-            error: The error of a fault.
+            begun_s: Start of the job or probe that ended. In the half-open state, the end of work
+                that started before the trial is ignored.
+            error: The error of a failed job or probe.
         """
         before = self.state
         if before is BreakerState.HALF_OPEN and begun_s < self._tried_at_s:
@@ -165,7 +168,7 @@ _FAULT_OF_ONE_BLOCK = (
     TierFullError,
 )
 _NO_FAULT = (BusyError, StateError, TierClosedError)
-"""Back-pressure, an invalid job, the shutdown: not evidence against the tier."""
+"""Errors due to back-pressure, an invalid job or the shutdown: not the tier's fault."""
 
 
 class TierHealth:
@@ -210,11 +213,11 @@ class TierHealth:
         breaker.note(event, now_s, begun_s=job.submit_time, error=result.error)
 
     def lookup_failed(self, error: BaseException) -> None:
-        """Record a failed lookup in the tier."""
+        """Count a failed lookup as a fault of the tier."""
         self.loads.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
 
     def reports_failed(self, error: BaseException) -> None:
-        """Record that the tier failed to report the results of its jobs."""
+        """Count a failed call for the results of the tier's jobs as a fault in both directions."""
         event = BreakerEvent.UNDECIDED if self._is_closing else BreakerEvent.FAULTED
         for breaker in (self.loads, self.stores):
             breaker.note(event, self.now_s or 0.0, error=error)
@@ -230,9 +233,10 @@ class TierHealth:
             self.loads.note(BreakerEvent.TRIED, self.now_s)
 
     def probe_ended(self, answer: ProbeAnswered) -> None:
-        """Count a failed probe as a fault; a successful one matters only as the trial.
+        """Count a failed probe as a fault; a successful probe counts only while HALF_OPEN.
 
-        Otherwise a tier whose probes succeed but whose loads fail would never be suspended.
+        Successful probes must not reset the count of faults: a tier whose probes succeed but whose
+        loads fail would never be suspended.
         """
         begun_s = self._probes_begun_s.pop(answer.generation, None)
         if begun_s is None:
@@ -246,7 +250,7 @@ class TierHealth:
         self.loads.note(event, self.now_s or 0.0, begun_s=begun_s, error=answer.error)
 
     def reset(self) -> None:
-        """Abandon the trial if it is a promotion that a reset of the primary has cancelled."""
+        """After a reset of the primary, end a trial whose promotion was dropped by the reset."""
         if self._try_is_reserved:
             self._try_is_reserved = False
             self.loads.note(BreakerEvent.UNDECIDED, self.now_s or 0.0)

@@ -174,7 +174,7 @@ class BreakEven:
     def probe_ended(self, seconds: float, *, worked: bool) -> None:
         """Record the duration of a probe, in seconds.
 
-        A failed probe can only raise the mean; the breaker handles the failure itself.
+        A failed probe counts only if it took longer than the mean, as after a timeout.
         """
         is_first = self._is_old(self._probed_at_s)
         if not worked and (is_first or seconds <= self._probe_s):
@@ -186,7 +186,7 @@ class BreakEven:
         self._probed_at_s = self._now_s
 
     def load_ended(self, num_blocks: int, seconds: float) -> None:
-        """Record the duration, in seconds, of a load that brought all its blocks."""
+        """Record the duration, in seconds, of a load that succeeded for all its blocks."""
         if self._is_old(self._loaded_at_s):
             self._loads = _Line()
         self._loads.add(num_blocks, seconds)
@@ -196,7 +196,7 @@ class BreakEven:
 
     @property
     def needed_blocks(self) -> float:
-        """The least number of blocks for which a load pays; infinity if none does."""
+        """Break-even point: the least number of blocks for which a load pays, or infinity."""
         if not self._loads.weight:
             return 0
         blocks = self._break_even(self._best())
@@ -204,12 +204,12 @@ class BreakEven:
 
     @property
     def latency_s(self) -> float | None:
-        """Fixed time of a load, in seconds, probe included; None before the first load."""
+        """Fixed part of a load's time, in seconds, probe included; None before the first load."""
         return self._probe_s + self._best()[0] if self._loads.weight else None
 
     @property
     def blocks_per_s(self) -> float | None:
-        """Blocks loaded per second after the latency; None without loads, or if all is latency."""
+        """Blocks loaded per second after the latency; None without loads or per-block time."""
         block_s = self._best()[1] if self._loads.weight else 0.0
         return 1 / block_s if block_s > _LEAST_BLOCK_S else None
 
@@ -223,7 +223,7 @@ class BreakEven:
         return self._is_old(self._loaded_at_s) and began_ago_s >= pause_s
 
     def explore(self) -> None:
-        """Record that a request is admitted to measure the tier."""
+        """Record that a request below the break-even point is admitted, to measure the tier."""
         self.explorations += 1
         self._explored_at_s = self._now_s
         self._is_exploring = True
@@ -232,7 +232,7 @@ class BreakEven:
         """Record that the exploring request has ended; another may explore."""
         self._is_exploring = False
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _is_old(self, sampled_at_s: float) -> bool:
         return self._now_s - sampled_at_s >= FRESH_S
@@ -254,7 +254,7 @@ class _Line:
         self._blocks = 0.0
         self._seconds = 0.0
         self._blocks_squared = 0.0
-        """Sum of squared deviations from the mean; `_product` is that of their products."""
+        """Sum of the squared deviations of the blocks from their mean."""
         self._product = 0.0
 
     def add(self, num_blocks: int, seconds: float) -> None:
@@ -266,7 +266,10 @@ class _Line:
         self._product = _DECAY * self._product + away * (seconds - self._seconds)
 
     def candidates(self) -> tuple[tuple[float, float], ...]:
-        """Return (fixed seconds, seconds per block): the fit, or both extremes without one."""
+        """Return the possible (fixed seconds, seconds per block).
+
+        One pair if a line can be fitted, otherwise both extremes: all fixed, all per block.
+        """
         blocks, seconds = self._blocks, self._seconds
         squares = self.weight * blocks * blocks
         if self._blocks_squared < _LEAST_SPREAD * squares:
@@ -275,7 +278,7 @@ class _Line:
         fixed_s = seconds - block_s * blocks
         if fixed_s >= 0:
             return ((fixed_s, block_s),)
-        # The best fit through the origin.
+        # A negative fixed time is impossible: fit a line through the origin instead.
         through = self._product + self.weight * blocks * seconds
         return ((0.0, through / (self._blocks_squared + squares)),)
 
@@ -317,11 +320,17 @@ class KeyIndex(ABC):
 
     @abstractmethod
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Record stored or discovered blocks; takes ownership of a `KeyMap`."""
+        """Record that the tier has these blocks; takes ownership of a `KeyMap`."""
 
     @abstractmethod
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Record that blocks are gone (`surely`), or that a load failed with a transient error."""
+        """Record that the tier does not have these blocks any more.
+
+        Args:
+            keys: Keys of the blocks.
+            surely: False if the blocks may still be there: a load of them failed with a transient
+                error.
+        """
 
     @abstractmethod
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -329,7 +338,7 @@ class KeyIndex(ABC):
 
     @abstractmethod
     def peek(self, key: OffloadKey) -> LookupResult:
-        """Return HIT, MISS, or RETRY while an answer is outstanding. Starts no probe."""
+        """Return the known answer: HIT, MISS, or RETRY while it is outstanding. Starts no probe."""
 
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
@@ -341,13 +350,13 @@ class KeyIndex(ABC):
         """Record the answer of a probe."""
 
     def left_alone(self) -> None:  # noqa: B027 - an exact index has no queued keys
-        """Record that the tier is suspended: no probe may start, and lookups skip the tier."""
+        """Handle the end of a step in which the tier is suspended, so that no probe may start."""
 
     def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor state per request
         """Drop the state of a request that has ended."""
 
     def watch(self, listener: OnResolved) -> None:
-        """Call `listener` with the keys of every probe answered from now on; idempotent."""
+        """Add a listener, to be called with the keys of each answered probe; idempotent."""
         if listener not in self.listeners:
             self.listeners.append(listener)
 
@@ -400,13 +409,13 @@ class ExactIndex(KeyIndex):
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Add keys."""
         if isinstance(keys, KeyMap):
-            keys.merge(self._present)  # small: a tier reports its whole contents at once
+            keys.merge(self._present)  # `keys` is the larger table: the tier's whole contents
             self._present = keys
         else:
             self._present.update(keys, repeat(0))
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Drop keys that are surely gone; a load of the others may be retried."""
+        """Drop the keys if they are surely gone; after a transient error, keep them."""
         if surely:
             self._present.discard(keys)
 
@@ -426,21 +435,21 @@ class ExactIndex(KeyIndex):
 
 _PENDING, _IN_FLIGHT, _ABSENT, _PRESENT = range(4)
 _PHASES: Final = 4
-"""A verdict is one integer: phase + `_PHASES` * number of requests that looked up the key."""
+"""A verdict is one integer: phase + `_PHASES` * number of live requests that use the verdict."""
 
 _ANSWERS: Final = (LookupResult.RETRY, LookupResult.RETRY, LookupResult.MISS, LookupResult.HIT)
 
 
 _Chains = dict[tuple[Hashable, int, int], list[OffloadKey]]
-"""(request, KV-cache group, number of the chain among theirs) -> keys of the chain."""
+"""(request, KV-cache group, sequence number of the chain) -> the chain: consecutive keys."""
 
 
 class ProbedIndex(KeyIndex):
-    """The contents of a shared tier, for the keys that live requests have looked up.
+    """Cached answers of existence probes, for the keys that live requests have looked up.
 
-    A verdict lives until the last request that looked up its key ends. A probe in flight survives
-    its requests, so that a later request shares it. An answer carries the probe's generation, so a
-    late answer is never taken for that of a later probe.
+    The *verdict* on a key is kept until the last request that looked up the key ends. A probe in
+    flight is kept after its requests have ended, and later requests share it. An answer contains
+    the probe's generation, so that a late answer is not mistaken for that of a later probe.
     """
 
     def __init__(
@@ -454,8 +463,9 @@ class ProbedIndex(KeyIndex):
         """Start empty.
 
         Args:
-            concurrent_probes: Maximum number of probes in flight; a hung one delays no other.
-            keys_per_probe: Maximum keys per probe; further keys wait for the next step.
+            concurrent_probes: Maximum number of probes in flight, so that a hung probe does not
+                delay the others.
+            keys_per_probe: Maximum number of keys per probe; further keys wait for the next step.
             keeps_order: Whether probes list their keys as chains; see `_chains`.
             keys_before: Maximum number of keys before each chain to list; see `_before`.
         """
@@ -469,7 +479,7 @@ class ProbedIndex(KeyIndex):
         self._pending: dict[OffloadKey, Hashable] = {}
         """Queued key -> the first request that looked it up, in lookup order."""
         self._is_awaited = False
-        """Whether a lookup of a queued key was answered RETRY since the last `left_alone`."""
+        """Whether a queued key was looked up (and answered RETRY) since the last `left_alone`."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
@@ -503,7 +513,10 @@ class ProbedIndex(KeyIndex):
         self._flip(tuple(keys), _PRESENT)
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Change the existing verdicts on these keys to absent, which prevents endless retries."""
+        """Change the existing verdicts on these keys to absent, even if not `surely`.
+
+        Otherwise a request would load blocks again and again that the tier cannot deliver.
+        """
         self._flip(keys, _ABSENT)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -517,7 +530,7 @@ class ProbedIndex(KeyIndex):
         return LookupResult.MISS if verdict is None else _ANSWERS[verdict % _PHASES]
 
     def next_probe(self) -> StartProbe | None:
-        """Batch the queued keys; None if none is queued or the probe limit is reached."""
+        """Return a probe of the queued keys; None if there are none, or at the probe limit."""
         if not self._pending or len(self._in_flight) >= self._concurrent_probes:
             return None
         self._generation += 1
@@ -531,7 +544,7 @@ class ProbedIndex(KeyIndex):
         return StartProbe(self._generation, keys, in_order, self._before(chains))
 
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
-        """Resolve the keys of a probe; a generation that was answered already is ignored."""
+        """Resolve the keys of a probe; the second answer to a probe is ignored."""
         keys = self._in_flight.pop(generation, ())
         known, phases = self._known(keys), (_ABSENT, _PRESENT)
         verdicts = [v - v % _PHASES + phases[key in present] for key, v in known.items()]
@@ -540,16 +553,17 @@ class ProbedIndex(KeyIndex):
         self._notify(keys)
 
     def left_alone(self) -> None:
-        """Notify the listeners of the queued keys, once per suspension; the keys stay queued.
+        """Notify the listeners of the queued keys, which stay queued.
 
-        Requests that wait for such a key elsewhere would otherwise repeat the lookup every step.
+        The tier is suspended, so a waiting lookup should be repeated: it then skips this tier.
+        Notifies again only after a queued key has been looked up again.
         """
         if self._is_awaited:
             self._is_awaited = False
             self._notify(tuple(self._pending))
 
     def forget_request(self, request: Hashable) -> None:
-        """Drop the verdicts that only this request used; a probe in flight is kept."""
+        """Drop the verdicts that no other request uses; probes in flight are kept."""
         keys = list(self._by_request.pop(request, ()))
         known = self._known(keys)
         self._verdicts.update(tuple(known), [verdict - _PHASES for verdict in known.values()])
@@ -569,10 +583,10 @@ class ProbedIndex(KeyIndex):
         return len(self._verdicts)
 
     def _chains(self, keys: Sequence[OffloadKey]) -> _Chains:
-        """Return queued keys as chains of one request and KV-cache group, head to tail.
+        """Split queued keys into chains, each of one request and KV-cache group, head to tail.
 
-        A sliding-window group is looked up tail first and has chains of one key: its blocks can be
-        present and useful without the preceding ones.
+        Keys of a sliding-window group were looked up tail first. Each of them is a chain of its
+        own, because its block is useful without the preceding ones.
         """
         chains: _Chains = {}
         last: dict[tuple[Hashable, int], tuple[int, int]] = {}
@@ -587,9 +601,9 @@ class ProbedIndex(KeyIndex):
         return chains
 
     def _before(self, chains: _Chains) -> tuple[tuple[OffloadKey, ...], ...]:
-        """Return for each chain the keys that directly precede it, looked up or not.
+        """Return for each chain the keys of the blocks directly before it in the prompt.
 
-        Empty for the chains of a group that is looked up tail first and so has several chains.
+        None for the chains of a group with several chains, which was looked up tail first.
         """
         if self._keys_before <= 0:
             return ()
@@ -601,7 +615,7 @@ class ProbedIndex(KeyIndex):
         )
 
     def _known(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
-        """Return key -> verdict for the keys that have one."""
+        """Return key -> verdict for the keys that have a verdict."""
         found = zip(keys, self._verdicts.find(keys), strict=True)
         return {key: verdict for key, verdict in found if verdict is not None}
 
@@ -626,17 +640,17 @@ class ProbedIndex(KeyIndex):
 class CostGatedIndex(KeyIndex):
     """Queries an inner index only for requests that miss enough blocks for a load to pay.
 
-    A lookup reaches this index with the keys that the primary and the nearer tiers lack. A
-    request's number of missed blocks is known at the end of the step of its first lookup, or once
-    nearer tiers have resolved all its keys. Until then the answer is RETRY; then it is MISS if the
-    request misses too few blocks. Such a request is served after all if a later lookup misses more.
+    The keys of its lookups are *missed*: the primary and the nearer tiers lack them. The number of
+    blocks that a request misses is known at the end of the step of its first lookup, or when the
+    nearer tiers have resolved all its keys. Until then the answer is RETRY. Afterwards it is MISS
+    if the request misses too few blocks (the request is *declined*), until it has missed enough.
 
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
         break_even: Measures the number of blocks from which a load pays; None: only the configured
             minimum applies.
-        has_decided: Whether the end of the last step has changed the answer for a request.
+        has_decided: Whether the answers for a request have changed at the end of the last step.
         unknown: Request -> keys that a nearer tier has not resolved yet. Read-only.
     """
 
@@ -664,9 +678,9 @@ class CostGatedIndex(KeyIndex):
         """Undecided request -> its keys answered with RETRY, which have to be looked up again. A
         decided request stays until the end of the step."""
         self._news: dict[Hashable, None] = {}
-        """Requests in `unknown` that the next `settle` must check with the nearer tiers."""
+        """Requests in `unknown` whose keys the next `settle` must look up in the nearer tiers."""
         self._blocked: dict[OffloadKey, dict[Hashable, None]] = {}
-        """First unknown key -> requests in `unknown` that wait for that key."""
+        """Key that the nearer tiers have not resolved -> the requests for which it comes first."""
         self._explorer: Hashable = None
 
     @property
@@ -677,7 +691,7 @@ class CostGatedIndex(KeyIndex):
     def lookup_many(
         self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
     ) -> list[LookupResult]:
-        """Return the inner index's answers; RETRY, then MISS, if too few blocks are missed."""
+        """Return the inner index's answers; RETRY while undecided, MISS for a declined request."""
         if request not in self._worthwhile:
             missed = self._missed.get(request)
             if missed is None:
@@ -691,7 +705,7 @@ class CostGatedIndex(KeyIndex):
         return self._index.lookup_many(keys, request, stop_at_miss=stop_at_miss)
 
     def declines(self, request: Hashable) -> bool:
-        """Return whether a request is answered MISS because it misses too few blocks."""
+        """Return whether a request is declined: it misses too few blocks."""
         return request in self._missed and request not in self._deferred
 
     def expect(self, keys: Sequence[OffloadKey], request: Hashable) -> None:
@@ -705,7 +719,7 @@ class CostGatedIndex(KeyIndex):
         unknown.update(dict.fromkeys(keys))
 
     def resolved(self, keys: Sequence[OffloadKey]) -> None:
-        """Re-examine requests that wait for these keys, which a nearer tier has resolved."""
+        """Have the next `settle` examine the requests that wait for these resolved keys."""
         if self._blocked:
             for key in keys:
                 self._news.update(self._blocked.pop(key, {}))
@@ -713,11 +727,11 @@ class CostGatedIndex(KeyIndex):
     def settle(
         self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult], *, all_requests: bool
     ) -> None:
-        """Count the blocks that all nearer tiers lack; call before each end of a step.
+        """Add the keys that all nearer tiers lack to the missed ones; call before a step's end.
 
         Args:
-            ask_nearer: Returns the nearer tiers' answer for a key; RETRY if one is outstanding.
-            all_requests: Whether to check all requests, not only those with resolved keys.
+            ask_nearer: Looks a key up in the nearer tiers; RETRY while an answer is outstanding.
+            all_requests: Whether to examine all requests, not only those with resolved keys.
         """
         news, self._news = self._news, {}
         if all_requests:
@@ -741,11 +755,11 @@ class CostGatedIndex(KeyIndex):
         del self.unknown[request]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Record stored or discovered blocks."""
+        """Record that the tier has these blocks."""
         self._index.appeared(keys)
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Record that blocks are gone, or that a load failed with a transient error."""
+        """Record that the tier does not have these blocks any more; see `KeyIndex.vanished`."""
         self._index.vanished(keys, surely=surely)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -757,7 +771,7 @@ class CostGatedIndex(KeyIndex):
         return self._index.peek(key)
 
     def next_probe(self) -> StartProbe | None:
-        """End a step: decide which requests miss too few blocks; return the next probe."""
+        """End a step: admit or decline the undecided requests; return the next probe."""
         self._decide(may_explore=True)
         return self._index.next_probe()
 
@@ -766,7 +780,7 @@ class CostGatedIndex(KeyIndex):
         self._index.answered(generation, present)
 
     def left_alone(self) -> None:
-        """Record that the tier is suspended: no probe may start."""
+        """End a step in which the tier is suspended: admit or decline the undecided requests."""
         self._decide(may_explore=False)
         self._index.left_alone()
 
@@ -788,7 +802,7 @@ class CostGatedIndex(KeyIndex):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an answer is outstanding, or a request undecided."""
+        """Whether an answer is outstanding or a request is undecided."""
         return bool(self._deferred) or self._index.is_waiting
 
     @property
@@ -797,7 +811,7 @@ class CostGatedIndex(KeyIndex):
         return self._index.probes_outstanding
 
     def _decide(self, *, may_explore: bool) -> None:
-        """Decide the deferred requests; notify listeners of their keys, whose answers change."""
+        """Admit or decline each deferred request, and notify the listeners of its keys."""
         if self.break_even is not None:
             self._needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
         deferred, self._deferred = self._deferred, {}
@@ -821,7 +835,7 @@ class CostGatedIndex(KeyIndex):
             self._notify(tuple(told))
 
     def _ask(self, request: Hashable) -> None:
-        """Query the inner index for a request's missed keys, and for all its later lookups."""
+        """Admit a request: look its missed keys up, and forward all its later lookups."""
         self._worthwhile.add(request)
         self._forget_unknown(request)
         self._index.lookup_many(tuple(self._missed.pop(request)), request)
@@ -838,7 +852,7 @@ class CostGatedIndex(KeyIndex):
             self._blocked.pop(first, None)
 
     def _explore(self, declined: Mapping[Hashable, int]) -> None:
-        """Admit the declined request that misses most blocks, if the measurements are stale."""
+        """If the measurements are stale, admit the declined request that misses most blocks."""
         request = max(declined, key=declined.__getitem__)
         break_even = self.break_even
         if break_even is None or declined[request] < self._min_blocks or not break_even.may_explore:
@@ -865,7 +879,7 @@ class AskedIndex(KeyIndex):
 
         Args:
             ask: Returns HIT, MISS or RETRY without blocking, for a key and its request.
-            request_ended: Called with each request that submits no more jobs.
+            request_ended: Called with a request when no more jobs will be submitted for it.
         """
         super().__init__()
         self._ask = ask
@@ -883,7 +897,7 @@ class AskedIndex(KeyIndex):
         return answers
 
     def peek(self, key: OffloadKey) -> LookupResult:
-        """Return HIT: the tier may have the key."""
+        """Return HIT: only a lookup tells whether the tier has the key."""
         return LookupResult.HIT
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

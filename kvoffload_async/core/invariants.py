@@ -24,7 +24,7 @@ class Invariant(Generic[S]):
     """A condition that always holds.
 
     Attributes:
-        name: P1 to P26.
+        name: Its identifier, P1 to P26.
         statement: The condition.
         violations: Returns a text for each violation.
     """
@@ -41,7 +41,7 @@ class Invariant(Generic[S]):
 
 
 def lines_are_kept(planner: Planner) -> Iterator[str]:
-    """P26."""
+    """P26: requests without room are in line; those behind others retain no blocks."""
     lines = planner.promotions.lines.waiting()
     live = set(planner.requests.values())
     own = Counter(job.req_context for job in _writers(planner) for _ in job.keys)
@@ -62,7 +62,7 @@ def lines_are_kept(planner: Planner) -> Iterator[str]:
 
 
 def jobs_are_counted(planner: Planner) -> Iterator[str]:
-    """P1."""
+    """P1: the counted jobs without a result are the jobs under way."""
     counters = planner.counters
     under_way = counters.jobs_submitted - counters.job_results
     if under_way != len(planner.jobs):
@@ -73,7 +73,7 @@ def jobs_are_counted(planner: Planner) -> Iterator[str]:
 
 
 def counters_add_up(planner: Planner) -> Iterator[str]:
-    """P24."""
+    """P24: each counter equals the sum of its parts."""
     of_planner, of_primary = planner.counters, planner.primary.counters
     sums = [
         (
@@ -106,14 +106,14 @@ def counters_add_up(planner: Planner) -> Iterator[str]:
 
 
 def half_open_breakers_have_a_try(planner: Planner) -> Iterator[str]:
-    """P25."""
+    """P25: a half-open breaker has a trial under way."""
     for tier in planner.tiers:
         for direction in tier.health.stuck_breakers(list(tier.jobs.unreported())):
             yield f"no try is under way for the {direction} of {tier.name}"
 
 
 def slots_are_partitioned(planner: Planner) -> Iterator[str]:
-    """P3."""
+    """P3: each slot is free, held, or in use by one block."""
     primary = planner.primary
     free, held = primary.pool.free_slots(), primary.pool.retained_slots()
     blocks = list(primary.resident())
@@ -138,7 +138,7 @@ def slots_are_partitioned(planner: Planner) -> Iterator[str]:
 
 
 def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
-    """P4."""
+    """P4: each pin, each write and each job's slot is accounted for."""
     blocks = {key: (slot, refs) for key, slot, refs in planner.primary.resident()}
     yield from _pins(planner, {key: max(refs, 0) for key, (_, refs) in blocks.items()})
     yield from _writes(planner, {key for key, (_, refs) in blocks.items() if refs < 0})
@@ -146,7 +146,7 @@ def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
 
 
 def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
-    """P7."""
+    """P7: a key has at most one promotion under way; promotions stay within the cap."""
     for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
             yield f"block {key.hex()} has {count} promotions under way"
@@ -160,7 +160,7 @@ def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
 
 
 def what_is_retained_is_waited_for(planner: Planner) -> Iterator[str]:
-    """P22."""
+    """P22: blocks are retained only for requests that wait."""
     for ctx, request in planner.requests.items():
         if request.retained and not planner.retention.has_reason(request):
             count = len(request.retained)
@@ -168,7 +168,7 @@ def what_is_retained_is_waited_for(planner: Planner) -> Iterator[str]:
 
 
 def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
-    """P21."""
+    """P21: each tier's slots are counted, and the tiers stay within their shares."""
     shares = planner.shares
     promised = Counter(tier for tier, _, _ in planner.promotions.unflushed())
     for index, tier in enumerate(planner.tiers):
@@ -189,7 +189,7 @@ def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
 
 
 def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
-    """P10."""
+    """P10: the tiers were notified of each request that can submit no more jobs."""
     for ctx, request in planner.requests.items():
         if request.can_end:
             yield f"the tiers were not told that request {ctx.req_id!r} has finished"
@@ -199,7 +199,7 @@ def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
 
 
 def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
-    """P13."""
+    """P13: the eviction policy ranks exactly the resident blocks."""
     primary = planner.primary
     ranked = list(primary.policy.resident())
     resident = {slot: key for key, slot, _ in primary.resident()}
@@ -216,7 +216,7 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
 
 
 def pending_work_is_known(planner: Planner) -> Iterator[str]:
-    """P16."""
+    """P16: work is pending exactly while a job has no result, or a block can cascade."""
     parked = [ctx.req_id for ctx, request in planner.requests.items() if request.parked]
     cascades = planner.cascades
     takers = [
@@ -234,7 +234,7 @@ def pending_work_is_known(planner: Planner) -> Iterator[str]:
 
 
 def what_is_pending_is_readable(planner: Planner) -> Iterator[str]:
-    """P23."""
+    """P23: pending blocks are readable, and are protected while their tier works."""
     readable = {slot for _, slot, refs in planner.primary.resident() if refs >= 0}
     for index, (tier, queue) in enumerate(zip(planner.tiers, planner.cascades.queues, strict=True)):
         for slot in set(queue.slots()) - readable:
@@ -258,7 +258,7 @@ def what_is_pending_is_readable(planner: Planner) -> Iterator[str]:
         yield "evictions are watched although nothing is pending, or not although something is"
 
 
-# -- reasons ------------------------------------------------------------------------------------
+# -- parts of P4 and P23 ------------------------------------------------------------------------
 
 
 def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
@@ -305,7 +305,7 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
 
 
 def _readers(planner: Planner) -> Iterator[JobMetadata]:
-    """Return the cascades whose copies may still run, each with a pin."""
+    """Return the cascades whose copies may still run; each pins its blocks."""
     return (job for _, job in _reading_jobs(planner))
 
 

@@ -47,7 +47,7 @@ class TouchBlocks:
 
     keys: tuple[OffloadKey, ...]
     ctx: ReqContext | None = None
-    """The request on whose behalf an external manager is called."""
+    """The request to name in the call of an external manager."""
 
 
 TierEffect = StartJob | StartProbe | TouchBlocks
@@ -88,8 +88,9 @@ class JobRecord:
     Attributes:
         job: The job.
         state: Its state.
-        holds_slots: Whether an orphaned job keeps its slots allocated. Otherwise (a cascade
-            before a reset of the primary) it keeps its keys pinned.
+        holds_slots: Whether the slots of an orphaned job are held until the copy ends: those of a
+            promotion and, after a reset of the primary, of a cascade. Before a reset, a cascade's
+            blocks are pinned instead.
     """
 
     __slots__ = ("holds_slots", "job", "state")
@@ -191,7 +192,7 @@ class Ledger:
         return None if record is None else record.state
 
     def job_of(self, job_id: JobId) -> JobMetadata:
-        """Return a known job, one whose `state_of` is not None."""
+        """Return a job whose `state_of` is not None."""
         return self._records[job_id].job
 
     def unreported(self) -> Iterator[JobMetadata]:
@@ -202,7 +203,7 @@ class Ledger:
         yield from (job for job, _ in self.ended)
 
     def orphaned(self) -> Iterator[JobRecord]:
-        """Iterate over the orphaned jobs whose result was taken but whose release was not."""
+        """Iterate over the orphaned jobs whose results were taken, but not their releases."""
         ended = {job.job_id for job, _ in self.ended}
         late = [r for r in self._records.values() if r.state is JobState.ORPHANED]
         yield from (r for r in (*self.released, *late) if r.job.job_id not in ended)
@@ -267,7 +268,7 @@ class Ledger:
         (JobState.FLYING, JobAbandoned): _orphan,
         (JobState.ORPHANED, Launched): None,
         (JobState.ORPHANED, JobSettled): _release,
-        # Abandoned by the owner and overdue in the tier, in either order.
+        # A job may be abandoned by the owner and become overdue in the tier, in either order.
         (JobState.ORPHANED, JobOverdue): _stay,
         (JobState.ORPHANED, JobAbandoned): _stay,
         (JobState.SETTLED, Launched): None,

@@ -37,7 +37,7 @@ _HIT: Final = LookupResult.HIT
 _PENDING: Final = LookupResult.HIT_PENDING
 _MISS: Final = LookupResult.MISS
 _KEYS_AT_ONCE: Final = 256
-"""Keys per batch of a lookup; bounds the keys looked up needlessly behind a miss."""
+"""Maximum number of keys per batch of a lookup; limits the keys looked up beyond a miss."""
 
 
 class Planner:
@@ -88,15 +88,16 @@ class Planner:
 
     @property
     def sources(self) -> list[TierLookup]:
-        """The lookup source of each tier: its `TierState`, or an observer that wraps it."""
+        """The object through which each tier is looked up: its `TierState`, or a wrapper of it."""
         return self._search.sources
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
-        """Begin a request; raises StateError if `ctx` is live or its id is reserved by the engine.
+        """Begin a request. Several live requests may share an id.
 
-        Several live requests may share an id.
+        Raises:
+            StateError: `ctx` is live already, or its id is reserved for the engine.
         """
         if ctx.req_id == ENGINE_REQ_ID:
             raise StateError(f"request {ctx.req_id!r}: the id is the engine's own; take another")
@@ -106,7 +107,7 @@ class Planner:
         self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
-        """End a request: commit its recency now, notify tiers once it can submit no more jobs."""
+        """End a request: rank its blocks now; notify the tiers when it can submit no more jobs."""
         request = self._live_request(ctx)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
@@ -181,7 +182,10 @@ class Planner:
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for absent keys, None if there is no room; ends the request's wait."""
+        """Reserve slots for absent keys; None if there is no room.
+
+        The request is being computed, so it no longer waits for loads.
+        """
         request = self._live_request(ctx)
         require_keys(keys)
         self._proceed(request)
@@ -240,7 +244,9 @@ class Planner:
                 self._job_released(index, record)
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:
-        """Submit promotions and pending cascades, forward uses, release unneeded retained blocks.
+        """End a step: submit promotions and pending cascades, and report used blocks to the tiers.
+
+        Also releases the retained blocks that no request waits for any more.
 
         Args:
             scheduled: Ids of requests whose computation began in this step.
@@ -267,7 +273,7 @@ class Planner:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job has no result yet, or a pending block can cascade."""
+        """Whether a job has no result yet, or a block waits to cascade and its tier can take it."""
         return self.counters.jobs_submitted != self.counters.job_results or self.cascades.has_work
 
     @property
@@ -307,7 +313,7 @@ class Planner:
         self.promotions_paused = True
 
     def reset_flushed(self) -> None:
-        """Resume promotions: no copy started before the reset accesses the primary any more."""
+        """Resume promotions; call when all copies that started before the reset have ended."""
         self.promotions_paused = False
 
     def release_retained(self) -> None:
@@ -323,7 +329,7 @@ class Planner:
             self._end_if_done(request)
         self.own.close()
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _job_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         self.counters.job_results += 1
@@ -336,7 +342,7 @@ class Planner:
     def _promotion_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
         if result.orphaned:
-            good = frozenset()  # no block has landed while the copy runs, whatever the tier reports
+            good = frozenset()  # the copy still runs, so no block is complete yet
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
         request = self.requests.get(job.req_context)
@@ -359,7 +365,7 @@ class Planner:
             self.cascades.released(index, record, self.now_s)
 
     def _misses(self, key: OffloadKey, request: RequestState) -> bool:
-        """Return whether the primary and all tiers surely lack a key; count the lookup if so."""
+        """Return whether the primary and all tiers are known to lack a key; if so, count a miss."""
         if self.promotions_paused or self.primary.lookup(key) is not _MISS:
             return False
         if not self._search.all_lack(key, request, self.now_s):
@@ -394,7 +400,14 @@ class Planner:
         *,
         stop_at_miss: bool,
     ) -> list[LookupResult | MissReason]:
-        """Return the answers for keys, at least one of which the primary lacks."""
+        """Look up keys in the tiers that the primary lacks; return the answers for all `keys`.
+
+        Args:
+            keys: The keys, at least one of which the primary lacks.
+            in_primary: The primary's answers.
+            request: The request.
+            stop_at_miss: See `lookup_many`.
+        """
         absent = [key for key, found in zip(keys, in_primary, strict=True) if found is _MISS]
         verdicts = self._search.ask(
             absent,
@@ -406,7 +419,7 @@ class Planner:
         last, verdict = next(reversed(verdicts.items()))
         if stop_at_miss and isinstance(verdict, str):
             keys = keys[: keys.index(last) + 1]
-        # Recorded before the promotions, which must not evict this step's hits.
+        # Before the promotions are reserved: they must not evict the hits of this step.
         if _HIT in in_primary:
             found_now = zip(keys, in_primary, strict=False)
             self._found += [key for key, found in found_now if found is _HIT]
@@ -425,7 +438,7 @@ class Planner:
         outcomes: Sequence[LookupResult | MissReason],
         request: RequestState,
     ) -> list[LookupResult]:
-        """Update the lookup counters; return the answers with each miss reason as MISS."""
+        """Update the lookup counters; return the outcomes, with miss reasons replaced by MISS."""
         counters = self.counters
         answers: list[LookupResult] = []
         hits: list[OffloadKey] = []
@@ -451,12 +464,12 @@ class Planner:
         return answers
 
     def _begin_round(self, request: RequestState) -> None:
-        """Begin a request's series of lookups; ends that of the previous request."""
+        """Begin a request's series of lookups; the previous request's series ends."""
         self._asking = request
         self.retention.begin_round(request, self.now_s)
 
     def _decide(self, request: RequestState) -> bool:
-        """End a request's wait for lookups; return whether it was waiting."""
+        """Record how long a request waited for its lookups; return whether it was waiting."""
         asked_s = request.proceed()
         if asked_s is None:
             return False

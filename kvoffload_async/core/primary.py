@@ -61,7 +61,7 @@ class AdmissionFilter:
         return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
 
     def offered(self, keys: Sequence[OffloadKey]) -> None:
-        """Count one offer of each key; drop the least recently offered keys when full."""
+        """Count one offer of each key; at capacity, stop tracking the least recently offered."""
         for key, count in zip(keys, self._counts_with(keys), strict=True):
             number = self._table.get(key)
             if number is not None:
@@ -109,10 +109,11 @@ class Loads:
     def end(
         self, ctx: ReqContext, keys: Sequence[OffloadKey], *, may_be_unknown: bool
     ) -> Collection[OffloadKey]:
-        """End a load; return the recorded ones of its keys, to be unpinned.
+        """End a load; return the keys to unpin, which are those with a recorded load.
 
         Raises:
-            StateError: A key has no recorded load and not `may_be_unknown`; nothing has changed.
+            StateError: A key has no recorded load, and `may_be_unknown` is false; nothing has
+                changed.
         """
         loads = self._loads.get(ctx, Counter())
         known = asked = Counter(keys)
@@ -141,7 +142,7 @@ class Loads:
 
 
 class RecencyLog:
-    """Logical accesses of the live requests."""
+    """Records the blocks that live requests use, until they are ranked at the request's end."""
 
     def __init__(self, rank: Callable[[Iterable[tuple[OffloadKey, bool]]], None]) -> None:
         """Start empty.
@@ -168,7 +169,7 @@ class RecencyLog:
         return ctx in self._accesses
 
     def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
-        """Record that a live request used keys; the first use of a key sets its `reused` flag.
+        """Record that a live request used keys; `reused` of a key is that of its first use.
 
         Raises:
             StateError: The request is not live.
@@ -240,7 +241,7 @@ class SlotPool:
         """Allocate `count` slots.
 
         Raises:
-            InvariantError: Fewer are free.
+            InvariantError: Fewer than `count` slots are free.
         """
         if count > self.unused.count:
             raise InvariantError(f"{count} slots asked for, {self.unused.count} free")
@@ -277,7 +278,7 @@ class SlotPool:
                 self.unused.give_back([slot])
 
     def reset(self, still_touched: Iterable[int]) -> None:
-        """Free all slots except held ones; each entry of `still_touched` adds one hold."""
+        """Free all slots except held ones; hold each slot once per entry in `still_touched`."""
         for slot in still_touched:
             self.holds[slot] = self.holds.get(slot, 0) + 1
         self._states = bytearray(self.num_slots)
@@ -300,10 +301,11 @@ class SlotPool:
 
 
 class LastToGo:
-    """Eviction candidates of the policy that are protected: their blocks are pending for a tier.
+    """The protected slots that the policy has proposed for eviction, in that order.
 
-    Ordered as the policy proposed them, which is by rank. The policy proposes a slot once until it
-    is released, so protected slots are not scanned again. Memory: 9 bytes per slot, once used.
+    Their blocks are pending for a tier, so they are evicted only when no others are left. The
+    policy proposes in rank order, and does not propose a slot again until it is released: this
+    list saves a scan of the protected slots. Memory: 9 bytes per slot, once used.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -334,7 +336,7 @@ class LastToGo:
         return members
 
     def first(self, count: int) -> list[int]:
-        """Return up to `count` members, first first."""
+        """Return up to `count` members, the oldest first."""
         return [] if self._in_order is None else list(islice(self._in_order.walk(), count))
 
     def clear(self) -> None:
@@ -354,10 +356,10 @@ class ResidentBlocks:
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        decided: Called with keys whose writes have succeeded or failed, but not by a reset.
-        on_write_ended: Called likewise, for `Cascades`; set while it waits for such writes.
-        room_made: Number of times that a slot became free or evictable. A store that found no room
-            can place at most as many blocks as this has grown since.
+        decided: Called with the keys whose writes have succeeded or failed, except by a reset.
+        on_write_ended: Called with the same keys, while `Cascades` waits for a write to end.
+        room_made: Number of times that a slot became free or evictable. After a store that found
+            no room, its increase is the maximum number of blocks for which there may be room now.
         counters: Counts of loads, stores, evictions and lookups.
     """
 
@@ -433,7 +435,10 @@ class ResidentBlocks:
             self._unhold(slots)
 
     def protect(self, slots: Iterable[int]) -> None:
-        """Evict the readable blocks in these slots last: they are pending for one more tier."""
+        """Protect readable blocks, so that they are evicted last: they are pending for a tier.
+
+        A block that is pending for several tiers is protected once for each of them.
+        """
         refs = self._refs
         num_idle = 0
         for slot in slots:
@@ -445,7 +450,7 @@ class ResidentBlocks:
         self._protected += num_idle
 
     def unprotect(self, slots: Iterable[int]) -> None:
-        """Undo one `protect` of each slot."""
+        """Undo one `protect` of each slot; without any, its block is evictable again."""
         refs = self._refs
         released: list[int] = []
         for slot in slots:
@@ -492,9 +497,9 @@ class ResidentBlocks:
         return self._blocks.keys_of(tuple(self._policy.resident()))
 
     def forgotten(self) -> list[OffloadKey]:
-        """Return evictable keys that the policy skips; empty unless an invariant is broken.
+        """Return evictable keys that the policy would never propose for eviction.
 
-        For invariants and inspection.
+        Empty unless an invariant is broken. For invariants and inspection.
         """
         return self._blocks.keys_of([s for s in self._policy.skipped() if not self._refs[s]])
 
@@ -520,7 +525,7 @@ class ResidentBlocks:
     def _sorted_out(
         self, keys: Sequence[OffloadKey]
     ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
-        """Return the absent keys, the readable keys, and the slots of readable unpinned keys."""
+        """Classify keys: (absent keys, readable keys, slots of readable keys without pins)."""
         refs = self._refs
         missing: list[OffloadKey] = []
         readable: list[OffloadKey] = []
@@ -586,7 +591,7 @@ class ResidentBlocks:
             if slot is not None:
                 slots.append(slot)
                 reused.append(again)
-        if self._protected:  # the access changes their rank
+        if self._protected:  # the access changes the rank, so the policy must propose them anew
             self._policy.released(self._last_to_go.discard(slots))
         self._policy.access(slots, reused)
 
@@ -601,7 +606,7 @@ class BlockState(enum.Enum):
 
 
 class Primary(ResidentBlocks):
-    """Bookkeeping of `num_slots` slots; transfers no data.
+    """The primary tier's `num_slots` slots: requests, stores, loads and evictions, but no data.
 
     Operations validate their arguments before they change state.
 
@@ -738,7 +743,7 @@ class Primary(ResidentBlocks):
             used = self._recency.used_by(ctx)
             is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
             idle = self.pool.unused.count + self._idle - len(unpinned)
-            if len(wanted) > idle - len(used):  # the policy may find too few other blocks
+            if len(wanted) > idle - len(used):  # too few may be left besides its own prefix
                 unpinned |= self._sorted_out([key for key in used if is_own_prefix(key)])[2]
                 is_own_prefix = None
                 room = self._room_beside(unpinned)
@@ -770,7 +775,7 @@ class Primary(ResidentBlocks):
         return self._protected
 
     def _room_beside(self, unpinned: Collection[int]) -> int:
-        """Return how many slots can be reserved without evicting the `unpinned` ones."""
+        """Return how many slots can be reserved without evicting the blocks in `unpinned`."""
         if self.drops_pending:
             return self.room - len(unpinned)
         return self.room - sum(not self._refs[slot] for slot in unpinned)
@@ -803,8 +808,8 @@ class Primary(ResidentBlocks):
     ) -> list[OffloadKey]:
         """End the request's write of `keys`; return the keys that the request was writing.
 
-        Keys that are readable, absent, or written by another request are ignored. A grant of an
-        earlier generation is ignored as a whole; see `complete_load`.
+        Keys that are readable, absent, or written by another request are ignored. After a reset,
+        so is a whole grant of an earlier generation; see `complete_load`.
         """
         writers = self._writers
         mine: list[OffloadKey] = []
@@ -836,7 +841,7 @@ class Primary(ResidentBlocks):
         return slots
 
     def release_slots(self, slots: Sequence[int]) -> None:
-        """Free held slots."""
+        """Undo one hold of each slot, when a copy has ended; without holds, a slot is free."""
         self.pool.release(slots)
         self.room_made += len(slots)
 
@@ -844,7 +849,8 @@ class Primary(ResidentBlocks):
         """Drop all keys, pins and writes; live requests stay live.
 
         Args:
-            still_touched: Slots that orphaned copies access, once per copy; they become held.
+            still_touched: Slots that orphaned copies may access, once per copy; they are held
+                until `release_slots`.
         """
         self.generation += 1
         removed = [key for key, _, refs in self.resident() if refs >= 0]
@@ -902,7 +908,7 @@ class Primary(ResidentBlocks):
         """Return how many loads pin each key. For invariants and inspection."""
         return self.loading.total()
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _reserve_beside(
         self,
@@ -911,7 +917,7 @@ class Primary(ResidentBlocks):
         writer: ReqContext,
         is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Call `_reserve` with the blocks in the `unpinned` slots kept from eviction."""
+        """Call `_reserve` while the blocks in the slots `unpinned` are pinned temporarily."""
         if not unpinned:
             return self._reserve(missing, writer, is_own_prefix)
         room_made = self.room_made
@@ -920,7 +926,7 @@ class Primary(ResidentBlocks):
             return self._reserve(missing, writer, is_own_prefix)
         finally:
             self._unhold(unpinned)
-            self.room_made = room_made  # the blocks were evictable before
+            self.room_made = room_made  # no room was made: the blocks had been evictable
 
     def _reserve(
         self,
@@ -942,7 +948,7 @@ class Primary(ResidentBlocks):
             return None
         evicted = self._evict(victims) if victims else []
         if len(victims) == len(missing):
-            slots = victims[::-1]  # same result as freeing and allocating them
+            slots = victims[::-1]  # the order in which the pool would allocate them
         else:
             if victims:
                 self.pool.free(victims)
@@ -973,13 +979,16 @@ class Primary(ResidentBlocks):
         deficit: int,
         is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> list[int] | None:
-        """Return victims' slots, None if too few; protected slots only when no others are left."""
+        """Choose `deficit` slots to evict, protected ones only if no others are left.
+
+        None if the policy finds too few.
+        """
         is_evictable = self._may_go_first if self._protected else self._may_go
         if is_own_prefix is not None:
             return self._make_room_beside(missing, deficit, is_evictable, is_own_prefix)
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
-            # The policy has proposed every candidate: the rank of protected slots is known.
+            # The policy has proposed every slot, so `_last_to_go` has all protected ones in order.
             self.on_evicted(self._last_to_go.first(deficit - self._idle))
             victims = self._policy.make_room(missing, deficit, is_evictable)
         return victims
@@ -991,7 +1000,7 @@ class Primary(ResidentBlocks):
         is_evictable: Callable[[int], bool],
         is_own_prefix: Callable[[OffloadKey], bool],
     ) -> list[int] | None:
-        """Return the victims' slots; never evicts blocks for which `is_own_prefix` is true."""
+        """Choose slots to evict, but none whose key satisfies `is_own_prefix`."""
         skipped: list[int] = []
         key_of = self._blocks.key_of
 
@@ -1008,7 +1017,7 @@ class Primary(ResidentBlocks):
         return victims
 
     def _may_go_first(self, slot: int) -> bool:
-        """Return whether the block in a slot is evictable; record it if it is protected."""
+        """Return whether the block in a slot is evictable; add a protected one to the last."""
         count = self._refs[slot]
         if count > 0 and not count & PINS:
             self._last_to_go.note(slot)

@@ -29,7 +29,8 @@ class Promotions:
     blocks. It counts against its tier's share until the block has landed, or, if given up, until
     the copy has ended.
 
-    A promotion without room waits in its tier's line if other users will free room by themselves.
+    A request without room for a promotion waits in its tier's line (a FIFO queue), if room will be
+    freed without any action of that request.
 
     Not thread-safe; call only from the owner's thread.
 
@@ -64,7 +65,7 @@ class Promotions:
         return self._retention.in_flight + self._retention.retained_slots
 
     def unflushed(self) -> Iterator[tuple[int, OffloadKey, int]]:
-        """Iterate over (tier, key, slot) of this step's reservations.
+        """Iterate over (tier, key, slot) for this step's reservations.
 
         For invariants and inspection.
         """
@@ -103,25 +104,26 @@ class Promotions:
         return count, self._wait(tier, request, keys[count:])
 
     def flush(self) -> Iterator[tuple[int, RequestState, Sequence[OffloadKey], Sequence[int]]]:
-        """Detach the step's batches: (tier, request, keys, slots)."""
+        """Remove this step's reservations; yield them as (tier, request, keys, slots)."""
         batches, self.batches = self.batches, {}
         for (tier, _), (request, keys, slots) in batches.items():
             request.unflushed_promotions -= len(keys)
             yield tier, request, keys, slots
 
     def land(self, tier: int, keys: Sequence[OffloadKey], request: RequestState | None) -> None:
-        """Make promoted blocks readable, and retain them for the request if it still waits."""
+        """Make the promoted blocks readable; retain them for the request if it still waits."""
         self._end(tier, keys)
         self._primary.complete_write(keys, success=True)
         if request is not None and request.waits:
             self._retention.retain(request, keys, promoted=True)
 
     def serve(self, now_s: float) -> None:
-        """Notify the first request in each line whose lookup would now be answered otherwise.
+        """Notify the first request in each line that should repeat its lookup.
 
-        Call at the end of a step. A request is notified once for the same amount of room. A request
-        that gets no room stays first until its next lookup, which then answers MISS. If it waits at
-        another tier by then, it leaves this line.
+        Call at the end of a step. A request is notified when there is more room for it than at
+        the last notification, or when no room will come: then its next lookup answers MISS, and
+        until then it stays first in line. If it waits for room of another tier by then, it leaves
+        this line.
         """
         lines = self.lines
         for tier, _ in lines.firsts():
@@ -148,14 +150,17 @@ class Promotions:
         self._primary.complete_write(keys, success=False)
 
     def orphan(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Give up blocks whose copy still runs; return their slots, still in the tier's share."""
+        """Give up promotions whose copy still runs; return the slots of their blocks.
+
+        The slots count against the tier's share until the copy has ended.
+        """
         self._retention.in_flight -= len(keys)
         return self._primary.orphan_write(keys)
 
     def reset(self) -> None:
         """Drop all reservations except slots of orphaned copies; call before `Primary.reset`."""
         for _ in self.flush():
-            pass  # flush() detaches the batches; no jobs are created
+            pass  # drop the reservations without submitting jobs
         self._retention.reset()
         for tier in self._tiers:
             late = (record.job for record in tier.jobs.orphaned())
@@ -201,7 +206,7 @@ class Promotions:
         state, shares, primary = self._tiers[tier], self._shares, self._primary
         if not shares.room_to_load(tier):
             if state.counters.loads_in_flight or self.batches:
-                return True  # the request's own loads also leave the share once landed
+                return True  # the end of any load makes room in the share, also of its own loads
             if state.promotion_slots >= shares.promotions:
                 return False
         elif primary.loading.num_pins or primary.stored_now > len(request.writing):
@@ -211,10 +216,11 @@ class Promotions:
         return stores or self._others_go_on(tier, request)
 
     def _others_go_on(self, tier: int, request: RequestState) -> bool:
-        """Return whether other requests hold slots under the cap and can proceed without more.
+        """Return whether other requests hold slots under the cap, and will release them.
 
-        If only the first requests of lines hold slots, the one of the lowest tier waits for the
-        others, so that they do not deadlock.
+        Requests that are first in another line may wait for this one's slots. If only such
+        requests hold slots, this one waits for them only if its tier is the lowest of all, which
+        prevents a deadlock.
         """
         held = self._retention.in_flight + self._retention.retained_slots
         held -= request.promoting + len(request.retained)
@@ -224,7 +230,10 @@ class Promotions:
         return held > 0 and tier < min(others.values(), default=tier)
 
     def _first_without_room(self, tier: int) -> RequestState | None:
-        """Return the first in line with keys absent from the primary; others leave the line."""
+        """Return the first request in a tier's line that still lacks blocks.
+
+        Requests before it leave the line: all their blocks are in the primary by now.
+        """
         while (first := self.lines.first(tier)) is not None:
             keys = tuple(first.refused[tier])
             answers = zip(keys, self._primary.lookup_many(keys), strict=True)
@@ -242,7 +251,7 @@ class Promotions:
 _RETRY: Final = LookupResult.RETRY
 
 Verdict = int | LookupResult | MissReason
-"""Index of the tier that has the block, RETRY if unknown yet, or the reason of a miss."""
+"""Result of a search: the tier that has the block, RETRY if it is unknown yet, or why none has."""
 
 
 class TierSearch:
@@ -271,9 +280,10 @@ class TierSearch:
         """By tier: (is available, loads permitted) of each nearer tier at the last `_settle`."""
 
     def all_lack(self, key: OffloadKey, request: RequestState, now_s: float) -> bool:
-        """Return whether all tiers have exact indexes and lack a key; count their lookups.
+        """Return whether every tier is known to lack a key; if so, count a lookup in each.
 
-        False as well if a tier is skipped. Tiers counted before are not asked again.
+        False also if a tier's index is not exact or if a tier is skipped. A tier that this request
+        has asked for the key before is not counted again.
         """
         if request.is_expired or request.failed:
             return False
@@ -301,7 +311,7 @@ class TierSearch:
         is_paused: bool,
         stop_at_miss: bool,
     ) -> dict[OffloadKey, Verdict]:
-        """Return the verdict on each key, in order.
+        """Look keys up in the tiers, nearest tier first; return the verdict on each, in order.
 
         Args:
             keys: Keys that are absent from the primary.
@@ -339,8 +349,8 @@ class TierSearch:
     ) -> dict[OffloadKey, LookupResult | MissReason]:
         """Reserve promotions for the blocks that tiers have; return the answers, in order.
 
-        HIT_PENDING: the block is being promoted. RETRY: a tier has not resolved the key yet, or has
-        the block and room will come.
+        HIT_PENDING: the block is being promoted. RETRY: a tier has not resolved the key yet, or a
+        tier has the block and the request waits for room.
         """
         answers: dict[OffloadKey, LookupResult | MissReason] = {}
         for verdict, run in groupby(verdicts, verdicts.__getitem__):
@@ -370,7 +380,7 @@ class TierSearch:
         return not request.is_expired
 
     def end_step(self, now_s: float) -> None:
-        """Update the cost-gated tiers that wait for nearer tiers with this step's answers."""
+        """Pass the nearer tiers' answers of this step to the cost-gated tiers that need them."""
         self.has_unknown = False
         for index, tier in enumerate(self._tiers):
             if tier.cost_gated is not None and tier.cost_gated.unknown:
@@ -393,7 +403,10 @@ class TierSearch:
         request: RequestState,
         verdicts: Mapping[OffloadKey, Verdict],
     ) -> list[OffloadKey]:
-        """Return the keys that all nearer tiers are known to lack."""
+        """Return the keys that all nearer tiers are known to lack; only these are looked up.
+
+        The other keys are unknown yet, and a cost-gated tier is told to expect them.
+        """
         if tier.cost_gated is not None:
             unknown = [key for key in keys if verdicts[key] is _RETRY]
             tier.cost_gated.expect(unknown, request.ctx)
@@ -408,7 +421,7 @@ class TierSearch:
         now_s: float,
         verdicts: dict[OffloadKey, Verdict],
     ) -> list[OffloadKey]:
-        """Return the keys for which a tier is not skipped."""
+        """Return the keys to look up in a tier; count the others as skipped."""
         tier = self._tiers[index]
         reason = tier.skips_load(request.ctx, now_s)
         left: list[OffloadKey] = []
@@ -428,7 +441,7 @@ class TierSearch:
         keys: Sequence[OffloadKey],
         verdicts: dict[OffloadKey, Verdict],
     ) -> None:
-        """Count the keys for which a tier is skipped."""
+        """Count the keys that are not looked up in a tier, and enter "skipped" as their verdict."""
         tier.counters.skipped_lookups[reason] += len(keys)
         for key in keys:
             if verdicts[key] == "absent":
@@ -443,7 +456,7 @@ class TierSearch:
         *,
         stop_at_miss: bool,
     ) -> None:
-        """Enter one tier's answers other than misses."""
+        """Look keys up in one tier; enter its hits and unknown answers in `verdicts`."""
         tier, lacking = self._tiers[index], request.lacking.setdefault(index, set())
         if stop_at_miss and not lacking.isdisjoint(keys):
             keys = keys[: [key in lacking for key in keys].index(True)]
@@ -453,7 +466,7 @@ class TierSearch:
             return
         answers = self.sources[index].lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
         missing: list[OffloadKey] = []
-        for key, answer in zip(keys, answers, strict=False):  # the answers may end with a miss
+        for key, answer in zip(keys, answers, strict=False):  # fewer answers after a miss
             if answer is LookupResult.MISS:
                 missing.append(key)
             else:

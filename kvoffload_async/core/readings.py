@@ -31,7 +31,7 @@ from kvoffload_async.statistics import (
 )
 
 Figures = tuple[Any, ...]
-"""Values copied from one object; treat as immutable."""
+"""Values of counters and gauges, copied from one object at one time; treat as immutable."""
 
 
 class Snapshot(NamedTuple):
@@ -84,9 +84,9 @@ def read_tier(
 
     Args:
         taken: From `take_tier`.
-        own: The tier's state, for figures that are read now, not from `taken`.
-        waiting_jobs: Launched jobs that the tier has not started.
-        gauges: Gauges that the tier reports.
+        own: The tier's state, for figures that are not part of `taken`.
+        waiting_jobs: Number of launched jobs that the tier has not started.
+        gauges: The tier's own gauges, by name.
     """
     counted, said = _TIER.named(taken), gauges or {}
     row_bytes = own.jobs.slot_bytes
@@ -139,11 +139,11 @@ _HOW: Final[dict[type[Any], Callable[[Any], Any]]] = {
     Histogram: Histogram.read,
     JobDurations: _read_durations,
 }
-"""Type of a figure that is not a number -> function that copies it."""
+"""Type of a figure that is not a number -> function that returns a copy of it."""
 
 
 class _FigureSet:
-    """A set of figures of an object, copied by `take` and named later by `named`.
+    """Copies a fixed set of figures of an object (`take`), and assigns names to a copy (`named`).
 
     The owner's thread calls `take` at the end of every step; any thread may call `named`.
     """

@@ -56,7 +56,7 @@ MAX_ID_CHARS: Final = 256
 
 _MAX_ERROR_CHARS: Final = 500
 _LEAST_ERROR_CHARS: Final = 60
-"""Maximum length of a stored error text, and the length reserved in a full record."""
+"""Length of an error text for which a started job reserves space; a full record cuts it to this."""
 
 RECENT: Final = 256
 """Number of latest requests searched for the slowest, on a thread other than the owner's."""
@@ -79,7 +79,7 @@ _END_BYTES: Final = 13 * _FIELD_BYTES + 4 * _LEAST_ERROR_CHARS
 
 
 class _Record:
-    """Record of one request."""
+    """The recorded events of one request, within `MAX_BYTES`."""
 
     __slots__ = (
         "asks_since_s",
@@ -108,7 +108,7 @@ class _Record:
         self.free_bytes = MAX_BYTES - _RECORD_BYTES
         self.began_s = began_s
         self.asks_since_s: float | None = None
-        """Time of its first lookup since it was last scheduled."""
+        """Time of the first lookup since the request was last scheduled."""
         self.waited_s = 0.0
         """As `RequestTimeline.waited_s`, but includes notes that were dropped."""
         self.finished_s: float | None = None
@@ -117,12 +117,18 @@ class _Record:
         """Whether no more jobs can start."""
         self.events: list[_Raw] = []
         self.open_jobs: dict[tuple[str, int], _Raw] = {}
-        """Jobs without an end; each has space reserved for it."""
+        """Started jobs that have not ended; space is reserved for the end of each."""
         self.dropped = 0
         self.parent = parent
 
     def add(self, event: _Raw, text: str | None = None, *, ends: int = 0) -> bool:
-        """Store an event, reserve space for `ends` job ends; return False if the record is full."""
+        """Store an event; return False if the record is full.
+
+        Args:
+            event: The event.
+            text: Its text, if it has one.
+            ends: Number of jobs that the event starts; reserves space for their ends.
+        """
         room = self.max_events - len(self.events) - len(self.open_jobs)
         num_bytes = _bytes_of(event, text) + ends * _END_BYTES
         if room <= ends or num_bytes > self.free_bytes:
@@ -133,14 +139,14 @@ class _Record:
         return True
 
     def end_job(self, event: _Raw, said: str | None) -> None:
-        """Store the end of a job in its reserved space; the error is cut to the space left."""
+        """Store the end of a job in the reserved space; an error text is cut to the space left."""
         if said is not None:
             said = said[: min(_MAX_ERROR_CHARS, _LEAST_ERROR_CHARS + self.free_bytes // 4)]
         self.free_bytes += _END_BYTES - _bytes_of(event, said)
         self.events.append((*event[:-1], said, event[-1]))
 
     def timeline(self, labels: Sequence[tuple[str, str]]) -> RequestTimeline:
-        """Build the timeline; `labels` gives (source, answer) for each lookup counter."""
+        """Return the timeline; `labels` is the (source, answer) of each lookup counter."""
         return RequestTimeline(
             self.req_id,
             self.began_s,
@@ -161,7 +167,7 @@ class RequestRecorder:
         max_requests: Maximum number of requests kept.
         now_s: Time of the next event.
         find_parent: Returns the trace context of a new request.
-        dropped_timelines: Complete timelines dropped because they were not taken in time.
+        dropped_timelines: Number of complete timelines that were dropped before they were taken.
     """
 
     def __init__(self, max_requests: int, max_events: int = MAX_EVENTS) -> None:
@@ -173,9 +179,9 @@ class RequestRecorder:
         self._records: dict[_Record, None] = {}
         self._ended: dict[_Record, None] = {}
         self._live: dict[ReqContext, _Record] = {}
-        """Requests that have not ended; other contexts are not kept alive."""
+        """Requests that have not ended; only their contexts are referenced strongly."""
         self._past: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
-        """Requests that have ended, for events of copies that outlive their results."""
+        """Requests that have ended: late copies may still report events for them."""
         self._by_id: dict[str, _Record] = {}
         self._complete: deque[RequestTimeline] | None = None
         self._figures: Figures = lambda: (0,)
@@ -193,7 +199,7 @@ class RequestRecorder:
         self._before = figures()
 
     def keep_complete(self) -> None:
-        """Keep the timelines of ended and forgotten requests for `take_complete`."""
+        """From now on, keep the timelines of ended and dropped requests for `take_complete`."""
         if self._complete is None:
             self._complete = deque()
 
@@ -201,7 +207,7 @@ class RequestRecorder:
         """Set the time; it never goes back."""
         self.now_s = max(self.now_s, now_s)
 
-    # -- what happens ---------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------
 
     def begin(self, ctx: ReqContext) -> None:
         """Record the start of a request."""
@@ -215,7 +221,7 @@ class RequestRecorder:
         self._live[ctx] = self._by_id[record.req_id] = record
 
     def finish(self, ctx: ReqContext) -> None:
-        """Record that a request was finished by its owner; jobs may follow."""
+        """Record that the scheduler has finished a request; jobs may follow."""
         self._end_round()
         if record := self._find(ctx):
             record.finished_s = self.now_s
@@ -236,7 +242,7 @@ class RequestRecorder:
             record.asks_since_s = self.now_s
 
     def scheduled(self, ctx: ReqContext) -> None:
-        """Record that a request that has looked up blocks no longer waits for answers."""
+        """Record that a request no longer waits for lookups; ignored without a lookup."""
         record = self._find(ctx)
         if record is not None and record.asks_since_s is not None:
             since_s, record.asks_since_s = record.asks_since_s, None
@@ -253,7 +259,7 @@ class RequestRecorder:
         reason: str | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Record another event; consecutive equal events are merged and counted."""
+        """Record an event of a given kind; consecutive equal events are merged and counted."""
         self._end_round()
         record = self._find(ctx)
         if record is None:
@@ -312,7 +318,7 @@ class RequestRecorder:
             if record.finished_s is None:
                 self.note(ctx, kind)
 
-    # -- what is known --------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------
 
     def explain(self, req_id: str) -> RequestTimeline | None:
         """Return the timeline of a request, the latest one with this id; None: not kept."""
@@ -348,18 +354,18 @@ class RequestRecorder:
         return complete
 
     def give_up(self) -> None:
-        """Deliver the timelines of requests that have not ended; no more events will follow."""
+        """At shutdown, complete the timelines of requests that have not ended."""
         self._end_round()
         for record in self._live.values():
             self._deliver(record)
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _find(self, ctx: ReqContext) -> _Record | None:
         return self._live.get(ctx) or self._past.get(ctx)
 
     def _end_round(self) -> None:
-        """Record the answers of the current round of lookups."""
+        """End the current round of lookups: record how many answers of each kind it got."""
         asking, self._asking = self._asking, None
         if asking is None:
             return
@@ -454,7 +460,7 @@ class RecordingPlanner(Planner):
         recorder: RequestRecorder,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Report to `recorder`, with the time by `clock`; None: with that of the step."""
+        """Report to `recorder`; times are those of `clock`, or of the step if it is None."""
         self.recorder = recorder
         self._clock = clock
         self._names = tuple(tier.label for tier in tiers)
@@ -467,7 +473,7 @@ class RecordingPlanner(Planner):
         recorder.read_lookups(labels, self._lookup_figures)
 
     def tell_time(self) -> None:
-        """Set the recorder's time."""
+        """Set the recorder's time to the current time."""
         self.recorder.advance(self.now_s if self._clock is None else self._clock())
 
     # -- the scheduler's calls ------------------------------------------------------------------
@@ -538,7 +544,7 @@ class RecordingPlanner(Planner):
         self.recorder.note_all_live("reset")
         super().reset_cache()
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _begin_round(self, request: RequestState) -> None:
         self.tell_time()

@@ -62,7 +62,7 @@ class RequestState:
         """Key of a block pinned until the request loads it or proceeds without it -> whether the
         block was promoted for the request."""
         self.waits = False
-        """Whether the request has made a lookup and not proceeded since; see `Retention`."""
+        """Whether the request waits: it has made a lookup and not proceeded; see `Retention`."""
         self.is_deferred = False
         """Whether a lookup of this step was deferred."""
         self.asked_at_s = 0.0
@@ -87,9 +87,10 @@ class RequestState:
         )
 
     def defer(self, now_s: float, limit_s: float) -> bool:
-        """Record a deferred lookup; return True if the deferral limit has just been reached.
+        """Record a deferred lookup; return True if this reaches the limit on deferral.
 
-        The time between consecutive deferred lookups accumulates; a failed round does not reset it.
+        The limit applies to the total time between consecutive deferred lookups. A promotion that
+        fails in between does not reset the total.
         """
         self.is_deferred = True
         if self._deferred_at_s is not None:
@@ -108,16 +109,17 @@ class RequestState:
             self._undecided_since_s = now_s
 
     def decides(self, keys: Iterable[OffloadKey]) -> int:
-        """Record keys with a final answer, hit or miss; return how many are new."""
+        """Record the keys that were answered HIT or MISS; return how many were not before."""
         before = len(self._decided)
         self._decided.update(keys)
         return len(self._decided) - before
 
     def proceed(self) -> float | None:
-        """End the deferral: the request was scheduled.
+        """Record that the request no longer waits for lookups.
 
         Returns:
-            Time of its first lookup since it last proceeded, in seconds; None without a lookup.
+            Time, in seconds, at which the wait began: that of the first lookup since the last
+            call. None without a lookup.
         """
         since_s, self._undecided_since_s = self._undecided_since_s, None
         self._deferred_at_s = None
@@ -135,27 +137,28 @@ class RequestState:
 
 
 TURN_S: Final = 1.0
-"""Seconds that the first request in a line may leave room unused while others wait."""
+"""Seconds for which the first request in line may leave available slots unused."""
 
 
 class Lines:
     """FIFO queues ("lines"), one per tier, of requests that wait for promotion slots.
 
-    A request stays in line until all its refused keys have room or it stops waiting. Only the first
-    in a line gets room. Requests behind it retain no blocks, which prevents deadlock.
+    A request stays in line until there was room for all keys for which it had none, or until it
+    stops waiting. Only the first in line gets room. Requests behind it retain no blocks, which
+    prevents a deadlock.
 
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        has_new_first: By tier: whether the first request has changed since the last `moved`.
-        num_places: Number of requests in all lines; one in two lines counts twice.
+        has_new_first: By tier: whether another request has become the first since the last `moved`.
+        num_places: Sum of the lengths of all lines.
     """
 
     def __init__(self, num_tiers: int) -> None:
         """Start with empty lines."""
         self._lines: list[dict[RequestState, None]] = [{} for _ in range(num_tiers)]
         self._moved_s = [0.0] * num_tiers
-        """By tier: last time, in seconds, that the first in line had no room or looked up."""
+        """By tier: last time, in seconds, at which the first in line had no room or looked up."""
         self.has_new_first = [False] * num_tiers
         self.num_places = 0
 
@@ -168,7 +171,7 @@ class Lines:
         return [(tier, next(iter(line))) for tier, line in enumerate(self._lines) if line]
 
     def join(self, tier: int, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """Append a request to a tier's line, or add keys to its entry."""
+        """Append a request to a tier's line, or add further keys if it is in line already."""
         line = self._lines[tier]
         if not line:
             self.has_new_first[tier] = True
@@ -178,7 +181,7 @@ class Lines:
         self._look_ahead(request)
 
     def served(self, tier: int, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """Remove keys that have room or will get none; the request leaves with its last key."""
+        """Remove keys for which a request no longer waits; without keys, it leaves the line."""
         refused = request.refused.get(tier)
         if refused is not None:
             for key in keys:
@@ -197,7 +200,7 @@ class Lines:
         self.has_new_first[tier] = False
 
     def has_stalled(self, tier: int, now_s: float) -> bool:
-        """Return whether the first in line has left room unused for more than `TURN_S`."""
+        """Return whether the first in line has left available slots unused for over `TURN_S`."""
         return not self.has_new_first[tier] and now_s - self._moved_s[tier] > TURN_S
 
     def clear(self) -> None:
@@ -251,8 +254,8 @@ class Retention:
 
         Args:
             primary: The tier whose blocks are pinned.
-            shares: Counts the retained slots and bounds them, with the tiers' use, by its total.
-            lines: Lines that a request leaves when it stops waiting.
+            shares: Its total bounds the retained slots together with the tiers' slots.
+            lines: The lines for room, which a request leaves when it stops waiting.
             cap_slots: See the attribute.
             patience_s: Seconds after its last lookup for which a request counts as waiting.
         """
@@ -269,7 +272,8 @@ class Retention:
         """Waiting requests, ordered by last lookup, oldest first."""
         self._proceeding: list[RequestState] = []
         self._rounds: list[tuple[RequestState, int]] = []
-        """Requests that made lookups in this step, each with the index in `found` of its hits."""
+        """Requests that made lookups in this step, each with the index in `found` of its first hit.
+        """
         self._guarded: dict[OffloadKey, None] = {}
         self._stepped_at_s = 0.0
         self._num_examined = 0
@@ -299,23 +303,23 @@ class Retention:
     def has_reason(self, request: RequestState) -> bool:
         """Return whether blocks may be retained for a request. For invariants and inspection."""
         if request in self._proceeding or any(request is asking for asking, _ in self._rounds):
-            return not request.is_finished  # until the step ends
+            return not request.is_finished  # its blocks are retained until the step ends
         is_patient = self._stepped_at_s - request.asked_at_s <= self._patience_s
         return self._waiting.get(request.ctx) is request and request.waits and is_patient
 
     # -- requests -------------------------------------------------------------------------------
 
     def begin_round(self, request: RequestState, now_s: float) -> None:
-        """Attribute the keys appended to `found` from now on to a request."""
+        """Begin a request's lookups: keys appended to `found` from now on are its hits."""
         self._rounds.append((request, len(self.found)))
         request.begin_round(now_s)
 
     def retain(
         self, request: RequestState, keys: Iterable[OffloadKey], *, promoted: bool = False
     ) -> None:
-        """Retain the longest prefix of readable blocks that fits under the cap.
+        """Retain readable blocks for a request: the longest prefix of `keys` that fits the cap.
 
-        Retains none while the request waits for room behind others.
+        Retains none while the request is in line behind others.
         """
         if request.is_behind:
             return
@@ -327,7 +331,7 @@ class Retention:
         spare = self.spare_slots
         for key, found in zip(wanted, self._primary.lookup_many(wanted), strict=True):
             if key not in holders:
-                # A store may have evicted a block that the cap left unpinned.
+                # A hit may be gone: at the cap it was not pinned, and a store has evicted it.
                 if not spare or found is not LookupResult.HIT:
                     break
                 spare -= 1
@@ -338,20 +342,20 @@ class Retention:
         self._shares.retained_slots = len(holders)
 
     def proceed(self, request: RequestState) -> None:
-        """End a request's wait: it leaves all lines, and its retained blocks are released."""
+        """Record that a request no longer waits: release its blocks, remove it from all lines."""
         request.waits = request.is_deferred = False
         self._lines.leave(request)
         self._waiting.pop(request.ctx, None)
         self.give_back(request)
 
     def give_back(self, request: RequestState) -> None:
-        """Release the blocks retained for a request, which keeps waiting."""
+        """Release the blocks retained for a request, which continues to wait."""
         self._release(request, list(request.retained))
 
     def load(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Release the blocks that a request loads; its load pins them instead.
+        """Record that a request loads blocks, which its load pins: retain them no longer.
 
-        The other blocks are released at the end of the step: the request may load more until then.
+        The request may load more blocks in this step, so the others are released at its end.
         """
         self._release(request, [key for key in dict.fromkeys(keys) if key in request.retained])
         request.waits = request.is_deferred = False
@@ -361,7 +365,7 @@ class Retention:
     # -- steps ----------------------------------------------------------------------------------
 
     def pin_step_hits(self) -> None:
-        """Pin the step's hits until its end; call before a promotion evicts."""
+        """Pin all hits of this step until its end; call before a promotion evicts blocks."""
         fresh = self.found[self._num_examined :]
         if not fresh:
             return
@@ -372,13 +376,13 @@ class Retention:
         guarded.update(dict.fromkeys(fresh))
 
     def guard_from_store(self) -> None:
-        """Pin as many of the step's hits as the cap allows; call before a store evicts."""
+        """Pin hits of this step, as many as the cap allows; call before a store evicts blocks."""
         self.pin_step_hits()
         excess = len(self._guarded) - max(0, self.spare_slots)
         self._primary.unpin([self._guarded.popitem()[0] for _ in range(excess)])
 
     def end_step(self, now_s: float) -> None:
-        """Retain the hits of deferred requests; release blocks no request waits for any more."""
+        """Retain the hits of deferred requests; release the blocks that no request waits for."""
         self._stepped_at_s = now_s
         if self._rounds or self._proceeding:
             self._end_rounds()
@@ -398,11 +402,11 @@ class Retention:
         self._guarded.clear()
         self._forget_step()
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _end_rounds(self) -> None:
         for request in self._proceeding:
-            if not request.waits:  # else it has made another lookup
+            if not request.waits:  # unless a later lookup has made it wait again
                 self.proceed(request)
         for request, found in self._found_by_request():
             if not request.waits or request.is_expired:
@@ -447,7 +451,7 @@ class Retention:
                 del holders[key]
                 last.append(key)
         self._shares.retained_slots = len(holders)
-        if self._num_examined:  # the blocks may be hits of this step
+        if self._num_examined:  # hits of this step stay pinned until its end
             again = [key for key in last if key in self._guarded]
             self._guarded.update(dict.fromkeys(last))
             last = again

@@ -91,8 +91,8 @@ class TierState:
         index: The known contents of the tier.
         cost_gated: The index, if it probes only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
-        promotion_slots: Slots of promotions, from reservation until the block has landed or was
-            given up, and no copy runs.
+        promotion_slots: Slots occupied by promotions: from the reservation until the block has
+            landed, or the promotion was given up and its copy has ended.
         counters: Counts of submitted jobs and of results.
         observed: Statistics from the tier's own events.
         effects: Effects queued for `take_effects`.
@@ -179,9 +179,9 @@ class TierState:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether pending blocks may be sent: tier open, store breaker closed, no orphaned copy.
+        """Whether the tier accepts pending blocks: open, store breaker closed, no orphaned copy.
 
-        Orphaned loads count too: overdue copies may occupy the tier's whole share.
+        Orphaned loads count too, because overdue copies may occupy the tier's whole share.
         """
         works = self.is_available and self.health.stores.state is BreakerState.CLOSED
         return works and not self.jobs.orphaned_count
@@ -218,7 +218,7 @@ class TierState:
 
     @property
     def _waits_for_probes(self) -> bool:
-        """Whether a probe is outstanding, or a needed one is permitted; steps resume no tier."""
+        """Whether a probe is outstanding, or one is needed and permitted."""
         if self.health.permits_probe():
             return self.index.is_waiting
         return bool(self.index.probes_outstanding)
@@ -226,14 +226,14 @@ class TierState:
     # -- commands -------------------------------------------------------------------------------
 
     def submit(self, job: JobMetadata) -> None:
-        """Accept a job; `jobs` will yield exactly one result for it.
+        """Accept a job; `jobs` will return exactly one result for it.
 
         A job fails at once if it is submitted after `close` or its id is in use.
 
         Raises:
             StateError: The numbers of keys and block ids differ; the job was not accepted.
         """
-        # The actor checks the keys and slots: a check of each costs more than the rest of this.
+        # Keys and slots are validated by the actor, off this thread: it costs time per block.
         if len(job.block_ids) != len(job.keys):
             raise StateError(
                 f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
@@ -248,7 +248,7 @@ class TierState:
             self.effects.append(StartJob(job))
 
     def take_on(self, job: JobMetadata) -> None:
-        """Submit a planner's job, and count it against the breakers and the tier's share."""
+        """Submit a job of the planner; count it in the breakers and in the tier's share."""
         if job.is_promotion:
             self.health.promotion_submitted()
         else:
@@ -262,11 +262,11 @@ class TierState:
             self.effects.append(TouchBlocks(tuple(keys), ctx))
 
     def finish_request(self, ctx: ReqContext) -> None:
-        """Drop index state of a request that submits no more jobs; its jobs may still run."""
+        """Drop the index's state of a request; no jobs follow, but its jobs may still run."""
         self.index.forget_request(ctx)
 
     def tell_time(self, clock: Callable[[], float]) -> None:
-        """Advance the clock of the break-even model, if there is one; call before `end_step`."""
+        """Set the time of the break-even model, if there is one; call before `end_step`."""
         if self._break_even is not None:
             self._break_even.advance(clock())
 
@@ -283,7 +283,7 @@ class TierState:
             self.health.probe_started(probe.generation)
 
     def take_effects(self) -> list[TierEffect]:
-        """Detach the effects; the tier owns their jobs from now on until they settle."""
+        """Remove and return the effects; from now on the tier may access their jobs' slots."""
         effects, self.effects = self.effects, []
         for effect in effects:
             if isinstance(effect, StartJob):
@@ -321,14 +321,14 @@ class TierState:
                 self.observed.refused_keys += event.num_keys
 
     def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
-        """Detach the planner's jobs that got a result since the last call, and count them."""
+        """Remove and return the planner's jobs with new results; update breakers and counters."""
         ended = self.jobs.take_ended()
         for job, result in ended:
             self._count(job, result, now_s)
         return ended
 
     def take_released(self) -> list[JobRecord]:
-        """Detach the planner's orphaned jobs whose memory became free since the last call."""
+        """Remove and return the planner's orphaned jobs whose copies ended since the last call."""
         released = self.jobs.take_released()
         for record in released:
             if record.job.is_promotion:
@@ -338,16 +338,17 @@ class TierState:
         return released
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Detach the events of blocks added to and removed from the tier since the last call."""
+        """Remove and return the events of added and removed blocks since the last call."""
         return self.event_log.take(lambda _key: False)
 
     # -- lifecycle ------------------------------------------------------------------------------
 
     def take_over(self, opened: TierState) -> None:
-        """Become available, with the index, events, observations and medium of `opened`.
+        """Become available: the tier is open now. Continue with the parts of `opened`.
 
         Args:
-            opened: State created when the tier was opened; has no jobs.
+            opened: State that was created when the tier was opened; has no jobs. Its index, event
+                log, statistics and medium replace those of this object.
         """
         for listener in self.index.listeners:
             opened.index.watch(listener)
@@ -370,7 +371,7 @@ class TierState:
         self._abandon(JobState.QUEUED, JobState.FLYING)
         return self.jobs.ids_in(JobState.ORPHANED)
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _settle(self, event: JobSettled) -> None:
         job = self.jobs.handle(event)
@@ -479,7 +480,7 @@ class Shares:
 
     @property
     def occupied(self) -> int:
-        """Slots occupied by tiers or retained; a block with several uses counts for each."""
+        """Slots occupied by tiers or retained; a block with several uses counts once for each."""
         occupied = self.retained_slots
         for tier in self._tiers:
             occupied += tier.promotion_slots + tier.cascading_blocks
@@ -487,7 +488,7 @@ class Shares:
 
     @property
     def spare_slots(self) -> int:
-        """Slots of `total` that are not occupied; negative if overcommitted."""
+        """Slots of `total` that are not occupied; negative if more are occupied."""
         return self.total - self.occupied
 
     def room_to_load(self, tier: int) -> int:
@@ -506,5 +507,5 @@ class Shares:
 
 
 def _part_of(slots: int, fraction: float) -> int:
-    """Return the number of reserved slots: the fraction, rounded up, but never all slots."""
+    """Return a fraction of `slots`, rounded up, but less than all."""
     return min(slots - 1, math.ceil(slots * fraction))

@@ -1,4 +1,4 @@
 """The synchronous API, for schedulers that do not use asyncio.
 
-It has no coroutines and no cache policy: `core` decides, and `runtime` runs the tiers.
+It contains no coroutines and no cache policy: `core` makes the decisions, `runtime` runs the tiers.
 """

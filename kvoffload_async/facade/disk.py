@@ -74,7 +74,7 @@ class FileSystemTierManager(DeclaredTierManager[FsSettings]):
 
 
 class SlabTierManager(DeclaredTierManager[SlabSettings]):
-    """A bounded store of preallocated files, for a local disk and one process.
+    """A store of fixed capacity in preallocated files, for a local disk and one process.
 
     All options are checked before anything is touched; the constructor then opens the store and
     reads its index.
@@ -121,7 +121,7 @@ class SlabTierManager(DeclaredTierManager[SlabSettings]):
 
 
 def _check_verifies(verify: str | bool, *, does: bool) -> None:
-    """Raise ConfigError if a tier with an integrity key would serve blocks without verifying."""
+    """Raise ConfigError if a tier has an integrity key but does not verify every block it loads."""
     if not does:
         raise ConfigError(
             f"verify: {verify!r} does not go with integrity_key_file: the tier would serve blocks "

@@ -11,9 +11,9 @@ from kvoffload_async.tiers.example import ExampleSettings, ExampleTier
 
 
 class ExampleSecondaryTierManager(DeclaredTierManager[ExampleSettings]):
-    """Keeps blocks in a dictionary: unlimited, real bytes, gone with the process.
+    """Keeps copies of blocks in a dictionary, without a limit, until the process ends.
 
-    Besides the options of every tier it takes `custom_param`, which is only logged.
+    Its only option, besides those of every tier, is `custom_param`, which is logged.
     """
 
     kind = "example"

@@ -87,13 +87,13 @@ def closed(manager: SecondaryTierManager, timeout_s: float | None = None) -> Clo
         failure = error if isinstance(error, Exception) else _broken(error)
         drop_tracebacks(failure)
         return CloseReport(error=failure)
-    if report is None:  # as vLLM's tiers do
+    if report is None:  # vLLM's tiers return no report
         return CloseReport()
     return report if _is_report(report) else CloseReport(error=_broken(report))
 
 
 class ExternalLink:
-    """Joins an external manager to a `TierState`, with the interface of `runtime.bridge.TierLink`.
+    """Connects an external manager to a `TierState`, with the interface of a `TierLink`.
 
     `flush` makes the manager's calls, `pump` validates its reports and applies them to the state,
     and a lookup in the state's index calls the manager's `lookup`. `on_new_request` is the
@@ -108,7 +108,7 @@ class ExternalLink:
     Attributes:
         state: The state that the planner drives.
         manager: The external manager.
-        inbox: Never empty: the manager sends no notifications, so every step polls it.
+        inbox: Never empty, so that every step polls the manager, which sends no notifications.
     """
 
     inbox: Final = ("unknown",)
@@ -151,7 +151,7 @@ class ExternalLink:
 
     def begin_request(self, ctx: ReqContext) -> bool:
         """Announce a request to the manager; return whether it wants all blocks of the request."""
-        if self._ended:  # an id may be in use again
+        if self._ended:  # report ended requests first: this one may have the same id
             self.flush()
         return self._begin(ctx)
 
@@ -241,7 +241,7 @@ class ExternalLink:
         self._expire()
 
     def _take(self, result: JobResult) -> None:
-        """Apply a result; for an overdue or abandoned job it only marks the end of the copy.
+        """Apply a result; for a job that has failed as overdue, it only marks the end of the copy.
 
         Raises:
             StateError: The job is unknown or already has a result, or the keys are not the job's.
@@ -297,7 +297,7 @@ class ExternalLink:
 
     def _expire(self) -> None:
         """Fail the jobs whose deadline has passed."""
-        # Twice the manager's own timeout: its report, a step later, may contain the cause.
+        # Twice the manager's own timeout: by then, its report should have arrived, with the cause.
         timeout_s = 2 * self.manager.io_timeout_s
         submitted_by_s = self._clock() - timeout_s
         jobs = self.state.jobs
@@ -312,7 +312,7 @@ class ExternalLink:
             logger.error("%s", error)
             self.state.handle(JobOverdue(job.job_id, error))
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
         """Return the manager's answer, or MISS if the call fails."""
@@ -335,7 +335,7 @@ class ExternalLink:
             return False
 
     def _begin_once(self, ctx: ReqContext) -> None:
-        """Announce a request that the manager does not know: the engine's internal one."""
+        """Call the manager's `on_new_request` for the engine's internal request, once."""
         if ctx not in self._live:
             self._begin(ctx)
 
@@ -375,7 +375,7 @@ class ExternalLink:
             self._complain(method, error, is_fault=is_fault)
 
     def _complain(self, method: str, error: BaseException, *, is_fault: bool = False) -> None:
-        """Log an error of the manager; with `is_fault`, also count it as a tier failure."""
+        """Log an error of the manager; with `is_fault`, count it as a fault of the tier too."""
         if is_fault:
             self.state.health.reports_failed(error)
         now_s = self._clock()
@@ -392,7 +392,7 @@ class ExternalLink:
 
 
 def _is_report(report: object) -> TypeGuard[CloseReport]:
-    """Return whether all fields of a report have their types."""
+    """Return whether an object is a `CloseReport` whose fields have the right types."""
     if not isinstance(report, CloseReport):
         return False
     jobs: object = report.unfinished_jobs
@@ -405,7 +405,7 @@ def _is_report(report: object) -> TypeGuard[CloseReport]:
 
 
 def _broken(given: object) -> StateError:
-    """Return the error for a manager that returned an object of the wrong type."""
+    """Return the error for an object of the wrong type that a manager has returned."""
     return StateError(f"the tier broke its contract with a {type(given).__name__}")
 
 

@@ -12,7 +12,9 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 
 
 async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
-    """Return the stores in a directory (or the store that it is), or below a URL, by kind and name.
+    """Return the stores in a directory or below a URL, sorted by kind and name.
+
+    The directory may also be a store itself.
 
     Raises:
         InputError: The directory cannot be read or contains no store.
@@ -43,7 +45,7 @@ def maintenance_kinds() -> list[type[StoreMaintenance]]:
 
 
 def _kinds() -> tuple[list[type[StoreMaintenance]], Mapping[str, str]]:
-    """Return the kinds of stores, and the tiers that failed to import, with the reason."""
+    """Return the kinds of stores; and tier name -> reason for tiers that cannot be imported."""
     kinds: list[type[StoreMaintenance]] = []
     unusable: dict[str, str] = {}
     for name in SecondaryTierFactory.names():

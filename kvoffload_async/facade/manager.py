@@ -1,8 +1,8 @@
 """The interface between a scheduler and a manager of offloaded blocks; cache generations.
 
-The generation is part of each key. After a change of weights no tier has to be reopened, emptied or
-even reachable. This includes persistent tiers: blocks stored under a generation are found under
-that generation only. Blocks of former generations are evicted like any others.
+The generation is part of each key, so blocks are found under the generation only under which they
+were stored. After a change of weights, a new generation invalidates the blocks of all tiers,
+persistent or not, without access to them. Old blocks are evicted like any others.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Generation:
     __slots__ = ("label", "tag")
 
     def __init__(self, label: int | str | None = None) -> None:
-        """Raise ConfigError for an invalid label; an integer becomes the label of its digits."""
+        """Check the label; raises ConfigError. An integer stands for the text of its digits."""
         self.label = None if label is None else parse_generation(label, "generation")
         text = b"" if self.label is None else self.label.encode()
         self.tag = hashlib.blake2b(text, digest_size=_TAG_BYTES).digest() if text else b""
@@ -111,9 +111,9 @@ class Generation:
 
 
 class RoomWatch:
-    """Limits the part of a partly granted store that is offered again.
+    """Limits how many blocks of a partly granted store are offered again in a step.
 
-    Offering all left-out blocks at every step would cost as much as the whole store each time.
+    Otherwise each step would pay for an offer of all blocks that have found no room.
     """
 
     def __init__(self) -> None:
@@ -129,19 +129,20 @@ class RoomWatch:
         return None if self._seen is None else room_made - self._seen
 
     def blocks_left_out(self, room_made: int) -> None:
-        """Note an offer that left blocks out, and `room_made` right after it."""
+        """Record that an offer was granted in part; `room_made` is its value after the offer."""
         self._seen = room_made
 
     def blocks_placed(self, count: int, room_made: int) -> None:
-        """Note an offer of `most_blocks` that was granted, with the slots that it took.
+        """Record that `count` blocks of a repeated offer were granted.
 
-        An offer may take more slots than were made: room that was too small for a token's blocks.
+        They may be more than `room_made` has grown: there may have been room before that was too
+        small for the blocks of one token.
         """
         if self._seen is not None:
             self._seen = min(self._seen + count, room_made)
 
     def clear(self) -> None:
-        """Note that no blocks are left out any more."""
+        """Record that no blocks wait for room any more."""
         self._seen = None
 
 
@@ -171,7 +172,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Begin a request; exactly once, before any other call for it."""
+        """Begin a request; call exactly once, before any other call for the request."""
 
     @abstractmethod
     def lookup_many(
@@ -245,11 +246,11 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """End a request; exactly once. Its transfers may end later."""
+        """End a request; call exactly once. Its transfers may end later."""
 
     @abstractmethod
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a scheduler step; the step's last call. Submits deferred work."""
+        """End a scheduler step; must be the step's last call. Submits deferred work."""
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -260,7 +261,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def has_pending_work(self) -> bool:
-        """Return whether steps are needed although no request is scheduled."""
+        """Return whether the scheduler must run steps even if it has no request to schedule."""
 
     @abstractmethod
     def reset_cache(self) -> None:
@@ -268,7 +269,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def on_reset_flushed(self) -> None:
-        """Report that no copy from before the reset accesses the primary any more."""
+        """Report that all copies that started before the reset have ended."""
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:

@@ -24,7 +24,7 @@ ANSWER_S: Final = 10.0
 
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 3072
-"""The system allows 4095; the rest is for paths below the directory."""
+"""The system's limit is 4095 bytes; the remainder is for the paths below the directory."""
 
 _NO_STORAGE: Final = frozenset(
     {"bpf", "cgroup", "cgroup2", "debugfs", "devpts", "proc", "securityfs", "sysfs", "tracefs"}
@@ -32,7 +32,7 @@ _NO_STORAGE: Final = frozenset(
 """Virtual filesystems of the kernel, which store no files even if they are writable."""
 
 _GONE_AWAY: Final = frozenset({errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE})
-"""Errors of an unreachable filesystem; the configuration may be right."""
+"""Errors of a filesystem that is unreachable now; the configuration may be valid."""
 
 Identity = tuple[int, int, tuple[str, ...]]
 """Device and inode of an existing directory, and the names below it that do not exist yet."""
@@ -40,12 +40,12 @@ Identity = tuple[int, int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The existing directory in which a tier's directory is, or will be created.
+    """The place of a tier's directory, which may not exist yet.
 
     Attributes:
         path: The tier's directory or its nearest existing parent, without symbolic links.
         status: Status of `path`.
-        size_bytes: Size of its filesystem; None if the filesystem has none.
+        size_bytes: Size of its filesystem; None if the filesystem reports no size.
         above: Identities of the tier's directory and of all its parents.
     """
 
@@ -56,7 +56,7 @@ class Ground:
 
 
 def examine(place: TierPlace) -> Ground:
-    """Return where a tier's directory is or will be created; waits at most `ANSWER_S`.
+    """Examine the filesystem of a tier's directory; waits at most `ANSWER_S` seconds.
 
     Raises:
         ConfigError: The directory cannot be created or is not writable.
@@ -105,7 +105,7 @@ def check_places(places: Sequence[tuple[str, TierPlace]]) -> None:
     _check_capacities(examined)
 
 
-# -- inside -------------------------------------------------------------------------------------
+# -- internal -----------------------------------------------------------------------------------
 
 
 def _check_name(path: str, what: str) -> None:
@@ -184,7 +184,7 @@ def _collide(
 
 
 def _check_capacities(examined: Sequence[tuple[str, TierPlace, Ground | None]]) -> None:
-    """Check that the sum of the capacities on each filesystem fits its size."""
+    """Check that the capacities of all tiers on a filesystem do not exceed its size in total."""
     sums: dict[int, int] = {}
     for owner, place, ground in examined:
         if ground is None or ground.size_bytes is None or place.capacity_bytes is None:

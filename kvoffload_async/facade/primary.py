@@ -155,7 +155,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.core.reset()
 
     def on_reset_flushed(self) -> None:
-        """Do nothing: a primary alone never writes to slots itself."""
+        """Do nothing: without secondary tiers, no copies between tiers access the slots."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Release the memory; idempotent."""

@@ -69,8 +69,8 @@ def _take(cls: type[R], options: Mapping[str, Any], identity: KVIdentity) -> R:
 class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
     """Blocks in Valkey or Redis, shared by all hosts that use the server or cluster.
 
-    The server limits its memory and evicts (`maxmemory`, `maxmemory-policy`). A block that it has
-    no room for is not stored, which does not count as a fault.
+    Capacity and eviction are configured in the server (`maxmemory`, `maxmemory-policy`). A block
+    for which it has no room is not stored, which does not count as a fault.
     """
 
     kind = "valkey"
@@ -129,7 +129,7 @@ def _parse_object_url(value: object, key: str) -> str:
 
 
 def _parse_secret(value: object, key: str) -> str:
-    """Return a text, which no message shows."""
+    """Return a secret text; error messages do not contain it."""
     if not isinstance(value, str) or not value or not is_encodable(value):
         raise ConfigError(f"{key}: it is not valid; it must be a text that is not empty")
     return value
@@ -152,7 +152,7 @@ def _parse_pack_bytes(value: object, key: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(Options):
-    """The options of an object store that obstore takes under the same names."""
+    """Options that are passed to the obstore library under the same names."""
 
     endpoint: str | None = option(or_none(_parse_secret), None)
     """URL of another server with the same protocol."""
@@ -180,13 +180,13 @@ class StoreOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectOptions(RemoteSettings, StoreOptions):
-    """The options of an `object` tier, and values derived from others."""
+    """The options of an `object` tier; some fields are derived from other options."""
 
     url: str = option(_parse_object_url, remedy="a URL such as s3://bucket/prefix")
     """s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
     file:///directory."""
     store_options: Mapping[str, Any] = option(or_none(_parse_store_options), None, is_shown=False)
-    """Further options of the store by obstore's names, as an object."""
+    """Further options of obstore, as an object of names and values."""
     allow_http: bool = option(parse_bool, default=False)
     """Allow unencrypted connections."""
     ca_certificates: bytes | None = option(
@@ -203,8 +203,8 @@ class ObjectOptions(RemoteSettings, StoreOptions):
 class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
     """Objects of blocks in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
-    Credentials that are not given come from the environment or from the machine's role. A lifecycle
-    rule of the bucket limits its size; see docs/howto/object.md.
+    Credentials that are not configured come from the environment or from the machine's role. Only a
+    lifecycle rule of the bucket limits its size; see docs/howto/object.md.
     """
 
     kind = "object"
@@ -232,7 +232,7 @@ class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
             ca_certificates=own.ca_certificates,
             call_timeout_s=own.call_timeout_s,
         )
-        if not own.url.startswith("file:"):  # opening it would create the directory
+        if not own.url.startswith("file:"):  # opening a file store creates its directory
             connection.open()
         remote = replace(own, redact=Redactor(_secrets(given)))
         return ObjectSettings(connection=connection, pack_bytes=own.pack_bytes, remote=remote)
@@ -276,8 +276,8 @@ MooncakeSettings = tuple[MooncakeConnection, IntegrityKey | None, HelperSettings
 class MooncakeTierManager(DeclaredTierManager[MooncakeSettings]):
     """Blocks in a Mooncake Store, which pools memory of its clients.
 
-    The library runs in a helper process, which can access only a bounce buffer. The store limits
-    its size and evicts. A block for which the store has no room is not stored.
+    The client library runs in a helper process, which can access only a bounce buffer. The store
+    has its own capacity and eviction. A block for which it has no room is not stored.
     """
 
     kind = "mooncake"

@@ -47,15 +47,16 @@ from kvoffload_async.types import (
 )
 
 _STOP_THREADS_S: Final = 0.2
-"""Seconds for idle threads to end."""
+"""Seconds to wait for the end of idle threads."""
 
 
 def create_index(
     tier: AsyncTier, min_blocks: int, prefill_blocks_per_s: float | None = None
 ) -> KeyIndex:
-    """Return the tier's index, which skips lookups of requests that miss too few blocks.
+    """Return a tier's index; it declines requests that miss too few blocks for a load to pay.
 
-    The minimum is `min_blocks`, or with `prefill_blocks_per_s` the break-even point if higher.
+    The minimum is `min_blocks` or, with `prefill_blocks_per_s`, the break-even point if that is
+    higher.
     """
     index: KeyIndex = (
         ExactIndex()
@@ -88,7 +89,7 @@ def create_state(
         enabled=enable_kv_events,
         ownership=name,
         announces_removals=capabilities.announces_removals,
-        # Otherwise the set of remembered keys would grow without bound.
+        # For other tiers the table would grow without bound: they announce no removals.
         remembers=capabilities.exclusive or capabilities.announces_removals,
     )
     return TierState(
@@ -103,12 +104,12 @@ def create_state(
 
 
 def read_threads(wanted: int | None) -> int:
-    """Return the number of I/O threads that prefer loads."""
+    """Return the number of I/O threads that prefer loads; None: one less than the CPUs, 1 to 3."""
     return suitable_threads() - 1 if wanted is None else wanted
 
 
 def owner_name(tier_type: str, seen: Counter[str]) -> str:
-    """Return the name that a tier's events carry, unique among tiers that share `seen`."""
+    """Return the name of a tier in its events, unique among the tiers that share `seen`."""
     seen[tier_type] += 1
     return tier_type if seen[tier_type] == 1 else f"{tier_type}-{seen[tier_type]}"
 
@@ -131,7 +132,7 @@ class SecondaryTierManager:
         tier_type: The name under which the tier was configured.
         medium: Storage medium of the blocks.
         locality: Distance of the storage.
-        backpressure_detector: Drops cascades to the tier while it is slow; None: none is dropped.
+        backpressure_detector: Drops cascades while the tier is slow; None: no cascade is dropped.
         link: Connects the tier to its event loop. A `TieringOffloadingManager` drives it itself.
         io_timeout_s: Seconds until a job is reported as failed. A manager that overrides methods
             has twice as long; then its jobs fail, and their slots stay out of use.
@@ -149,7 +150,7 @@ class SecondaryTierManager:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if vars(cls).keys() & {"__init__", "declares"}:
-            cls.__signature__ = None  # not the base's
+            cls.__signature__ = None  # the options of the base do not apply
         if "declares" in vars(cls):
             cls.__signature__ = signature_of(cls, cls.declares, TierOptions)
 
@@ -261,7 +262,7 @@ class SecondaryTierManager:
         """Return the maintenance class of the tier's stores, or None."""
         return None
 
-    # -- a request's life -----------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; return the tier's offload policy for its blocks."""
@@ -283,7 +284,7 @@ class SecondaryTierManager:
         if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
             require_keys([key])
         answer = self.tier_state.index.lookup(key, req_context)
-        if answer is LookupResult.RETRY and self.link.inbox:  # its verdict may be in there
+        if answer is LookupResult.RETRY and self.link.inbox:  # may contain the probe's answer
             self.link.pump()
             answer = self.tier_state.index.lookup(key, req_context)
         return answer
@@ -350,7 +351,7 @@ class SecondaryTierManager:
         return self.link.take_events()
 
     def announce_anew(self) -> None:
-        """Emit events for blocks again when they are next stored; for consumers that lost state."""
+        """Announce a block again the next time that it is stored; for consumers that lost state."""
         self.link.announce_anew()
 
     def stats(self) -> TierStatistics:
@@ -359,14 +360,14 @@ class SecondaryTierManager:
 
     @property
     def ownership(self) -> str | None:
-        """The name that the tier's events carry; by default `tier_type`."""
+        """Name of the tier in its events; by default `tier_type`."""
         return self.tier_state.event_log.ownership
 
     @ownership.setter
     def ownership(self, name: str) -> None:
         self.tier_state.event_log.ownership = name
 
-    # -- the calls that wait --------------------------------------------------------------------
+    # -- calls that block ----------------------------------------------------------------------
 
     def drain_jobs(self, timeout: float = 30.0) -> bool:
         """Wait until every submitted job has its result; return False after `timeout` seconds.
@@ -450,7 +451,7 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
     @classmethod
     @abstractmethod
     def create_tier(cls, settings: S) -> AsyncTier:
-        """Return the tier, not open yet."""
+        """Return a new tier, which is not open yet."""
 
     @classmethod
     def places_of(cls, settings: S, identity: KVIdentity) -> list[TierPlace]:
@@ -459,5 +460,5 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
 
     @classmethod
     def implied_options(cls, settings: S) -> dict[str, Any]:
-        """Return common tier options derived from the tier's own."""
+        """Return options of every tier whose values follow from the tier's own settings."""
         return {}

@@ -33,7 +33,7 @@ from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 
-if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
+if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
 
     from kvoffload_async.transport.layout import KVLayout
@@ -367,7 +367,7 @@ class TieringOffloadingSpec(_Spec):
 
 
 def _unless_required(tier_config: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Suppress TierUnavailableError during validation if the tier is not `required`."""
+    """Return a context that suppresses TierUnavailableError unless the tier is `required`."""
     if tier_config.get("required", True) is False:
         return suppress(TierUnavailableError)
     return nullcontext()

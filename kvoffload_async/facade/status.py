@@ -24,7 +24,7 @@ SOCKET_VARIABLE: Final = "KVOFFLOAD_STATUS_SOCKET"
 """Environment variable with the socket's path, used if the configuration has none."""
 STATUS_REQUEST: Final = b"status"
 STATUS_VERSION: Final = 1
-"""Version of the line's format; adding a field does not change it."""
+"""Version of the JSON format; a new field does not change the version."""
 
 ReadStatistics = Callable[[], OffloadingStatistics]
 ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
@@ -39,8 +39,7 @@ def path_from_environment() -> str | None:
 class EngineStatus:
     """The status socket of one engine, if configured.
 
-    Requests are answered on the socket's own thread, without the owner's or the loop's. So an idle
-    or hanging engine still answers.
+    A thread of its own answers requests, so an engine answers also while it is idle or hangs.
 
     Not thread-safe; call only from the owner's thread.
     """
@@ -53,14 +52,14 @@ class EngineStatus:
             read: Method that returns the statistics; None: the one passed to `serve`.
         """
         self._model = model
-        # Weak, so that an engine that was never closed can be collected and reported.
+        # Weak, so that an engine that was not closed can be garbage-collected, with a warning.
         self._method = None if read is None else WeakMethod(read)
         self._began_s = time.monotonic()
         self._socket: StatusSocket | None = None
         self._failed = False
 
     def listen(self, path: str | None) -> None:
-        """Create the socket if there is a path; requests wait until `serve`.
+        """Create the socket if there is a path; clients wait for answers until `serve`.
 
         Raises:
             ConfigError: The socket cannot be created; see `StatusSocket`.
@@ -68,7 +67,7 @@ class EngineStatus:
         self._socket = None if path is None else StatusSocket(path)
 
     def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
-        """Answer requests with the methods' results while their object lives."""
+        """Answer requests with the results of two methods, as long as their object exists."""
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
             counters = self._socket.counters

@@ -75,11 +75,11 @@ def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _like(error: OffloadError, text: str) -> OffloadError:
-    """Return an error of the same class, or of the nearest base class that takes one text."""
+    """Return an error of the same class with another text, or of its nearest base class."""
     for cls in type(error).__mro__:
         try:
             made = cls(text)
-        except TypeError:  # a class of a third party with other arguments
+        except TypeError:  # a third party's class whose constructor takes other arguments
             continue
         if isinstance(made, OffloadError):
             return made
@@ -118,7 +118,7 @@ class BackpressureClass(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTierOptions(Options):
-    """Options of every tier that are for the engine and never reach the tier."""
+    """Options of every tier that only the engine uses; the tier's class does not get them."""
 
     backpressure_cls: BackpressureClass | None = option(or_none(one_of(BackpressureClass)), None)
     """With "ema", the engine delays some stores to the tier while the tier is slow."""
@@ -175,14 +175,14 @@ class SecondaryTierFactory:
 
     @classmethod
     def get_tier_class(cls, name: str) -> type:
-        """Import and return the class registered under a name; raises what that raises."""
+        """Import and return the class registered under a name; raises the import's errors."""
         return cls._checked(name, cls._registry.load(name))
 
     @classmethod
     def get_maintenance(cls, name: str) -> type[StoreMaintenance] | None:
-        """Return the maintenance class of a registered tier's stores, if it has one.
+        """Return the class for maintenance of a registered tier's stores; None without one.
 
-        Raises what `get_tier_class` raises.
+        Raises the same errors as `get_tier_class`.
         """
         loaded: type[AsyncTier | SecondaryTierManager] = cls.get_tier_class(name)
         return loaded.maintenance()
@@ -192,7 +192,7 @@ class SecondaryTierFactory:
         """Import every registered tier, to find broken entries before they are used.
 
         Raises:
-            ConfigError: Some cannot be imported or are no tiers; the message names each of them.
+            ConfigError: Some classes cannot be imported or are no tiers; the message names each.
         """
         broken = []
         for name in cls._registry.names():
@@ -315,11 +315,11 @@ _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
 
 
 _NO_OPTIONS: Final = {"offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime", "ops"}
-"""Parameters of managers that no configuration sets."""
+"""Parameters of managers that are not options of a configuration."""
 
 
 def options_of(cls: type) -> dict[str, Any]:
-    """Return the default, or `REQUIRED`, of each option of a tier class, its bases' included."""
+    """Return the default, or `REQUIRED`, of each option of a tier class and of its bases."""
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         parameters = inspect.signature(base).parameters.values()

@@ -39,7 +39,7 @@ from kvoffload_async.types import (
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.05
-"""Polling interval in seconds for external tiers, which send no notifications."""
+"""Interval, in seconds, of polling external managers, which send no notifications."""
 
 
 _FIRST_PAUSE_S: Final = 1.0
@@ -69,7 +69,7 @@ def create_tier(
 
 
 def pauses_s(longest_s: float) -> Iterator[float]:
-    """Yield the pause in seconds before each attempt."""
+    """Yield the pauses, in seconds, before successive attempts to open a tier."""
     pause_s = _FIRST_PAUSE_S
     while True:
         yield min(pause_s, longest_s)
@@ -100,7 +100,7 @@ class UnopenedTier:
             create: Creates and opens the tier; blocks, on the background thread.
             error: Error of the first attempt.
             longest_pause_s: Maximum pause between two attempts; pauses double from 1 s on.
-            hangs: Returns whether a thread of the last attempt still hangs; no attempt starts then.
+            hangs: Returns whether a thread of the last attempt hangs; if so, none is started.
         """
         self.tier_type = tier_type
         self._create = create
@@ -120,7 +120,7 @@ class UnopenedTier:
         return f"<{type(self).__name__} {self.tier_type}>"
 
     def take_opened(self) -> SecondaryTierManager | None:
-        """Return the opened tier once; None before it is open and after it was returned."""
+        """Return the tier, once, when it has been opened; otherwise None."""
         if not self._opened:
             return None
         seconds = time.monotonic() - self._failed_at_s
@@ -128,14 +128,17 @@ class UnopenedTier:
         return self._opened.popleft()
 
     def shutdown(self, timeout: float) -> CloseReport:
-        """Stop retrying and close a tier that was not taken; waits for a running attempt."""
+        """Stop retrying, and close the tier if it was opened but not taken.
+
+        Waits for a running attempt, at most `timeout` seconds.
+        """
         self._stop.set()
         begun_s = time.monotonic()
         self._thread.join(timeout)
         with contextlib.suppress(IndexError):
             left_s = max(0.0, timeout - (time.monotonic() - begun_s))
             return closed(self._opened.popleft(), left_s)
-        if self._thread.is_alive():  # it closes what it opens; until then it may use the primary
+        if self._thread.is_alive():  # it will close the tier; until then it may access the primary
             return CloseReport(error=TierTimeoutError(f"{self.tier_type} is still being opened"))
         return CloseReport()
 
@@ -154,7 +157,7 @@ class UnopenedTier:
                 continue
             self._opened.append(tier)
             if self._stop.is_set():
-                with contextlib.suppress(IndexError):  # else `shutdown` has it
+                with contextlib.suppress(IndexError):  # unless `shutdown` has taken it
                     close_unused(self._opened.popleft())
             return
 
@@ -175,7 +178,7 @@ def close_unused(tier: SecondaryTierManager | UnopenedTier, timeout_s: float | N
 
 
 class BreakerLog:
-    """Logs each opening and closing of a tier's circuit breakers once, but not failed attempts.
+    """Logs when a tier's circuit breaker opens or closes, but not each failed trial.
 
     Not thread-safe; call only from the owner's thread.
     """
@@ -228,7 +231,7 @@ class TierGroup:
         slot_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        """Link the managers; external ones are not called."""
+        """Create a link to each manager; calls no method of an external manager."""
         self.managers: dict[int, SecondaryTierManager] = {}
         self.links: dict[int, TierLink | ExternalLink] = {}
         self._external: list[ExternalLink] = []
@@ -266,7 +269,7 @@ class TierGroup:
         self._breaker_log.update(planner.now_s)
 
     def end_step(self, context: ScheduleEndContext | None, planner: Planner) -> None:
-        """Queue the step's probes, and hand all effects over."""
+        """Queue the step's probes, and hand all effects over to the tiers."""
         for link in self.links.values():
             if link.state.may_probe:
                 link.end_step(context)
@@ -278,7 +281,7 @@ class TierGroup:
             yield from link.take_events()
 
     def announce_anew(self) -> None:
-        """Emit events for blocks again when they are next stored; for consumers that lost state."""
+        """Announce a block again the next time that it is stored; for consumers that lost state."""
         for link in self.links.values():
             link.announce_anew()
 
@@ -287,7 +290,7 @@ class TierGroup:
         return any(link.has_pending_work() for link in self.links.values())
 
     def polls_in_s(self) -> float:
-        """Return the seconds until external tiers, which send no notifications, must be polled."""
+        """Return the seconds until external managers must be polled; infinity if never."""
         for link in self._external:
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 return _POLL_S
@@ -310,7 +313,7 @@ class TierGroup:
             link.flush()
             planner.collect()
 
-    # -- the calls that wait --------------------------------------------------------------------
+    # -- calls that block ----------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> None:
         """Wait for running jobs, at most `timeout_s` per tier."""
@@ -323,7 +326,7 @@ class TierGroup:
             link.abandon()
 
     def store_pending(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
-        """Write pending blocks back to the tiers, at most for `timeout_s`; needs a bridge."""
+        """Write pending blocks back to the tiers, for at most `timeout_s`; needs a bridge."""
         left_s = timeout_s
 
         def has_results() -> bool:
@@ -339,7 +342,7 @@ class TierGroup:
             self.flush(planner)
             if left_s <= 0 or not planner.has_pending_work:
                 return
-            # Bounded: other tiers, whose events are not taken here, may share the bridge.
+            # Bounded, because a tier of another engine may use the bridge and wake this thread.
             wait_s = min(left_s, _POLL_S)
             has_news = bridge.runner.wait_until(has_results, wait_s)
             left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
@@ -361,12 +364,12 @@ class TierGroup:
         for link in self.links.values():
             link.pump()
         for state, jobs in zip(self.states, running, strict=True):
-            # Jobs remain only if an external manager's shutdown failed or returned no report.
+            # Jobs are left only if an external manager's shutdown failed or returned no report.
             jobs.update(state.abandon_rest())
         planner.collect()
         return sum(map(len, running)), errors
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _link(self, index: int, manager: SecondaryTierManager) -> TierLink | ExternalLink:
         """Add and return the link through which the planner drives a manager's tier."""

@@ -1,4 +1,4 @@
-"""The options that every tier takes, the signature that options give a manager, and identities."""
+"""The options of every tier, signatures of managers made from options, and the blocks' identity."""
 
 from __future__ import annotations
 
@@ -95,13 +95,14 @@ class TierOptions(Options):
 def reject_unknown_options(
     given: Iterable[str], names: Iterable[str], declared: type[Options], tier_type: str
 ) -> None:
-    """Raise UnknownOptionError for the first given option that a tier does not take.
+    """Raise UnknownOptionError for the first given option that a tier does not have.
 
     Args:
-        given: Keys of options.
+        given: Keys of the given options.
         names: Keys of all options of the tier.
-        declared: Declares the tier's own options; internal ones are accepted and not shown.
-        tier_type: Names the tier in the message.
+        declared: Declares the tier's own options; internal ones are accepted, but not shown in
+            the message.
+        tier_type: Name of the tier in the message.
     """
     fields = TierOptions.declared() | declared.declared()
     internal = {key for key, field in fields.items() if field.metadata["is_internal"]}
@@ -112,7 +113,7 @@ def reject_unknown_options(
 
 
 def signature_of(cls: type, *declared: type[Options]) -> inspect.Signature:
-    """Return the signature of a constructor, with its options in the place of `**options`."""
+    """Return a constructor's signature in which the declared options replace `**options`."""
     own = inspect.signature(cls).parameters.values()
     taken = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
     for options in declared:
@@ -126,13 +127,13 @@ def signature_of(cls: type, *declared: type[Options]) -> inspect.Signature:
 
 
 def config_of(spec: object) -> OffloadConfig | None:
-    """Return a spec's configuration, where it has one of this package's."""
+    """Return a spec's configuration; None if it has no `OffloadConfig`."""
     config = getattr(spec, "config", None)
     return config if isinstance(config, OffloadConfig) else None
 
 
 _LABELS: Final = {"model": "model_name", "fingerprint": "fingerprint", "namespace": "namespace"}
-"""Options of a tier -> their names in its run configuration."""
+"""Option of a tier -> its name in the tier's run configuration."""
 
 
 def identity_of(options: TierOptions, config: OffloadConfig | None, block_bytes: int) -> KVIdentity:
@@ -180,7 +181,7 @@ def identity_of(options: TierOptions, config: OffloadConfig | None, block_bytes:
 
 
 def require_model(identity: KVIdentity) -> None:
-    """Raise ConfigError if the model of blocks that outlive the process is not named."""
+    """Raise ConfigError if no model is named for blocks that outlive the process."""
     if identity.model is None:
         raise ConfigError(
             "model: missing; blocks on disk outlive the process, and without the name of their "

@@ -56,7 +56,7 @@ class LossWarnings:
     """
 
     def __init__(self, planner: Planner, now_s: float) -> None:
-        """Start counting at `now_s`."""
+        """Count the losses from `now_s` on, in seconds."""
         self._planner = planner
         self._counters: Sequence[TierCounters] = [tier.counters for tier in planner.tiers]
         self._told = [0 for _ in planner.tiers]
@@ -64,7 +64,7 @@ class LossWarnings:
         self._next_s = [now_s for _ in planner.tiers]
 
     def check(self, now_s: float, *, is_last: bool = False) -> None:
-        """Warn of blocks lost since the last warning, if a warning is due."""
+        """Log the blocks that each tier has lost since its last warning, if a warning is due."""
         for index, counters in enumerate(self._counters):
             lost = counters.dropped_blocks + counters.failed_store_blocks
             if lost > self._told[index] and (is_last or now_s >= self._next_s[index]):
@@ -106,12 +106,12 @@ class OwnerSteps:
         self.publish()
 
     def began(self, since_s: float) -> None:
-        """Record the time that the begin of the step took, since `since_s`."""
+        """Record the duration of the step's begin, which started at `since_s`, in seconds."""
         self._owner = threading.get_ident()
         self._step_s += self._clock() - since_s
 
     def ended(self, since_s: float) -> None:
-        """Record the time that the end of the step took, since `since_s`, and publish."""
+        """Record the duration of the step's end, which started at `since_s`; then publish."""
         self._step_s += self._clock() - since_s
         self._durations.observe(self._step_s)
         self._longest_s = max(self._longest_s, self._step_s)
@@ -130,7 +130,7 @@ class OwnerSteps:
         return self._published
 
     def read(self, bridge: Bridge | None) -> RuntimeStatistics:
-        """Return the step times, and the figures of the bridge that the tiers share."""
+        """Return the durations of steps, and the statistics of the bridge that tiers share."""
         version, python = _versions()
         return RuntimeStatistics(
             version=version,
@@ -144,7 +144,7 @@ class OwnerSteps:
 
 
 def _block_io() -> str:
-    """Return the name of the block I/O implementation; tiers report an unusable environment."""
+    """Return the name of the block I/O implementation; "python" if its setting is invalid."""
     try:
         return implementation().name
     except ConfigError:
@@ -233,7 +233,7 @@ class Explaining:
         return self.recorder
 
     def _give_timelines_up(self) -> None:
-        """Pass all timelines to the listener, incomplete ones included; for shutdown."""
+        """At shutdown, pass all remaining timelines to the listener, incomplete ones included."""
         if self.recorder is not None:
             self._hand_timelines_over()
             self.recorder.give_up()
@@ -358,7 +358,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def room_made(self) -> int:
         return self.planner.primary.room_made
 
-    # -- a request's life -----------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; its policy is REQUEST_LEVEL if any tier wants whole requests."""
@@ -405,7 +405,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def on_request_scheduled(self, req_context: ReqContext) -> bool:
         """Record that a request no longer waits for loads, or has ended.
 
-        For drivers that end steps without a `ScheduleEndContext`.
+        Needed only if steps are ended without a `ScheduleEndContext`, which lists such requests.
 
         Returns:
             Whether the call released blocks that were retained for the request.
@@ -436,7 +436,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         generation: int | None = None,
     ) -> None:
         if self._closed:
-            return  # the copy ended after shutdown: no state is left to update
+            return  # a copy has ended after the shutdown
         self.planner.complete_store(keys, req_context, success=success, generation=generation)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def begin_step(self) -> None:
         """Apply the tiers' reports, once per step. Call only from the owner's thread.
 
-        Calls that need current reports begin the step themselves.
+        Calls that depend on the reports begin the step themselves, if that was not done before.
 
         Raises:
             ClosedError: The manager is shut down.
@@ -457,14 +457,14 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._steps.began(began_s)
 
     def interrupt_step(self) -> None:
-        """Have the next call poll the tiers and read the clock again within the same step.
+        """Make the next call poll the tiers and read the clock again within the current step.
 
-        For drivers that leave a step open for a while. Thread: owner.
+        For drivers whose steps last long. Call only from the owner's thread.
         """
         self._polled_this_step = False
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: submit promotions and late cascades, report uses, hand effects over."""
+        """End a step: submit promotions and late cascades, and report used blocks to the tiers."""
         if self._closed:
             return
         began_s = self._clock()
@@ -487,9 +487,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         return iter([*events, *self._tiers.take_events()])
 
     def announce_anew(self) -> None:
-        """Emit events for blocks again when they are next stored in a tier.
+        """Announce a block again the next time that it is stored in a tier.
 
-        For event consumers that lost their state.
+        For consumers of events that have lost their state.
         """
         self._tiers.announce_anew()
 
@@ -518,7 +518,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def wait_for_progress(self, timeout_s: float) -> bool:
         """Wait until a tier has a report, at most `timeout_s` seconds.
 
-        For drivers that are idle between steps; a scheduler does not need it.
+        For drivers without other work between steps; a scheduler does not need it.
 
         Returns:
             Whether a report is available.
@@ -530,7 +530,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             raise StateError("the tiers share no bridge: poll them instead")
         for tier in self.planner.tiers:
             if tier.cost_gated is not None and tier.cost_gated.has_decided:
-                return True  # repeating a lookup that returned RETRY gives another answer
+                return True  # repeat lookups that returned RETRY: some answers have changed
         return self._bridge.wait_for_progress(timeout_s)
 
     def wakes_in_s(self) -> float:
@@ -547,12 +547,12 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         label makes its blocks available again: never reuse a label for other weights.
 
         Raises:
-            ConfigError: It is neither an integer nor a label.
+            ConfigError: `generation` is neither an integer nor a valid label.
         """
         self._ensure_open()
         self.generation = Generation(parse_generation(generation, "generation"))
 
-    # -- the calls that wait --------------------------------------------------------------------
+    # -- calls that block ----------------------------------------------------------------------
 
     def reset_cache(self) -> None:
         """Empty the primary, between steps; the secondary tiers keep their blocks.
@@ -576,7 +576,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.begin_step()
         self._polled_this_step = False
         for tier in self.planner.tiers:
-            tier.abandon_rest()  # jobs that the drain did not end
+            tier.abandon_rest()  # jobs that have not ended within the timeout
         self.planner.collect()
         self.planner.reset_cache()
 
@@ -586,8 +586,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut every tier down, then release the primary's memory; idempotent.
 
-        Pending blocks are written back for at most half of the timeout; the rest is lost. The
-        memory is not released while a copy may still access it.
+        Pending blocks are written back for at most half of the timeout; the remaining ones are
+        lost. The memory is not released while a copy may still access it.
 
         Args:
             timeout: Seconds to wait for running jobs, in total for all tiers.
@@ -604,7 +604,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.planner.release_retained()
         try:
             self._tiers.store_pending(self.planner, self._bridge, timeout_s / 2)
-        except OffloadError as error:  # for instance a closed loop; the shutdown must continue
+        except OffloadError as error:  # such as a closed event loop; the shutdown must continue
             logger.warning("pending blocks could not be stored: %s", error)
         self.planner.close()
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
@@ -619,7 +619,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             names = ", ".join(map(text_of, errors))
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _begin_step(self, now_s: float) -> None:
         self._polled_this_step = True

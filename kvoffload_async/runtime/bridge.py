@@ -167,7 +167,7 @@ class TierLink:
                 logger.warning("tier %s: gauges() failed: %s", self.state.name, text_of(error))
         return read_tier(taken, self.state, waiting_jobs=self.actor.waiting_jobs, gauges=gauges)
 
-    # -- the calls that wait --------------------------------------------------------------------
+    # -- calls that block ----------------------------------------------------------------------
 
     def open(self, timeout_s: float) -> None:
         """Open the tier and join the bridge; blocks. Raises the errors of the tier's `open`.
@@ -234,7 +234,7 @@ class TierLink:
         self.pump(math.inf)
         return self._report
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _release(self, timeout_s: float = _STOP_HOST_S, *, keeps_view: bool = False) -> None:
         """Stop the link's own loop thread, and release the view of the primary."""

@@ -145,7 +145,7 @@ class SharedBuffer(PrimaryBuffer):
             is_unmapped = super().release(is_idle=is_idle)
         return is_unmapped
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _arrive(self, participant: int, note: bytes) -> None:
         """Record the arrival; the last participant removes the name.

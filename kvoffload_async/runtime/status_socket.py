@@ -1,10 +1,9 @@
 """A Unix socket for querying a running engine: one request line, one response line.
 
 It is served by its own thread instead of the event loop: with `OffloadEngine` the loop is that of
-the server's requests, which clients of the socket must not delay. The thread works in rounds, at
-most twenty per second; per round each connection has at most one read and one write. A connection
-makes one request, has two seconds in total, and at most sixteen are open; others wait in the
-listener's queue, which the system limits.
+the server's requests, which clients of the socket must not delay. The thread serves one connection
+at a time, at most twenty per second, each for one request and at most two seconds; others wait in
+the listener's queue, which the system limits.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import errno
 import fcntl
 import logging
 import os
-import selectors
 import socket
 import stat
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 from weakref import WeakSet
@@ -30,12 +28,11 @@ from kvoffload_async.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 16
 MAX_QUEUED: Final = 16
 """Connections waiting to be accepted; the system refuses more."""
 MAX_REQUEST_BYTES: Final = 1024
-CONNECTION_TIMEOUT_S: Final = 2.0
-_ROUND_S: Final = 0.05
+CONNECTION_TIMEOUT_S: Final = 1.0
+_PAUSE_S: Final = 0.05
 _STOP_S: Final = 2.0
 _LOCK_TRIES: Final = 100
 _LOCK_PAUSE_S: Final = 0.01
@@ -66,27 +63,17 @@ class SocketCounters:
         return asdict(self)
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
-    """One client: its partial request, or the rest of its response."""
-
-    peer: socket.socket
-    deadline_s: float
-    request: bytearray = field(default_factory=bytearray)
-    answer: memoryview | None = None
-
-
 class StatusSocket:
     """Listens from construction, and answers from `serve` until `close`.
 
-    Thread: owner, except for the rounds, which run on their own thread.
+    Not thread-safe; call only from the owner's thread.
 
     Attributes:
         path: Path of the socket.
         counters: Counters of connections.
     """
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: str) -> None:
         """Listen on the path, with mode 0600; a dead process's socket is replaced.
 
         Raises:
@@ -95,138 +82,77 @@ class StatusSocket:
         """
         self.path = path
         self.counters = SocketCounters()
-        self._clock = clock
-        self._answer: Answer = _not_yet
-        self._answers: dict[bytes, bytes] = {}
-        """Responses of a round, so that equal requests are answered once."""
-        self._connections: set[_Connection] = set()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._peer: socket.socket | None = None
+        """The connection being served."""
         self._closed = False
         with _usable(path):
             self._listener, self._identity = _listen(path)
-        self._waker, self._wake = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._waker, selectors.EVENT_READ)
-        self._listens = False
         _open_sockets.add(self)
 
     def serve(self, answer: Answer) -> None:
         """Start answering, on a separate thread."""
-        self._answer = answer
-        self._thread = threading.Thread(target=self._run, name="kvoffload-status", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(answer,), name="kvoffload-status", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
-        """Close the connections, stop the thread and remove the socket; idempotent."""
+        """End the connection, stop the thread and remove the socket; idempotent."""
         if self._closed:
             return
         self._closed = True
         self._remove()
-        with contextlib.suppress(OSError):  # the thread has failed, and closed them
-            self._wake.send(b"\0")
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_S)
-            if self._thread.is_alive():  # it is computing a response, and closes them afterwards
-                logger.warning("%s did not stop within %s s", self._thread.name, _STOP_S)
-        else:
-            self._close_descriptors()
+        if self._thread is None:
+            self._listener.close()
+            return
+        for waiting in (self._listener, self._peer):
+            if waiting is not None:
+                with contextlib.suppress(OSError):  # the thread has closed it
+                    waiting.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():  # it is computing a response, and closes them afterwards
+            logger.warning("%s did not stop within %s s", self._thread.name, _STOP_S)
 
-    def run_round(self, timeout_s: float | None) -> None:
-        """Wait for clients, at most `timeout_s` or until a deadline, and serve each once."""
-        self._answers.clear()
-        self._watch_listener()
-        for key, _ in self._selector.select(self._patience_s(timeout_s)):
-            if isinstance(key.data, _Connection):
-                self._serve(key.data)
-            elif key.fileobj is self._listener:
-                self._accept()
-        now_s = self._clock()
-        for connection in [c for c in self._connections if c.deadline_s <= now_s]:
-            self.counters.timed_out += 1
-            self._end(connection)
+    # -- internal -------------------------------------------------------------------------------
 
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _run(self) -> None:
+    def _run(self, answer: Answer) -> None:
         try:
             while not self._stop.is_set():
-                self.run_round(None)
+                self._serve_next(answer)
                 # Limits the rate, so that busy clients delay only each other.
-                self._stop.wait(_ROUND_S)
+                self._stop.wait(_PAUSE_S)
         finally:
             self._remove()  # the socket is no longer served
-            self._close_descriptors()
+            self._listener.close()
 
-    def _patience_s(self, timeout_s: float | None) -> float | None:
-        if not self._connections:
-            return timeout_s
-        left_s = max(0.0, min(c.deadline_s for c in self._connections) - self._clock())
-        return left_s if timeout_s is None else min(left_s, timeout_s)
-
-    def _watch_listener(self) -> None:
-        """Poll the listener only below the connection limit, to avoid a busy loop."""
-        has_room = len(self._connections) < MAX_CONNECTIONS
-        if has_room and not self._listens:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        elif self._listens and not has_room:
-            self._selector.unregister(self._listener)
-        self._listens = has_room
-
-    def _accept(self) -> None:
-        while len(self._connections) < MAX_CONNECTIONS:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:  # the queue is empty, or no descriptor is free: retry in a later round
-                return
-            peer.setblocking(False)
-            connection = _Connection(peer, self._clock() + CONNECTION_TIMEOUT_S)
-            self._connections.add(connection)
-            self._selector.register(peer, selectors.EVENT_READ, connection)
-
-    def _serve(self, connection: _Connection) -> None:
+    def _serve_next(self, answer: Answer) -> None:
+        """Wait for a client and answer its request."""
         try:
-            is_done = self._receive(connection) if connection.answer is None else False
-            is_done = is_done or self._send(connection)
-        except (BlockingIOError, InterruptedError):
+            peer, _ = self._listener.accept()
+        except OSError:  # the socket is closed, or no descriptor is free
             return
-        except OSError:
-            self.counters.broken_off += 1
-            is_done = True
-        if is_done:
-            self._end(connection)
-
-    def _receive(self, connection: _Connection) -> bool:
-        """Read available data; return whether to close the connection."""
-        received = connection.peer.recv(MAX_REQUEST_BYTES + 1 - len(connection.request))
-        connection.request += received
-        line, end, _ = connection.request.partition(b"\n")
-        if not end:
-            self.counters.broken_off += not received
-            is_too_long = len(connection.request) > MAX_REQUEST_BYTES
-            self.counters.refused += is_too_long
-            return not received or is_too_long
-        request = bytes(line)
-        if request not in self._answers:
-            self._answers[request] = self._answer(request) + b"\n"
-        connection.answer = memoryview(self._answers[request])
-        self._selector.modify(connection.peer, selectors.EVENT_WRITE, connection)
-        return False
-
-    def _send(self, connection: _Connection) -> bool:
-        """Send as much as possible; return whether everything was sent."""
-        answer = connection.answer
-        if answer is None:
-            return False
-        connection.answer = answer[connection.peer.send(answer) :]
-        self.counters.answered += not connection.answer
-        return not connection.answer
-
-    def _end(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
-        self._selector.unregister(connection.peer)
-        connection.peer.close()
+        with peer:
+            self._peer = peer
+            try:
+                if self._stop.is_set():
+                    return
+                request = _request_of(peer)
+                if request is None:
+                    self.counters.refused += 1
+                    return
+                response = answer(request) + b"\n"
+                peer.settimeout(CONNECTION_TIMEOUT_S)
+                peer.sendall(response)
+                self.counters.answered += 1
+            except TimeoutError:
+                self.counters.timed_out += 1
+            except OSError:
+                self.counters.broken_off += 1
+            finally:
+                self._peer = None
 
     def _remove(self) -> None:
         """Remove the path unless another file replaced it; idempotent.
@@ -242,21 +168,35 @@ class StatusSocket:
         except OSError as error:
             logger.warning("%s could not be removed: %s", self.path, error)
 
-    def _close_descriptors(self) -> None:
-        for connection in list(self._connections):
-            connection.peer.close()
-        self._connections.clear()
-        for opened in (self._selector, self._listener, self._waker, self._wake):
-            opened.close()
-
     def _leave_to_parent(self) -> None:
         """Close inherited descriptors in a forked child, which does not serve the socket."""
         self._closed = True
-        self._close_descriptors()
+        for inherited in (self._listener, self._peer):
+            if inherited is not None:
+                inherited.close()
 
 
-def _not_yet(_request: bytes) -> bytes:
-    return b'{"error": "the engine is being opened"}'
+def _request_of(peer: socket.socket) -> bytes | None:
+    """Return a client's request; None if it is too long.
+
+    Raises:
+        TimeoutError: It did not arrive in time.
+        OSError: The client has closed the connection.
+    """
+    deadline_s = time.monotonic() + CONNECTION_TIMEOUT_S
+    request = bytearray()
+    while b"\n" not in request:
+        if len(request) > MAX_REQUEST_BYTES:
+            return None
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        peer.settimeout(left_s)
+        received = peer.recv(MAX_REQUEST_BYTES + 1 - len(request))
+        if not received:
+            raise ConnectionResetError
+        request += received
+    return bytes(request.partition(b"\n")[0])
 
 
 _open_sockets: WeakSet[StatusSocket] = WeakSet()
@@ -274,7 +214,7 @@ def _listen(path: str) -> tuple[socket.socket, _Identity | None]:
     """Return a listening socket and the identity of its file."""
     with _locked_directory(Path(path).parent):
         _remove_stale(Path(path))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listener = socket.socket(socket.AF_UNIX)
         try:
             os.fchmod(listener.fileno(), 0o600)  # Linux creates the file with the socket's own mode
             listener.bind(path)

@@ -177,7 +177,7 @@ class RankedLists(NumberLists):
         if num_met != self.num_met:
             yield f"{num_met} members were checked, but {self.num_met} counted"
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _pick(
         self, count: int, may_leave: Callable[[int], bool], which: int

@@ -314,7 +314,7 @@ class TierConformance:
         with self._manage(tier()) as harness:
             assert harness.manager.shutdown(self.timeout_s) is harness.manager.shutdown(0.0)
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _open(self, tier: TierFactory) -> TierHarness:
         return TierHarness(tier(), self.num_slots, self.slot_bytes, self.timeout_s)

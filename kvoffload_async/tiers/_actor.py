@@ -243,7 +243,7 @@ class TierActor:
         left_s = max(_CANCEL_GRACE_S, deadline_s - loop.time())
         return CloseReport(unfinished, await self._close_tier(left_s))
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
         """Return the running tasks: loads, stores, probes, each in order of start."""

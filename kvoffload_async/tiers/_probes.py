@@ -167,7 +167,7 @@ class Probes:
         """Refuse new probes."""
         self._closing = True
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     async def _heads(
         self, chains: Sequence[Sequence[OffloadKey]], before: Sequence[Sequence[OffloadKey]]

@@ -386,7 +386,7 @@ class CudaTransport(Transport):
         self._release_pages()
         return True
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _create_stream(self, staging_bytes: int) -> _StagedStream:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -331,7 +331,7 @@ class HostTransport(Transport):
         self._release_pages()
         return True
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _serve(self, direction: Direction, entry: _DirectionQueue) -> None:
         while (transfer := entry.queue.get()) is not None:

@@ -22,6 +22,7 @@ from kvoffload_async import (
 from kvoffload_async.errors import ConfigError, OffloadError
 from kvoffload_async.facade.status import SOCKET_VARIABLE
 from kvoffload_async.observe.status import NoAnswerError, ask, parse_report
+from kvoffload_async.runtime.status_socket import StatusSocket
 from kvoffload_async.testing import ScriptedTier
 
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
@@ -266,11 +267,12 @@ def test_an_engine_shows_its_own_figures_and_its_loop_is_not_asked(path):
     asyncio.run(shown())
 
 
-def test_an_engine_that_nobody_closed_is_not_kept_alive(path):
+def test_an_engine_that_nobody_closed_is_not_kept_alive(path, monkeypatch):
+    answers = []
+    monkeypatch.setattr(StatusSocket, "serve", lambda _socket, answer: answers.append(answer))
     spec = TieringOffloadingSpec({**CONFIG, "status_socket": str(path)})
     manager = spec.get_manager()
-    status = spec._status
-    answer = status._socket._answer
+    (answer,) = answers
     stats = manager.stats
     spec.shutdown()
     assert b'"kind":"OffloadingStatistics"' in answer(b"status")

@@ -5,37 +5,22 @@ import os
 import socket
 import stat
 import threading
+from types import SimpleNamespace
 
 import pytest
 from runtime.sockets import DEADLINE_S, connected, received
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime import status_socket
-from kvoffload_async.runtime.status_socket import (
-    CONNECTION_TIMEOUT_S,
-    MAX_CONNECTIONS,
-    MAX_REQUEST_BYTES,
-    StatusSocket,
-)
+from kvoffload_async.runtime.status_socket import MAX_QUEUED, MAX_REQUEST_BYTES, StatusSocket
 
 
-class Clock:
-    """Monotonic seconds that pass when a test says so."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
-
-
-class Rounds:
-    """A status socket whose rounds the test does."""
+class Served:
+    """A status socket that serves a client when the test says so."""
 
     def __init__(self, path, answer=lambda request: b"<" + request + b">"):
-        self.clock = Clock()
-        self.socket = StatusSocket(str(path), self.clock)
-        self.socket._answer = answer
+        self.socket = StatusSocket(str(path))
+        self.answer = answer
         self.clients = []
 
     def connect(self, sends=b""):
@@ -44,9 +29,9 @@ class Rounds:
         self.clients.append(client)
         return client
 
-    def rounds(self, count=3):
+    def serve(self, count=1):
         for _ in range(count):
-            self.socket.run_round(0)
+            self.socket._serve_next(self.answer)
 
     def end(self):
         self.socket.close()
@@ -65,88 +50,74 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture
-def rounds(path):
-    made = Rounds(path)
+def served(path):
+    made = Served(path)
     yield made
     made.end()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(status_socket, "CONNECTION_TIMEOUT_S", 0.01)
 
 
 # -- answers ------------------------------------------------------------------------------------
 
 
-def test_a_line_is_answered_with_a_line_and_the_connection_ends(rounds):
-    client = rounds.connect(b"status\nmore")
-    rounds.rounds()
+def test_a_line_is_answered_with_a_line_and_the_connection_ends(served):
+    client = served.connect(b"status\nmore")
+    served.serve()
     assert received(client) == b"<status>\n"
-    assert rounds.counted == {"answered": 1}
+    assert served.counted == {"answered": 1}
 
 
-def test_a_request_may_come_in_parts(rounds):
-    client = rounds.connect(b"sta")
-    rounds.rounds()
-    client.sendall(b"tus\n")
-    rounds.rounds()
+def test_a_request_may_come_in_parts(served):
+    client = served.connect(b"sta")
+    timer = threading.Timer(0.01, client.sendall, [b"tus\n"])
+    timer.start()
+    served.serve()
     assert received(client) == b"<status>\n"
-
-
-def test_those_who_ask_in_one_round_share_an_answer(path):
-    asked = []
-    made = Rounds(path, lambda request: asked.append(request) or b"%d" % len(asked))
-    clients = [made.connect(b"status\n") for _ in range(5)]
-    made.rounds()
-    assert {received(client) for client in clients} == {b"1\n"}
-    later = made.connect(b"status\n")
-    made.rounds()
-    assert received(later) == b"2\n"
-    made.end()
-
-
-def test_before_it_is_served_whoever_asks_is_told_so(path):
-    made = StatusSocket(str(path))
-    client = connected(str(path))
-    client.sendall(b"status\n")
-    for _ in range(3):
-        made.run_round(0)
-    assert b"being opened" in received(client)
-    made.close()
-    client.close()
+    timer.join(DEADLINE_S)
 
 
 # -- hostile clients ----------------------------------------------------------------------------
 
 
-def test_a_request_without_an_end_is_refused(rounds):
-    rounds.connect(b"x" * MAX_REQUEST_BYTES)
-    rounds.rounds()
-    assert rounds.counted == {}
-    rounds.connect(b"x" * (1 << 15))
-    rounds.rounds()
-    assert rounds.counted == {"refused": 1}
-    assert len(rounds.socket._connections) == 1
+def test_a_request_without_an_end_is_refused(served):
+    served.connect(b"x" * (1 << 15))
+    served.serve()
+    assert served.counted == {"refused": 1}
+    served.connect(b"x" * MAX_REQUEST_BYTES + b"\n")
+    served.serve()
+    assert served.counted == {"refused": 1, "answered": 1}
 
 
-def test_one_that_asks_nothing_is_dropped_at_its_deadline(rounds):
-    client = rounds.connect()
-    rounds.rounds()
-    rounds.clock.now_s = CONNECTION_TIMEOUT_S - 0.1
-    client.sendall(b"slow")
-    rounds.rounds()
-    assert rounds.counted == {}
-    rounds.clock.now_s = CONNECTION_TIMEOUT_S
-    rounds.rounds()
-    assert rounds.counted == {"timed_out": 1}
-    assert not rounds.socket._connections
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("sends", [b"", b"slow"])
+def test_one_that_asks_nothing_is_dropped_at_its_deadline(served, sends):
+    client = served.connect(sends)
+    served.serve()
+    assert served.counted == {"timed_out": 1}
+    assert received(client) == b""
 
 
+def test_one_that_sends_its_request_byte_by_byte_has_no_more_time_for_it(served, monkeypatch):
+    client = served.connect(b"s")
+    passed_s = iter([0.0, 0.0, status_socket.CONNECTION_TIMEOUT_S])
+    clock = SimpleNamespace(monotonic=lambda: next(passed_s))
+    monkeypatch.setattr(status_socket, "time", clock)
+    served.serve()
+    assert served.counted == {"timed_out": 1}
+    assert received(client) == b""
+
+
+@pytest.mark.usefixtures("impatient")
 def test_one_that_never_reads_is_dropped_and_others_are_answered(path):
-    made = Rounds(path, lambda request: request * (1 << 20))
+    made = Served(path, lambda request: request * (1 << 20))
     deaf = made.connect(b"long\n")
-    made.rounds()
     client = made.connect(b"\n")
-    made.rounds()
+    made.serve(2)
     assert received(client) == b"\n"
-    made.clock.now_s = CONNECTION_TIMEOUT_S
-    made.rounds()
     assert made.counted == {"answered": 1, "timed_out": 1}
     assert 0 < len(received(deaf)) < 4 << 20
     made.end()
@@ -154,60 +125,42 @@ def test_one_that_never_reads_is_dropped_and_others_are_answered(path):
 
 @pytest.mark.parametrize("sends", [b"", b"status\n", b"sta"])
 def test_one_that_goes_away_is_forgotten(path, sends):
-    made = Rounds(path, lambda request: request * (1 << 20))
+    made = Served(path, lambda request: request * (1 << 20))
     made.connect(sends).close()
-    made.rounds(5)
+    made.serve()
     assert made.counted == {"broken_off": 1}
-    assert not made.socket._connections
     made.end()
 
 
-def test_only_so_many_are_served_at_once_and_the_rest_waits_for_room(rounds):
-    clients = [rounds.connect() for _ in range(MAX_CONNECTIONS - 2)]
-    rounds.rounds()
-    clients += [rounds.connect() for _ in range(2)]
-    late = rounds.connect(b"status\n")
-    rounds.rounds()
-    assert len(rounds.socket._connections) == MAX_CONNECTIONS
-    assert rounds.counted == {}
-    assert not rounds.socket._listens  # else every round would begin at once
-    clients[0].close()
-    rounds.rounds(4)
-    assert received(late) == b"<status>\n"
-
-
-def test_a_thousand_connections_are_the_systems_to_refuse(rounds):
+def test_a_thousand_connections_are_the_systems_to_refuse(served):
     refused, flood = 0, []
     for _ in range(1000):
         client = socket.socket(socket.AF_UNIX)
         client.setblocking(False)
         flood.append(client)
         try:
-            client.connect(rounds.socket.path)
+            client.connect(served.socket.path)
         except BlockingIOError:
             refused += 1
-        rounds.rounds(1)
-    assert len(rounds.socket._connections) == MAX_CONNECTIONS
     assert refused > 900
     for client in flood:
         client.close()
-    rounds.rounds(8)
-    client = rounds.connect(b"status\n")
-    rounds.rounds()
+    served.serve(MAX_QUEUED + 1)
+    client = served.connect(b"status\n")
+    served.serve()
     assert received(client) == b"<status>\n"
 
 
-def test_a_round_in_which_no_descriptor_is_left_is_no_end(rounds, monkeypatch):
+def test_a_shortage_of_descriptors_ends_nothing(served):
     class Full:
         def accept(self):
             raise OSError(24, "Too many open files")
 
-    client = rounds.connect(b"status\n")
-    listener = rounds.socket._listener
-    rounds.socket._listener = Full()
-    rounds.socket._accept()
-    rounds.socket._listener = listener
-    rounds.rounds()
+    client = served.connect(b"status\n")
+    listener, served.socket._listener = served.socket._listener, Full()
+    served.serve()
+    served.socket._listener = listener
+    served.serve()
     assert received(client) == b"<status>\n"
 
 
@@ -227,11 +180,14 @@ def test_the_thread_answers_until_the_socket_is_closed(path):
     assert not path.exists()
 
 
-def test_closing_ends_connections_that_are_open(path):
+@pytest.mark.parametrize("sends", [b"", b"sta"])
+def test_closing_ends_a_connection_that_is_open(path, sends):
     made = StatusSocket(str(path))
     made.serve(lambda request: request)
     client = connected(str(path))
+    client.sendall(sends)
     made.close()
+    assert not made._thread.is_alive()
     with contextlib.suppress(ConnectionResetError):  # it may not have been accepted yet
         assert received(client) == b""
     client.close()
@@ -256,8 +212,7 @@ def test_closing_does_not_wait_for_ever_for_an_answer(path, monkeypatch, caplog)
     assert not path.exists()
     go_on.set()
     made._thread.join(DEADLINE_S)
-    opened = (made._listener, made._waker, made._wake)
-    assert [one.fileno() for one in opened] == [-1] * 3
+    assert made._listener.fileno() == -1
     received(client)  # its connection has ended as well
     client.close()
 

@@ -116,25 +116,17 @@ def test_a_dropped_block_that_was_passed_over_is_not_confused_with_the_next_one_
     assert victims == K[10:11]
 
 
-def test_blocks_that_were_found_and_pinned_are_used_without_looking_them_up_again():
-    catalog, _ = filled(6, 6)
-    oldest = list(catalog._ranking.resident())
-    found = catalog.look_up(oldest[:2])
-    catalog.pin(found.places)
-    catalog.used(oldest[:2], found)
-    assert list(catalog._ranking.resident()) == [*oldest[2:], *oldest[1::-1]]
-
-
 def test_a_use_of_a_block_that_was_dropped_meanwhile_is_not_counted_for_the_next_one_in_its_slot():
     catalog, _ = filled(3, 3)
     oldest = list(catalog._ranking.resident())
-    found = catalog.look_up(oldest[:2])
-    catalog.pin(found.places)
+    places = catalog.find(oldest[:2])
+    slots = catalog._ranking.find(oldest[:2])
+    catalog.pin(places)
     (place,), _, _ = catalog.claim(K[10:11])
-    catalog.drop(oldest[0], found.places[0])
+    catalog.drop(oldest[0], places[0])
     catalog.admit(K[10:11], [place])
-    assert catalog.look_up(K[10:11]).slots == [found.slots[0]]
-    catalog.used(oldest[:2], found)
+    assert catalog._ranking.find(K[10:11]) == slots[:1]
+    catalog.used(oldest[:2])
     assert list(catalog._ranking.resident()) == [K[10], oldest[1]]
     assert not list(catalog.violations())
 

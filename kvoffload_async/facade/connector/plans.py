@@ -48,8 +48,8 @@ class _Run:
     Attributes:
         tokens: End token.
         keys: The keys of its blocks.
-        is_pending: Whether some of its blocks are still being written.
-        may_grow: Whether an outstanding lookup answer may extend it.
+        is_pending: Whether some of its blocks are still being written to the primary.
+        may_grow: Whether a lookup without an answer yet may extend it.
     """
 
     tokens: int
@@ -67,8 +67,8 @@ def match_prefix(
 ) -> Match:
     """Return the longest prefix that every group can load, at most `limit_tokens`.
 
-    Each key is looked up at most once, although one group's result limits the others: the search
-    repeats until the common length no longer shrinks.
+    The groups must agree on one length, so each group's result limits the others: the search
+    repeats until the length is stable. Each key is looked up at most once.
     """
     answers: dict[OffloadKey, LookupResult] = {}
 
@@ -89,7 +89,7 @@ def match_prefix(
             )
             runs.append(run)
             shortest = min(shortest, run.tokens)
-            # Kept across rounds: the next one may not reach the undecided key that set the limit.
+            # Remember it: the next round ends at `shortest`, and may not reach the undecided key.
             may_grow = may_grow or run.may_grow
         if shortest == limit:
             break
@@ -126,7 +126,7 @@ def _scan_rightwards(
 ) -> tuple[int, int, bool, bool]:
     """Full attention: find the chunks from `first` up to the first miss.
 
-    Only a miss ends the scan, so that all probes of a prefix start in one step.
+    Keys without an answer yet do not end the scan: all probes of a prefix start in one step.
     """
     answers = ask(keys[first:last], stop_at_miss=True)
     if LookupResult.MISS in answers:
@@ -140,8 +140,8 @@ def _scan_leftwards(
 ) -> tuple[int, int, bool, bool]:
     """Sliding window: find the rightmost run of as many chunks as the window covers.
 
-    A run that begins at the computed tokens may be shorter. Chunks are looked up from the right,
-    past misses, and only as many as the window needs.
+    A run that directly follows the computed tokens may be shorter. Chunks are looked up from the
+    right; the scan continues past misses and ends when the window is covered.
     """
     length = 0
     is_pending = may_grow = False
@@ -161,11 +161,11 @@ def _scan_leftwards(
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """One copy without slots.
+    """A copy whose slots in the primary are not known yet.
 
     Attributes:
-        keys: One per chunk, grouped by KV-cache group.
-        device: Their device blocks, in the same order.
+        keys: The keys, one per chunk, grouped by KV-cache group.
+        device: The device blocks of the chunks, in the same order.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -174,7 +174,7 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class StoreOffer:
-    """Chunks that a request can store.
+    """The chunks of a request that can be stored now.
 
     Attributes:
         keys: The keys to store, grouped by KV-cache group.
@@ -188,7 +188,7 @@ class StoreOffer:
 
 
 def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens: int) -> CopyPlan:
-    """Return the copy that fills the device blocks from the local tokens up to `total_tokens`.
+    """Return the copy that loads the device blocks of the tokens `local_tokens` to `total_tokens`.
 
     For a sliding window, only blocks inside the window are filled, and null blocks are skipped.
 
@@ -228,7 +228,7 @@ def offer_store(
     tokens: int,
     most_chunks: int | None = None,
 ) -> StoreOffer:
-    """Return the chunks that are full at `tokens` tokens and were not stored before.
+    """Return the chunks that are full at `tokens` tokens and have not been offered before.
 
     A chunk is full if it has a key and all its device blocks. Chunks with null blocks are skipped.
 
@@ -273,7 +273,7 @@ def ends_before(
     ends: Sequence[int],
     left_out: Collection[OffloadKey],
 ) -> tuple[int, ...]:
-    """Return, for each group, the first chunk at or after the first key that was left out."""
+    """Return where each group's next offer begins: at the token of the first key left out."""
     if not left_out:
         return tuple(ends)
     tokens = min(state.ctx.key_positions[key] for key in left_out) - 1

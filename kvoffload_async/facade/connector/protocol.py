@@ -1,6 +1,7 @@
-"""The connector's view of a scheduler: a request, a step, the geometry of the KV cache.
+"""The types that a scheduler and the connector exchange: requests, steps, the KV cache's geometry.
 
-Any scheduler can implement it with its own objects. Token positions start at the prompt's start.
+Any scheduler can implement the protocol with its own objects. Token positions count from the start
+of the prompt.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class SchedulerRequest(Protocol):
             `num_tokens // tokens_per_hash`; grows with the request.
         num_tokens: Prompt and generated tokens so far.
         num_prompt_tokens: Prompt tokens.
-        num_computed_tokens: Tokens from the start whose KV is in the request's device blocks
-            before this step; tokens scheduled in this step are not included. 0 after a
-            preemption; decreased when loaded blocks turn out to be invalid.
+        num_computed_tokens: Number of tokens from the start whose KV was in the request's device
+            blocks before this step, without the tokens scheduled in this step. 0 after a
+            preemption; decreased when loaded blocks are invalid.
         kv_transfer_params: The serving stack's per-request parameters.
     """
 
@@ -95,7 +96,7 @@ class ConnectorGeometry:
         groups: The KV-cache groups, by index.
         tokens_per_hash: Tokens per element of a request's `block_hashes`.
         blocks_per_chunk: Device blocks per chunk, the unit offloaded under one key.
-        num_workers: Workers that each report every job.
+        num_workers: Number of workers; each of them reports the end of each job.
         max_offload_tokens: Maximum tokens offloaded per request; None: all.
         max_load_tokens: Maximum tokens loaded per request; None: all.
         offload_prompt_only: Whether generated tokens are excluded.
@@ -172,11 +173,12 @@ class OffloadingConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOutput:
-    """Reports of all workers in one step, summed.
+    """The sum of all workers' reports in one step.
 
     Attributes:
-        completed: Number of workers on which each job ended, failed or not, since the last report.
-        failed: The jobs of these that failed on at least one worker.
+        completed: Job id -> number of workers on which the job has ended since the last report,
+            successfully or not.
+        failed: Ids of the jobs in `completed` that failed on at least one worker.
     """
 
     completed: Mapping[JobId, int] = field(default_factory=dict)

@@ -27,8 +27,8 @@ class Step:
 
     Attributes:
         load_jobs: Loads prepared in this step.
-        flush: Jobs to flush.
-        allocated: Device blocks about to be written.
+        flush: Jobs that must end before this step overwrites device blocks.
+        allocated: Device blocks that this step will write.
         placed_req_ids: Requests that got their block tables in this step.
         computed_req_ids: Requests that got blocks to compute, without a load.
     """
@@ -40,7 +40,7 @@ class Step:
     computed_req_ids: set[str] = field(default_factory=set)
 
     def note_allocated(self, blocks: Iterable[int]) -> None:
-        """Record device blocks that are about to be written."""
+        """Record device blocks that this step will write."""
         self.allocated.update(blocks)
         self.allocated.discard(NULL_BLOCK)
 
@@ -49,7 +49,7 @@ class GroupState:
     """One KV-cache group of a request.
 
     Attributes:
-        keys: One per full chunk, from the start of the prompt.
+        keys: The keys of the full chunks, from the start of the prompt.
         block_ids: The device block table; `NULL_BLOCK` for freed blocks.
         next_chunk: The first chunk not yet offered to the manager.
     """
@@ -69,14 +69,14 @@ class ConnectorRequest:
 
     Attributes:
         local_tokens: Tokens present on the device at the request's last lookup.
-        offered_tokens: Tokens after these that the last lookup offered to load.
-        waits_below: The request waits for other requests' loads of its blocks that were in flight
-            at its first lookup: those with job ids below this one. None: it has not waited yet.
-        transfer_jobs: Its jobs in flight.
-        room_watch: Limits how many of the chunks that found no room are offered again.
-        may_load: False after a failed load; the blocks are then computed.
-        has_ended: Whether the scheduler has ended it.
-        finish_signalled: Whether the manager was informed of the end.
+        offered_tokens: Number of tokens after `local_tokens` that the last lookup offered to load.
+        waits_below: The request waits for loads of its blocks by other requests, if their job id
+            is less than this: they began before its first lookup. None before that lookup.
+        transfer_jobs: Ids of its jobs in flight.
+        room_watch: Limits how many chunks without room are offered again.
+        may_load: False after a failed load: the blocks are then computed.
+        has_ended: Whether the scheduler has ended the request.
+        finish_signalled: Whether the manager was notified of the end.
         generation: The generation in which it began; used for the keys of all its blocks.
     """
 
@@ -119,7 +119,11 @@ class ConnectorRequest:
         self.finish_signalled = False
 
     def restart(self, local_tokens: int) -> None:
-        """Clear the block tables; on the device the request has at most a prefix."""
+        """Clear the block tables: the request starts or was preempted.
+
+        Args:
+            local_tokens: Number of tokens at its start that are present on the device.
+        """
         self.local_tokens = local_tokens
         self.offered_tokens = 0
         self.room_watch.clear()
@@ -128,7 +132,7 @@ class ConnectorRequest:
             group.next_chunk = 0
 
     def extend_keys(self, geometry: ConnectorGeometry) -> None:
-        """Create the keys of newly full chunks."""
+        """Create the keys of the chunks that have become full since the last call."""
         hashes = self.request.block_hashes
         for index, group in enumerate(self.groups):
             tokens = geometry.tokens_per_chunk(index)
@@ -149,9 +153,10 @@ class ConnectorRequest:
             group.block_ids.extend(table)
 
     def drop_stale_blocks(self, allocated: Collection[int], geometry: ConnectorGeometry) -> None:
-        """Replace blocks that a sliding window freed and that were reallocated by null blocks.
+        """Remove device blocks from the tables that a sliding window freed and others now use.
 
-        Blocks before `next_chunk` are skipped: they are never stored, and tables can be long.
+        `NULL_BLOCK` takes their place. Blocks before `next_chunk` are skipped, because they are not
+        stored again and tables can be long.
         """
         for index, group in enumerate(self.groups):
             if geometry.groups[index].sliding_window_tokens is None:
@@ -161,9 +166,9 @@ class ConnectorRequest:
                     group.block_ids[at] = NULL_BLOCK
 
     def store_anew(self, geometry: ConnectorGeometry) -> None:
-        """Offer all chunks again, except those that a sliding window has passed.
+        """Offer all chunks again, except those outside the sliding window.
 
-        For these it is unknown whether their blocks were reallocated since they were stored.
+        The device blocks of the latter may have been reallocated since they were stored.
         """
         self.room_watch.clear()
         for index, group in enumerate(self.groups):
@@ -176,7 +181,7 @@ class ConnectorRequest:
             group.next_chunk = 0
 
     def invalidate(self, blocks: Collection[int]) -> set[int]:
-        """Replace those of `blocks` in the tables by `NULL_BLOCK`; return the ones found."""
+        """Replace `blocks` by `NULL_BLOCK` in the tables; return those that were in a table."""
         taken = set()
         for group in self.groups:
             for at, block in enumerate(group.block_ids):

@@ -1,7 +1,7 @@
 """The scheduler side of the connector: plans loads, stores and flushes.
 
-Its jobs are copies between device and primary; a job ends when it has ended on every worker.
-Their ids are a different namespace from those of the secondary tiers' jobs.
+Its jobs are copies between device and primary; a job ends when it has ended on every worker. Its
+job ids are unrelated to those of the secondary tiers' jobs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ConnectorJob:
         device_blocks: The device blocks read or written, without null blocks and duplicates.
         pending_workers: Number of workers on which the job has not ended.
         has_failed: Whether the job failed on a worker.
-        is_stale: Whether a reset has invalidated the keys; only the end of the copy matters.
+        is_stale: Whether a reset has invalidated the keys. The manager is not told the result of a
+            stale job, but its device blocks and slots are in use until it ends.
     """
 
     job_id: JobId
@@ -67,7 +68,7 @@ class ConnectorJob:
 
 
 class JobTable:
-    """The jobs in flight, indexed by device block. Call only from the owner's thread."""
+    """The jobs in flight, also by device block. Call only from the owner's thread."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -91,7 +92,7 @@ class JobTable:
         return len(self._jobs)
 
     def ids(self) -> set[JobId]:
-        """Return the ids of the jobs in flight, without stale ones."""
+        """Return the ids of the jobs in flight that are not stale."""
         return set(self._jobs)
 
     def add(
@@ -118,7 +119,7 @@ class JobTable:
         return job_id
 
     def touching(self, blocks: Iterable[int]) -> set[JobId]:
-        """Return the jobs that use any of these device blocks, without stale ones."""
+        """Return the jobs that read or write any of these device blocks and are not stale."""
         return {job_id for block in blocks for job_id in self._by_block.get(block, ())}
 
     def is_loading(self, keys: Iterable[OffloadKey], below: JobId) -> bool:
@@ -130,7 +131,10 @@ class JobTable:
         return any(not self._jobs[job_id].is_store for job_id in request.transfer_jobs)
 
     def worker_ended(self, job_id: JobId, count: int, *, failed: bool) -> ConnectorJob | None:
-        """Count workers that ended a job; return the job after the last. Ignores unknown ids."""
+        """Count `count` workers that have ended a job; return the job when all have.
+
+        Unknown ids are ignored.
+        """
         job = self._jobs.get(job_id) or self._stale.get(job_id)
         if job is None:
             return None
@@ -199,7 +203,7 @@ class OffloadingConnectorScheduler:
     """
 
     def __init__(self, manager: OffloadingManager, geometry: ConnectorGeometry) -> None:
-        """Drive `manager`; other callers may only shut it down."""
+        """Take control of `manager`; other callers may only shut it down."""
         self.manager = manager
         self.geometry = geometry
         self.counters = ConnectorCounters()
@@ -229,7 +233,7 @@ class OffloadingConnectorScheduler:
         """
         state = self._known(request)
         state.restart(num_computed_tokens)
-        if state.transfer_jobs or state.has_ended:  # ended: another request had this id
+        if state.transfer_jobs or state.has_ended:  # ended: an earlier request with this id
             return None, False
         if not state.may_load:
             return 0, False
@@ -249,8 +253,8 @@ class OffloadingConnectorScheduler:
         tokens = match.tokens - num_computed_tokens
         if tokens < self._least_load_tokens:
             return 0, False
-        # The device may share blocks being loaded for other requests. Do not wait for loads that
-        # began later: requests with a common prefix would load it one after the other.
+        # Wait for other requests that load these blocks: the device may share them afterwards. But
+        # not for loads that began later, or requests with a common prefix would load it in turn.
         if state.waits_below is None:
             state.waits_below = self._jobs.next_id
         if self._jobs.is_loading(match.keys, below=state.waits_below):
@@ -280,7 +284,7 @@ class OffloadingConnectorScheduler:
             )
         state.offered_tokens = 0
         state.waits_below = None
-        # Also without a load: the blocks after the computed ones are about to be written.
+        # With or without a load, this step writes the blocks after the computed ones.
         for group, table in zip(self.geometry.groups, blocks, strict=True):
             self._step.note_allocated(table[state.local_tokens // group.tokens_per_block :])
         self._step.placed_req_ids.add(request.request_id)
@@ -306,7 +310,7 @@ class OffloadingConnectorScheduler:
             self._jobs.touching(step.allocated) - step.load_jobs.keys() - running_stores.keys()
         )
         if self._requests and all(s.request.is_finished() for s in self._requests.values()):
-            # There may be no further step: flush all jobs, loads and stores.
+            # All requests have ended, so there may be no further step: flush all jobs.
             step.flush |= self._jobs.ids()
         store_jobs = final_stores | running_stores
         meta = OffloadingConnectorMetadata(step.load_jobs, store_jobs, frozenset(step.flush))
@@ -377,12 +381,12 @@ class OffloadingConnectorScheduler:
             self.manager.on_reset_flushed()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether steps are needed although no request is scheduled."""
+        """Return whether the scheduler must run steps even if it has no request to schedule."""
         return bool(
             self._jobs or self._jobs.has_stale or self._ending or self.manager.has_pending_work()
         )
 
-    # -- inside: requests -----------------------------------------------------------------------
+    # -- internal: requests ---------------------------------------------------------------------
 
     def _known(self, request: SchedulerRequest) -> ConnectorRequest:
         state = self._requests.get(request.request_id)
@@ -411,7 +415,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return
         self._step.flush |= state.transfer_jobs - self._step.load_jobs.keys()
-        if req_id not in self._step.placed_req_ids:  # unless it has new blocks already
+        if req_id not in self._step.placed_req_ids:  # keep tables that were set in this step
             state.restart(0)
 
     def _update_tables(self, output: StepOutput) -> None:
@@ -425,7 +429,7 @@ class OffloadingConnectorScheduler:
             for table in tables:
                 step.note_allocated(table)
         for req_id, state in self._requests.items():
-            # Blocks of an ended request are still intact: this step has not run.
+            # The blocks of an ended request remain valid until this step runs.
             if req_id not in step.placed_req_ids and not state.has_ended:
                 state.drop_stale_blocks(step.allocated, self.geometry)
             if req_id in output.block_tables:
@@ -434,7 +438,7 @@ class OffloadingConnectorScheduler:
             if req_id in output.new_blocks:
                 state.append_blocks(output.new_blocks[req_id])
 
-    # -- inside: jobs ---------------------------------------------------------------------------
+    # -- internal: jobs -------------------------------------------------------------------------
 
     def _prepare_load(self, state: ConnectorRequest, total_tokens: int) -> None:
         plan = plan_load(state, self.geometry, total_tokens)
@@ -450,10 +454,14 @@ class OffloadingConnectorScheduler:
                 group.next_chunk = total_tokens // self.geometry.tokens_per_chunk(index)
 
     def _final_stores(self) -> dict[JobId, TransferJobSpec]:
-        """Store the remaining chunks of ended requests; these come first as their last offer."""
+        """Offer the remaining chunks of ended requests, which have no later opportunity.
+
+        Called before `_running_stores`, so that they get room first.
+        """
         jobs: dict[JobId, TransferJobSpec] = {}
         for state in self._ending:
-            # Signalled: after a reset. Loading: aborted before the load filled its blocks.
+            # Not after a reset, which signals the end at once; not if the request was aborted
+            # during its load, because its blocks are incomplete.
             if not state.finish_signalled and not self._jobs.has_load(state):
                 state.room_watch.clear()
                 left_out = self._store(state, final_tokens(state.request), jobs)
@@ -461,7 +469,7 @@ class OffloadingConnectorScheduler:
         return jobs
 
     def _running_stores(self, output: StepOutput) -> dict[JobId, TransferJobSpec]:
-        """Store the chunks that running requests have after this step."""
+        """Offer the chunks that running requests will have computed after this step."""
         jobs: dict[JobId, TransferJobSpec] = {}
         for req_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id)
@@ -474,7 +482,7 @@ class OffloadingConnectorScheduler:
     ) -> Sequence[OffloadKey]:
         """Offer the chunks not stored yet; return the keys that the primary had no room for.
 
-        After a partly granted offer, a step offers at most as many chunks as may fit now.
+        If the last offer was granted only in part, offer at most as many chunks as may fit now.
         """
         if self._jobs.has_stale:
             return ()  # copies from before a reset may still use the slots
@@ -519,9 +527,9 @@ class OffloadingConnectorScheduler:
         self._drop_if_idle(job.request)
 
     def _invalidate(self, job: ConnectorJob) -> None:
-        """Replace a failed load's blocks by null blocks; report them if the request still runs.
+        """Remove a failed load's blocks from the tables; report them if the request still runs.
 
-        An ended request is still stored, after a reset from its start.
+        The remaining blocks of an ended request are still stored.
         """
         job.request.may_load = False
         invalid = job.request.invalidate(job.device_blocks)

@@ -26,7 +26,7 @@ from kvoffload_async.types import JobId, TransferResult
 logger = logging.getLogger(__name__)
 
 _FOLLOW_S = 0.5
-"""Seconds for the loop to notice ended transfers."""
+"""Seconds that `wait` gives the loop to report transfers that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class OffloadingConnectorWorker:
                 self._deferred[job_id] = spec
 
     def build_output(self) -> tuple[ConnectorOutput, set[str]]:
-        """Return the jobs that ended since the last call, and the requests whose loads ended."""
+        """Return the ended jobs since the last call, and the ids of requests with ended loads."""
         reports = self._take_reports()
         results = [report.result for report in reports]
         output = ConnectorOutput(
@@ -162,9 +162,9 @@ class OffloadingConnectorWorker:
         return output, {r.loaded_req_id for r in reports if r.loaded_req_id is not None}
 
     def shutdown(self, timeout: float = 30.0) -> bool:
-        """Stop both directions; idempotent. `get_finished` still returns results.
+        """Stop loads and stores; idempotent. `get_finished` still returns results.
 
-        All jobs have a result afterwards; those whose copies still run have failed.
+        Afterwards all jobs have a result; jobs whose copies still run have failed.
 
         Returns:
             False if a copy still runs; host and device memory must then stay allocated.
@@ -183,7 +183,7 @@ class OffloadingConnectorWorker:
         self._loop.close(_FOLLOW_S)
         return has_ended
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _submit_deferred(self) -> None:
         deferred, self._deferred = self._deferred, {}

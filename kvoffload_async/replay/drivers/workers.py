@@ -94,7 +94,7 @@ class Workers:
         self._tally.verified_blocks += len(frames)
         self._tally.corrupt_blocks += wrong
 
-    # -- what has ended -------------------------------------------------------------------------
+    # -- ended copies ---------------------------------------------------------------------------
 
     def take_output(self) -> tuple[ConnectorOutput, list[str]]:
         """Return the jobs that ended since the last call, and the requests whose loads ended.

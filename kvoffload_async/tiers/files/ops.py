@@ -837,7 +837,7 @@ class FileOps(Tree):
         """Remove an empty folder."""
         self.at(path, lambda folder_fd, name: os.rmdir(name, dir_fd=folder_fd))
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _rename_noreplace(self, source_fd: int, old: str, target_fd: int, new: str) -> None:
         if self._renameat2 is None:  # another thread has just found it unsupported

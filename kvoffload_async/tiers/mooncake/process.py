@@ -308,7 +308,7 @@ class Helper:
         except (KeyError, RecursionError, TypeError, ValueError) as error:
             self.end(f"it sent an invalid reply ({str(error)[:_MOST_TEXT]!r})")
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         """Wait for the killed process. Thread: its own."""
@@ -480,7 +480,7 @@ class HelperSupervisor:
             await helper.gone()
             self._helper = None
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Start a helper, the first one or in place of one that has ended, and join the store.

@@ -203,7 +203,7 @@ class MooncakeTier(AsyncTier):
     def describe(self) -> str:
         return f"mooncake at {self._connection.master}"
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     async def _run_job(
         self,

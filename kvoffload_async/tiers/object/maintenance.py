@@ -271,7 +271,7 @@ class ObjectMaintenance(StoreMaintenance):
         del options
         return self.gc(GcOptions(corrupt=True), control)
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _begin(self, control: MaintenanceControl) -> _Place:
         if control.resume_after and self._is_directory:

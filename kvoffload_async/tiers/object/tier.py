@@ -559,7 +559,7 @@ class ObjectTier(RemoteTier):
             self._chains.saw_object(contents)
         return value, {indices[key]: error for key, error in judged.items()}
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _client_of(
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -195,20 +195,6 @@ def _least_class(count: int) -> int:
     return count if count <= _EXACT else _class_of(count - 1) + 1
 
 
-class Found(NamedTuple):
-    """Result of a lookup, parallel to the keys.
-
-    Attributes:
-        slots: Slots in the ranking, None for absent blocks.
-        places: Places in the store, None for absent blocks.
-        num_dropped: Value of the counter of dropped blocks, to detect stale results.
-    """
-
-    slots: list[int | None]
-    places: list[SlotAddress | None]
-    num_dropped: int
-
-
 class Catalog:
     """Index of one store. Thread: loop."""
 
@@ -226,7 +212,6 @@ class Catalog:
         """Place of a pinned block that was skipped at eviction -> its slot in the ranking."""
         self._doomed: set[SlotAddress] = set()
         self._claimed: set[SlotAddress] = set()
-        self._num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._ranking)
@@ -257,14 +242,8 @@ class Catalog:
 
     def find(self, keys: Sequence[OffloadKey]) -> list[SlotAddress | None]:
         """Return the place of each key, None for absent keys."""
-        return self.look_up(keys).places
-
-    def look_up(self, keys: Sequence[OffloadKey]) -> Found:
-        """Look up keys; pass the result to `used` to save a second lookup."""
         place_of = self._place_of
-        slots = self._ranking.find(keys)
-        places = [None if slot is None else place_of[slot] for slot in slots]
-        return Found(slots, places, self._num_dropped)
+        return [None if slot is None else place_of[slot] for slot in self._ranking.find(keys)]
 
     # -- segments -------------------------------------------------------------------------------
 
@@ -408,21 +387,12 @@ class Catalog:
         """Forget a pinned block, if it still is at this place."""
         if self.find([key]) == [place]:
             self._ranking.discard([key])
-            self._num_dropped += 1
             self._passed.pop(place, None)
             self._doomed.add(place)
 
-    def used(self, keys: Sequence[OffloadKey], found: Found | None = None) -> None:
-        """Record a request's uses of blocks, ordered head to tail; absent ones are ignored.
-
-        Args:
-            keys: Keys of the blocks.
-            found: Result of their lookup, if all were found and pinned since; saves another lookup.
-        """
-        if found is not None and found.num_dropped == self._num_dropped:
-            self._ranking.access_slots([slot for slot in found.slots if slot is not None])
-        else:
-            self._ranking.access(keys)
+    def used(self, keys: Sequence[OffloadKey]) -> None:
+        """Record a request's uses of blocks, ordered head to tail; absent ones are ignored."""
+        self._ranking.access(keys)
 
     def violations(self) -> Iterable[str]:
         """Return descriptions of the violated invariants."""

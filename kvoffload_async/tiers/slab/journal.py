@@ -583,7 +583,7 @@ class Journal:
                 self._directory_identity.check()  # it could be another store's
                 self._ops.unlink(self._next_path)
 
-    # -- inside, under the lock -----------------------------------------------------------------
+    # -- internal, under the lock ---------------------------------------------------------------
 
     def _put(self, puts: Sequence[PackedRun]) -> None:
         for place, packed in puts:

@@ -257,7 +257,7 @@ class OpenStore:
             "capacity_bytes": self.budget.capacity_bytes,
         }
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _check_manifest(self, found: Folder, layout: StoreLayout) -> Manifest:
         """Check the store's layout, or create the store; return its manifest."""

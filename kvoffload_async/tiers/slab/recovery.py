@@ -481,7 +481,7 @@ class Recovery:
         self._report(recovered, len(suspect), is_trusted=is_trusted)
         return recovered
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _keep_bad_journal(self, scanned: Scan) -> None:
         """Rename an unreadable journal, to keep it for diagnosis."""

@@ -203,7 +203,7 @@ class Segments:
             found.append(Extent(fd, manifest.offset_of(slot_of(place)), length))
         return found
 
-    # -- inside ---------------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------------
 
     def _adopt(self, number: int, slots: int, fd: int) -> Segment:
         direct_fd = -1

@@ -159,13 +159,13 @@ class SlabTier(AsyncTier):
     async def load(self, job: JobMetadata) -> BlockFailures:
         """Read blocks directly into the job's slots, and verify them there."""
         store = self._opened()
-        found = store.catalog.look_up(job.keys)
+        found = store.catalog.find(job.keys)
         failures: dict[int, TierError] = {
             index: BlockMissingError(f"block {job.keys[index].hex()} is not stored")
-            for index, place in enumerate(found.places)
+            for index, place in enumerate(found)
             if place is None
         }
-        blocks, order = in_order_of_places(job, found.places)
+        blocks, order = in_order_of_places(job, found)
         if not order:
             return failures
         batch = LoadBatch(store.data_path, blocks)
@@ -173,10 +173,10 @@ class SlabTier(AsyncTier):
         try:
             await self._transfers.load(batch)
             failures |= {order[index]: error for index, error in batch.failures.items()}
+            used = job.keys
             if failures:
-                store.catalog.used([key for i, key in enumerate(job.keys) if i not in failures])
-            else:
-                store.catalog.used(job.keys, found)
+                used = tuple(key for i, key in enumerate(job.keys) if i not in failures)
+            store.catalog.used(used)
         finally:
             for index in batch.corrupt:  # also if cancelled: their records are gone
                 store.catalog.drop(blocks.keys[index], blocks.places[index])

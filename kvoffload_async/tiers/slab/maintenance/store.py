@@ -201,7 +201,7 @@ class Changes:
             if is_old and not stat_module.S_ISDIR(status.st_mode):
                 self._remove(name, self.changed.unknown_files, "not part of a store")
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- internal ---------------------------------------------------------------------------------
 
     def _drop(self, judged: Judged, verdict: Verdict) -> None:
         for _, bad in judged.bad(verdict):
