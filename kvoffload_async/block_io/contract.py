@@ -62,7 +62,8 @@ class FileBatch(NamedTuple):
     """Files of one block each; the sequences are parallel.
 
     Attributes:
-        root: A directory: its descriptor, to be kept open meanwhile, and its path.
+        root: A directory: its descriptor, to be kept open meanwhile, and its path. If that leads
+            elsewhere, no file is loaded or stored.
         names: Paths of the files relative to it.
         keys: The blocks' keys.
         rows: Rows of the blocks in the buffer.

@@ -47,6 +47,7 @@ class FileOps(Protocol):
     def publish(self, source: str, target: str, /) -> None: ...
     def unlink(self, path: str, /) -> None: ...
     def rename(self, source: str, target: str, /) -> None: ...
+    def leads_to(self, path: str, /) -> os.stat_result: ...
 
 
 class _Root(ctypes.Structure):
@@ -73,6 +74,7 @@ class _Call:
     """Decoded arguments of an engine's call.
 
     Attributes:
+        root, root_fd: Path and descriptor of the root.
         path: Path of the file.
         target_path: Path to rename to.
         attribute: Name of the extended attribute.
@@ -85,7 +87,10 @@ class _Call:
         self.flags: int = found.flags
         self.offset: int = found.offset
         name, target = found.name or b"", found.target or b""
-        folder = found.root.contents.path if found.root else b""
+        self.root_fd, folder = -1, b""
+        if found.root:
+            self.root_fd, folder = found.root.contents.fd, found.root.contents.path
+        self.root = os.fsdecode(folder)
         self.path = os.fsdecode(b"%b/%b" % (folder, name))
         self.target_path = os.fsdecode(b"%b/%b" % (folder, target))
         self.attribute = os.fsdecode(name)
@@ -119,6 +124,11 @@ def _get_status(ops: FileOps, call: _Call) -> None:
     struct.pack_into("4q", call.buffers[0], 0, stat_module.S_ISREG(status.st_mode), *numbers)
 
 
+def _check_root(ops: FileOps, call: _Call) -> int:
+    found, opened = ops.leads_to(call.root), os.fstat(call.root_fd)
+    return 0 if os.path.samestat(found, opened) else -errno.ESTALE
+
+
 _KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # order of `enum call_kind`
     lambda ops, call: ops.open(call.path, call.flags),
     lambda ops, call: ops.close(call.fd),
@@ -132,6 +142,7 @@ _KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # order of 
     lambda ops, call: ops.publish(call.path, call.target_path),
     lambda ops, call: ops.unlink(call.path),
     lambda ops, call: ops.rename(call.path, call.target_path),
+    _check_root,
 )
 
 
@@ -325,9 +336,10 @@ class Engine:
     ) -> int:
         """Read a file into each row.
 
-        Outcome: (statuses, digests). Status 0: it has the row's length and, with `verify`, the
-        digest expected or stored in its attribute, without it no attribute or one that begins with
-        `value_prefix`; `NOT_BEGUN`; otherwise the caller must find the cause.
+        Outcome: (statuses, digests). Status 0: the root's path leads to it, the file has the row's
+        length and, with `verify`, the digest expected or stored in its attribute, without it no
+        attribute or one that begins with `value_prefix`; `NOT_BEGUN`; otherwise the caller must
+        find the cause.
         """
         files = (
             *(*_checked(root), _joined(names), attribute, value_prefix, tuple(expected)),

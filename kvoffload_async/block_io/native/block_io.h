@@ -59,6 +59,7 @@ enum call_kind { /* engine.py has the same order */
     CALL_PUBLISH,       /* rename `name` to `target` in the same folder, without replacing it */
     CALL_UNLINK,
     CALL_RENAME,        /* rename `name` to `target`, replacing it */
+    CALL_CHECK_ROOT,    /* -> -ESTALE if the root's path leads elsewhere */
 };
 
 struct file_status { /* engine.py has the same layout */
@@ -115,9 +116,9 @@ enum batch_kind { /* engine.py has the same order */
 enum status { /* engine.py has the same values */
     STATUS_ENDED_EARLY = 255, /* EXTENTS: the file ended early; other values are errnos */
     STATUS_NOT_BEGUN = 3,     /* LOAD_FILES, STORE_FILES; EXTENTS, COPIES: ECANCELED */
-    STATUS_OTHERWISE = 1,     /* LOAD_FILES: not a complete, verified block */
+    STATUS_OTHERWISE = 1,     /* LOAD_FILES: not a complete, verified block below the root */
     STATUS_PRESENT = 1,       /* STORE_FILES: the name exists */
-    STATUS_NOT_STORED = 2,    /* STORE_FILES: not stored; the temporary file was removed */
+    STATUS_NOT_STORED = 2,    /* STORE_FILES: not stored; there is no temporary file */
     STATUS_VICTIM_GONE = 4,   /* STORE_FILES: the victim does not exist */
     STATUS_THERE = 1,         /* HAS_FILES: a regular file */
 };

@@ -389,6 +389,12 @@ void do_part(struct worker *worker, const struct part *part)
     struct batch *batch = part->batch;
     if (batch->kind == BATCH_EXTENTS)
         move_extents(worker, part);
+    bool is_file = batch->kind == BATCH_LOAD_FILES || batch->kind == BATCH_STORE_FILES;
+    if (is_file && call_file(worker, batch, CALL_CHECK_ROOT, -1, NULL, NULL, 0) != 0) {
+        int status = batch->is_store ? STATUS_NOT_STORED : STATUS_OTHERWISE;
+        memset(batch->statuses + part->first, status, part->count);
+        return;
+    }
     for (size_t i = part->first; i < part->first + part->count; i++) {
         if (batch->kind == BATCH_LOAD_FILES) {
             batch->statuses[i] = (unsigned char)load_file(worker, batch, i);
@@ -575,6 +581,15 @@ static int get_file_status(const struct file_call *call)
     return 0;
 }
 
+static int check_root(const struct root *root)
+{
+    struct stat found, opened;
+    if (stat(root->path, &found) != 0 || fstat(root->fd, &opened) != 0)
+        return -1;
+    errno = ESTALE;
+    return found.st_dev == opened.st_dev && found.st_ino == opened.st_ino ? 0 : -1;
+}
+
 /* Unlinks or renames a name. */
 static int call_on_name(const struct file_call *call)
 {
@@ -614,6 +629,8 @@ static int64_t call_system(const struct file_call *call)
         return fsync(call->fd);
     case CALL_STAT:
         return get_file_status(call);
+    case CALL_CHECK_ROOT:
+        return check_root(call->root);
     default:
         return call_on_name(call);
     }

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io.choice import create_file_io
 from kvoffload_async.block_io.contract import (
     FILE_NOT_BEGUN,
@@ -25,8 +24,7 @@ from kvoffload_async.block_io.contract import (
     FileStores,
     StoredFiles,
 )
-from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
-from kvoffload_async.tiers.files.coalescing import Coalescer
+from kvoffload_async.errors import TierClosedError, TierError
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.ops import FileOps, Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
@@ -53,12 +51,9 @@ class NativeFiles:
     def __init__(
         self,
         file_io: FileIo,
-        env: TierEnvironment,
         ops: FileOps,
         namespace: Namespace,
         files: BlockFiles,
-        *,
-        check: Callable[[], None],
         run_store: RunIo,
     ) -> None:
         """See `create_native_files`."""
@@ -70,18 +65,9 @@ class NativeFiles:
         self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
         self._verifies = files.verify is not Verify.OFF
         self._run_store = run_store
-        self._checks = Coalescer[None](
-            "fs:check", lambda *_: check(), partial(env.io.run, Direction.METADATA)
-        )
 
     async def load(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> Sequence[int]:
-        """Load blocks into rows; return the indices that must be loaded by `BlockFiles`.
-
-        Raises:
-            TierUnavailableError: The root is not the directory that was opened.
-        """
-        # Concurrent with loading, which stays below the directory that was opened.
-        checking = self._checks.begin(None)
+        """Load blocks into rows; return the indices that must be loaded by `BlockFiles`."""
         root, _, names = self._located(keys)
         recall, remember = self._files.digest_cache.recall, self._files.digest_cache.remember
         expected = [recall(key) for key in keys]
@@ -89,7 +75,6 @@ class NativeFiles:
         statuses, digests = await self._file_io.load_files(
             batch, expected, self._attribute, verify=self._verifies
         )
-        await _raise_failed(checking)
         if self._verifies:
             for index, status in enumerate(statuses):
                 start = index * DIGEST_BYTES
@@ -98,21 +83,14 @@ class NativeFiles:
                     remember(keys[index], value)
         return [index for index, status in enumerate(statuses) if status] if any(statuses) else ()
 
-    async def store(
-        self, items: Sequence[StoreItem], *, is_root_checked: bool
-    ) -> Sequence[StoreItem]:
+    async def store(self, items: Sequence[StoreItem]) -> Sequence[StoreItem]:
         """Store blocks; return those that `BlockWriter` has to process.
 
         The results of the others are filled in, even if this is cancelled.
-
-        Raises:
-            TierUnavailableError: The root is not the directory that was opened.
         """
         writer = self._writer
         if writer.lacks_attributes or not self._ops.can_refuse_to_replace:
             return items
-        if not is_root_checked:
-            await _raise_failed(self._checks.begin(None))
         keys = [item.key for item in items]
         root, folder, names = self._located(keys)
         stem, serial = writer.temp_names()
@@ -153,7 +131,6 @@ class NativeFiles:
 
     async def close(self) -> None:
         """Wait until all operations have ended."""
-        await self._checks.close()
         await self._file_io.close()
 
     # -- inside ---------------------------------------------------------------------------------
@@ -205,14 +182,6 @@ class NativeFiles:
                 item.status, item.error = StoreStatus.FAILED, error
 
 
-async def _raise_failed(checking: asyncio.Future[BaseException | None]) -> None:
-    """Wait for a check of the root; raises TierUnavailableError if it has failed."""
-    if not checking.done():
-        await checking
-    if (error := checking.result()) is not None:
-        raise TierUnavailableError(str(error)) from error
-
-
 def create_native_files(
     env: TierEnvironment,
     ops: FileOps,
@@ -220,7 +189,6 @@ def create_native_files(
     files: BlockFiles,
     *,
     threads: int,
-    check: Callable[[], None],
     run_store: RunIo,
 ) -> NativeFiles | None:
     """Return the native fast path; None if native code is not used.
@@ -231,8 +199,6 @@ def create_native_files(
         namespace: Location of the files.
         files: Block files, with their checksums.
         threads: Number of threads that move bytes.
-        check: Raises OSError if the root was replaced by another directory; runs on an I/O
-            thread, once for all waiting jobs.
         run_store: Runs the I/O calls of stores.
 
     Raises:
@@ -243,4 +209,4 @@ def create_native_files(
     )
     if file_io is None:
         return None
-    return NativeFiles(file_io, env, ops, namespace, files, check=check, run_store=run_store)
+    return NativeFiles(file_io, ops, namespace, files, run_store)

@@ -200,7 +200,6 @@ class FsTier(AsyncTier):
             self._native = create_native_files(
                 *(env, self._ops, namespace, self._files),
                 threads=settings.io_threads,
-                check=self._root.check,
                 run_store=self._run_store,
             )
         self._housekeeping.start(settings.rescan_interval_s, self._root.check)
@@ -333,7 +332,7 @@ class FsTier(AsyncTier):
         for _ in range(_ROUNDS):
             plan = await space.plan(items, run_checked, squeeze=is_full)
             try:
-                await self._write(plan.items, check, is_root_checked=plan.operation is not None)
+                await self._write(plan.items, check)
             finally:
                 await space.account(plan, self._run_store)
             unplaced = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
@@ -388,17 +387,11 @@ class FsTier(AsyncTier):
         self._has_entered = True
         warn_of_others(root_dir, self._ops.stat(root_dir))
 
-    async def _write(
-        self,
-        items: Sequence[StoreItem],
-        check: Callable[[], None],
-        *,
-        is_root_checked: bool = False,
-    ) -> None:
+    async def _write(self, items: Sequence[StoreItem], check: Callable[[], None]) -> None:
         """Store blocks; their results are filled in even if this raises."""
         left = items
         if self._native is not None and items:
-            left = await self._native.store(items, is_root_checked=is_root_checked)
+            left = await self._native.store(items)
 
         def store(turn: range) -> None:
             self._files.writer.store(left[turn.start : turn.stop], self._row)
