@@ -116,8 +116,11 @@ class Block:
         arguments = {
             **self._file_arguments(),
             "memory": self.source,
-            "temps": [f"{name}.tmp" for name in changed.get("names", self.names)],
-            "recycled": bytes(self.count),
+            "victims": [""] * self.count,
+            "marker": "marker",
+            "may_write": b"\1" * self.count,
+            "temp_stem": ".",
+            "first_serial": 0,
             "file_mode": 0o600,
             "fsync": False,
             "wants_disk_bytes": True,

@@ -12,11 +12,25 @@ _Memory: TypeAlias = tuple[Buffer | None, int, int]
 """A buffer, bytes of a row, and bytes of a slot."""
 
 _Files: TypeAlias = tuple[
-    int, bytes, bytes, str, bytes, tuple[bytes | None, ...], bytes, bytes, int, bool, bool
+    int,
+    bytes,
+    bytes,
+    str,
+    bytes,
+    tuple[bytes | None, ...],
+    bytes,
+    bytes,
+    bytes,
+    str,
+    int,
+    int,
+    bool,
+    bool,
 ]
 """The root's descriptor and path; names, joined by NUL; the attribute's name, and the prefix of its
-value; its known values; temporary names, joined by NUL; a byte for each recycled one; permissions;
-whether to sync; whether to return disk usage."""
+value; its known values; victims, joined by NUL, each possibly empty; the marker's name; a byte for
+each name that may be written; the stem of temporary names, and the first serial number;
+permissions; whether to sync; whether to return disk usage."""
 
 @final
 class Engine:

@@ -17,6 +17,7 @@ DIGEST_BYTES: Final = 16
 FILE_WRITTEN: Final = 0
 FILE_PRESENT: Final = 1
 FILE_NOT_BEGUN: Final = 3
+FILE_VICTIM_GONE: Final = 4
 
 
 class Run(NamedTuple):
@@ -61,7 +62,8 @@ class FileBatch(NamedTuple):
     """Files of one block each; the sequences are parallel.
 
     Attributes:
-        root: A directory: its descriptor, to be kept open meanwhile, and its path.
+        root: A directory: its descriptor, to be kept open meanwhile, and its path. If that leads
+            elsewhere, no file is loaded or stored.
         names: Paths of the files relative to it.
         keys: The blocks' keys.
         rows: Rows of the blocks in the buffer.
@@ -90,20 +92,31 @@ class FileStores(NamedTuple):
     """How to write the files of a batch; the sequences are parallel to the batch's.
 
     Attributes:
-        temps: Temporary names, in the same folders.
-        recycled: One byte per file; 1: the temporary file exists, and is overwritten.
-        attribute: Attribute for the checksum; None: no checksum.
+        victims: Files to overwrite and rename, instead of creating one; empty: none. A victim that
+            may not be overwritten is removed.
+        marker: Path relative to the root; victims are not overwritten if it exists, or if it is
+            empty.
+        may_write: One byte per file; 0: it is only looked up.
+        temp_stem: Between a file's name and the serial number in its temporary name, which ends
+            with ".tmp".
+        first_serial: Serial number of the first file.
+        attribute: Attribute for the checksum.
         file_mode: Permissions of new files; None: derived from the folder.
         fsync: Whether to sync a file before it gets its final name.
         wants_disk_bytes: Whether to return each file's disk usage.
+        has_digest: Whether to set the attribute.
     """
 
-    temps: Sequence[str]
-    recycled: bytes
-    attribute: Attribute | None
+    victims: Sequence[str]
+    marker: str
+    may_write: bytes
+    temp_stem: str
+    first_serial: int
+    attribute: Attribute
     file_mode: int | None
     fsync: bool
     wants_disk_bytes: bool
+    has_digest: bool
 
 
 class StoredFiles(NamedTuple):
@@ -111,10 +124,11 @@ class StoredFiles(NamedTuple):
 
     Attributes:
         statuses: One byte per file: `FILE_WRITTEN`; `FILE_PRESENT` if the name existed;
-            `FILE_NOT_BEGUN` if the batch was withdrawn; otherwise it was not written, its temporary
-            file was removed if possible, and the caller must find the cause.
+            `FILE_VICTIM_GONE`; `FILE_NOT_BEGUN` if the batch was withdrawn; otherwise it was not
+            written, its temporary file was removed if possible, and the caller must find the cause.
         digests: Checksums of the written files; empty if not requested.
-        disk_bytes: Disk usage of the written files.
+        disk_bytes: Disk usage of the written files; after these numbers, disk usage of the victims,
+            -1 for those not taken.
     """
 
     statuses: bytes

@@ -43,8 +43,11 @@ class FileOps(Protocol):
     def truncate(self, fd: int, size_bytes: int, /) -> None: ...
     def fsync(self, fd: int, /) -> None: ...
     def stat(self, path: str, /) -> os.stat_result: ...
+    def fstat(self, fd: int, /) -> os.stat_result: ...
     def publish(self, source: str, target: str, /) -> None: ...
     def unlink(self, path: str, /) -> None: ...
+    def rename(self, source: str, target: str, /) -> None: ...
+    def leads_to(self, path: str, /) -> os.stat_result: ...
 
 
 class _Root(ctypes.Structure):
@@ -71,6 +74,7 @@ class _Call:
     """Decoded arguments of an engine's call.
 
     Attributes:
+        root, root_fd: Path and descriptor of the root.
         path: Path of the file.
         target_path: Path to rename to.
         attribute: Name of the extended attribute.
@@ -83,7 +87,10 @@ class _Call:
         self.flags: int = found.flags
         self.offset: int = found.offset
         name, target = found.name or b"", found.target or b""
-        folder = found.root.contents.path if found.root else b""
+        self.root_fd, folder = -1, b""
+        if found.root:
+            self.root_fd, folder = found.root.contents.fd, found.root.contents.path
+        self.root = os.fsdecode(folder)
         self.path = os.fsdecode(b"%b/%b" % (folder, name))
         self.target_path = os.fsdecode(b"%b/%b" % (folder, target))
         self.attribute = os.fsdecode(name)
@@ -112,9 +119,14 @@ def _get_attribute(ops: FileOps, call: _Call) -> int:
 
 
 def _get_status(ops: FileOps, call: _Call) -> None:
-    status = ops.stat(call.path)
-    is_regular = stat_module.S_ISREG(status.st_mode)
-    struct.pack_into("2q", call.buffers[0], 0, is_regular, status.st_blocks * 512)
+    status = ops.stat(call.path) if call.fd < 0 else ops.fstat(call.fd)
+    numbers = (status.st_blocks * 512, status.st_size, status.st_nlink)
+    struct.pack_into("4q", call.buffers[0], 0, stat_module.S_ISREG(status.st_mode), *numbers)
+
+
+def _check_root(ops: FileOps, call: _Call) -> int:
+    found, opened = ops.leads_to(call.root), os.fstat(call.root_fd)
+    return 0 if os.path.samestat(found, opened) else -errno.ESTALE
 
 
 _KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # order of `enum call_kind`
@@ -129,6 +141,8 @@ _KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # order of 
     _get_status,
     lambda ops, call: ops.publish(call.path, call.target_path),
     lambda ops, call: ops.unlink(call.path),
+    lambda ops, call: ops.rename(call.path, call.target_path),
+    _check_root,
 )
 
 
@@ -177,7 +191,9 @@ _COUNTERS: Final = (  # order of `enum counter`
 _MAX_THREADS: Final = 64
 _MAX_PAD_BYTES: Final = 65536
 _MAX_MODE: Final = 0o777
+_MAX_SERIAL: Final = 2**63
 _MAX_INT: Final = 2**31 - 1
+_STORES_NOTHING: Final = (b"", b"", b"", "", 0, -1, False, False)
 _NO_MEMORY: Final = (None, 1, 1)
 _CHECK_MS: Final = 10_000
 _TRIPLE: Final = struct.Struct("3q")
@@ -320,13 +336,14 @@ class Engine:
     ) -> int:
         """Read a file into each row.
 
-        Outcome: (statuses, digests). Status 0: it has the row's length and, with `verify`, the
-        digest expected or stored in its attribute, without it no attribute or one that begins with
-        `value_prefix`; `NOT_BEGUN`; otherwise the caller must find the cause.
+        Outcome: (statuses, digests). Status 0: the root's path leads to it, the file has the row's
+        length and, with `verify`, the digest expected or stored in its attribute, without it no
+        attribute or one that begins with `value_prefix`; `NOT_BEGUN`; otherwise the caller must
+        find the cause.
         """
         files = (
             *(*_checked(root), _joined(names), attribute, value_prefix, tuple(expected)),
-            *(b"", b"", -1, False, False),
+            *_STORES_NOTHING,
         )
         return self._submit(
             *(_LOAD_FILES, False, len(rows), memory.rows or _released(), tuple(rows)),
@@ -337,14 +354,17 @@ class Engine:
         self,
         memory: Memory,
         root: tuple[int, str],
-        temps: Sequence[str],
         names: Sequence[str],
         rows: Sequence[int],
         keys: Sequence[bytes],
         prefix: bytes,
         attribute: str,
         value_prefix: bytes,
-        recycled: bytes,
+        victims: Sequence[str],
+        marker: str,
+        may_write: bytes,
+        temp_stem: str,
+        first_serial: int,
         *,
         file_mode: int,
         fsync: bool,
@@ -353,20 +373,23 @@ class Engine:
     ) -> int:
         """Write each row to a temporary file, and rename it unless the name exists.
 
-        `recycled` is 1 for each temporary file that exists and is overwritten. `file_mode` is -1 to
-        derive it from the folder. Outcome: (statuses, digests, disk_bytes). Status 0: written; 1:
-        the name exists; 2: the caller must find the cause, and the temporary file was removed if
-        possible; `NOT_BEGUN`.
+        A victim, unless empty, is renamed first, and overwritten if no file `marker` exists, it has
+        one link, and its attribute begins with `value_prefix`; otherwise it is removed. Nothing is
+        written where `may_write` is 0. The temporary name is the name, `temp_stem`, a serial
+        number from `first_serial` on, and ".tmp". `file_mode` is -1 to derive it from the folder.
+
+        Outcome: (statuses, digests, int64 disk usage of the files, and then of the victims, -1 for
+        those not taken). Status 0: written; 1: the name exists; 2: the caller must find the cause,
+        and the temporary file was removed if possible; 4: the victim does not exist; `NOT_BEGUN`.
         """
         if not -1 <= file_mode <= _MAX_MODE:
             raise ValueError(f"file_mode: {file_mode} is neither permissions nor -1")
-        # Equal lengths are checked by the engine.
-        for temp, name in zip(temps, names, strict=False):
-            if os.path.dirname(temp) != os.path.dirname(name):  # noqa: PTH120 - for every file
-                raise ValueError(f"temps: {temp} is not in the folder of {name}")
+        if not 0 <= first_serial <= _MAX_SERIAL:
+            raise ValueError(f"first_serial: {first_serial} is not between 0 and {_MAX_SERIAL}")
         files = (
             *(*_checked(root), _joined(names), attribute, value_prefix, ()),
-            *(_joined(temps), recycled, file_mode, fsync, wants_disk_bytes),
+            *(_joined(victims), os.fsencode(marker), may_write, temp_stem, first_serial),
+            *(file_mode, fsync, wants_disk_bytes),
         )
         return self._submit(
             *(_STORE_FILES, True, len(rows), memory.rows or _released(), tuple(rows)),
@@ -377,7 +400,7 @@ class Engine:
         """Look up files. Outcome: one byte per name, 1 for a regular file, otherwise 0."""
         files = (
             *(*_checked(root), _joined(names), "", b"", ()),
-            *(b"", b"", -1, False, False),
+            *_STORES_NOTHING,
         )
         return self._submit(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files)
 

@@ -148,25 +148,22 @@ class NativeBlockIo(BlockIo):
     ) -> None:
         """See `FileIo.store_files`."""
         engine = self._opened()
-        name, prefix = how.attribute or ("", b"")
         with _busy():
             ticket = engine.store_files(
-                self._memory,
-                files.root,
-                how.temps,
-                files.names,
-                files.rows,
-                files.keys,
-                self._prefix,
-                name,
-                prefix,
-                how.recycled,
+                *(self._memory, files.root, files.names, files.rows, files.keys, self._prefix),
+                *(*how.attribute, how.victims, how.marker, how.may_write),
+                *(how.temp_stem, how.first_serial),
                 file_mode=-1 if how.file_mode is None else how.file_mode,
                 fsync=how.fsync,
                 wants_disk_bytes=how.wants_disk_bytes,
-                has_digest=how.attribute is not None,
+                has_digest=how.has_digest,
             )
-        await self._outcome(engine, ticket, lambda outcome: ended.append(StoredFiles(*outcome)))
+
+        def take(outcome: tuple[bytes, bytes, bytes]) -> None:
+            statuses, digests, numbers = outcome
+            ended.append(StoredFiles(statuses, digests, memoryview(numbers).cast("q")))
+
+        await self._outcome(engine, ticket, take)
 
     async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
         """See `FileIo.has_files`."""

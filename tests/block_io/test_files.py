@@ -55,12 +55,16 @@ class Files:
         expected = expected or [None] * len(KEYS)
         return await self.here.io.load_files(self.batch(), expected, ATTRIBUTE, verify=verify)
 
-    async def store(self, ended=None, *, recycled=(), attribute=ATTRIBUTE, fsync=False):
+    async def store(self, ended=None, *, victims=None, has_digest=True, fsync=False):
         ended = [] if ended is None else ended
         batch = self.batch()
-        temps = [name.replace(".bin", ".tmp") for name in batch.names]
-        flags = bytes(number in recycled for number in range(len(KEYS)))
-        how = FileStores(temps, flags, attribute, None, fsync=fsync, wants_disk_bytes=True)
+        names = [(victims or {}).get(number, "") for number in range(len(KEYS))]
+        how = FileStores(
+            *(names, "marker", b"\1" * len(KEYS), ".w.", 0, ATTRIBUTE, None),
+            fsync=fsync,
+            wants_disk_bytes=True,
+            has_digest=has_digest,
+        )
         await self.here.io.store_files(batch, how, ended)
         return ended[0]
 
@@ -206,9 +210,9 @@ def test_a_row_is_a_new_file_with_its_checksum_and_what_is_there_stays(tmp_path)
     async def scenario(here):
         files = Files(here)
         put(tmp_path, KEYS[1], b"there")
-        put(tmp_path, b"key 2.tmp", b"x" * 2 * ROW).rename(tmp_path / "key 2.tmp")
+        put(tmp_path, b"old", b"x" * 2 * ROW, value=value_of(b"old", ZERO))
         (tmp_path / "key 3.bin").mkdir()
-        stored = await files.store(recycled={2})
+        stored = await files.store(victims={2: "old.bin"})
         assert list(stored.statuses) == [FILE_WRITTEN, FILE_PRESENT, FILE_WRITTEN, 2, *[0] * 4]
         assert (tmp_path / "key 1.bin").read_bytes() == b"there"
         assert not list(tmp_path.glob("*.tmp"))
@@ -226,7 +230,7 @@ def test_a_row_is_a_new_file_with_its_checksum_and_what_is_there_stays(tmp_path)
 
 def test_without_an_attribute_no_checksum_is_computed(tmp_path):
     async def scenario(here):
-        stored = await Files(here).store(attribute=None)
+        stored = await Files(here).store(has_digest=False)
         assert (stored.statuses, stored.digests) == (bytes(8), b"")
         assert not os.listxattr(tmp_path / "key 0.bin")
 
@@ -240,7 +244,7 @@ def test_a_call_that_fails_leaves_that_block_to_be_judged_and_no_temporary_file(
     ops = FaultyFileOps()
 
     async def scenario(here):
-        ops.fail(5, on=call, when=lambda call: call.path.endswith("key 2.tmp"))
+        ops.fail(5, on=call, when=lambda call: call.path.endswith("key 2.bin.w.2.tmp"))
         stored = await Files(here).store(fsync=True)
         assert stored.statuses == bytes([0, 0, 2, 0, 0, 0, 0, 0])
         assert not list(tmp_path.glob("*.tmp"))

@@ -42,7 +42,8 @@ def test_a_file_that_ends_early_and_one_that_fails_are_told_apart(engine, block,
 
 
 def test_files_come_back(engine, block, tmp_path):
-    statuses, digests, disk_bytes = outcomes(engine, block.store_files())
+    statuses, digests, numbers = outcomes(engine, block.store_files())
+    disk_bytes = struct.unpack(f"{2 * BLOCKS}q", numbers)
     assert (statuses, digests) == (bytes(BLOCKS), block.digests)
     status = (tmp_path / "leaf/0.bin").stat()
     assert (status.st_blocks * 512, status.st_mode & 0o777) == (disk_bytes[0], 0o600)
@@ -73,15 +74,100 @@ def test_a_remembered_value_or_the_attribute_must_match(engine, block, tmp_path)
     assert outcomes(engine, block.load_files(expected=expected))[0] == b"\0\1\0\0\1\0"
 
 
-def test_a_recycled_file_is_overwritten_and_cut_to_its_size(engine, block, tmp_path):
-    (tmp_path / "leaf/0.bin.tmp").write_bytes(b"x" * 5000)
-    (tmp_path / "leaf/1.bin.tmp").write_bytes(b"x")  # is there, and not to be
-    statuses, _, _ = outcomes(engine, block.store_files(recycled=b"\1\0\1\0\0\0"))
-    assert statuses == b"\0\2\2\0\0\0"  # the third is to be there, and is not
-    assert (tmp_path / "leaf/0.bin").read_bytes() == block.data[:ROW_BYTES]
+VICTIM_BYTES = 9000
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file with a checksum, larger than a row, in another folder than the blocks."""
+    (tmp_path / "old").mkdir()
+    path = tmp_path / "old/victim"
+    path.write_bytes(b"x" * VICTIM_BYTES)
+    os.setxattr(path, ATTRIBUTE, VALUE_PREFIX + bytes(16))
+    return path
+
+
+def store_in_place_of(block, victim, **changed):
+    """Store the first block in the place of a victim; return status and bytes that were freed."""
+    names = [f"old/{victim.name}", *[""] * (BLOCKS - 1)]
+    outcome = outcomes(block.engine, block.store_files(**{"victims": names, **changed}))
+    return outcome[0][0], struct.unpack(f"{2 * BLOCKS}q", outcome[2])[BLOCKS]
+
+
+def holds_block(path, block):
+    value = VALUE_PREFIX + block.digests[:16]
+    is_whole = path.read_bytes() == block.data[:ROW_BYTES]
+    return is_whole and os.getxattr(path, ATTRIBUTE) == value
+
+
+def test_a_victim_is_overwritten_and_cut_to_its_size(block, victim, tmp_path):
+    before = victim.stat()
+    assert store_in_place_of(block, victim) == (0, before.st_blocks * 512)
+    assert not victim.exists()
+    assert (tmp_path / "leaf/0.bin").stat().st_ino == before.st_ino
+    assert holds_block(tmp_path / "leaf/0.bin", block)
     assert sorted(path.name for path in (tmp_path / "leaf").iterdir()) == [
-        *("0.bin", "3.bin", "4.bin", "5.bin")
+        f"{index}.bin" for index in range(BLOCKS)
     ]
+
+
+def unmark(victim):
+    os.removexattr(victim, ATTRIBUTE)
+
+
+def mark_otherwise(victim):
+    os.setxattr(victim, ATTRIBUTE, b"\2" + bytes(16))
+
+
+def link(victim):
+    os.link(victim, victim.with_name("other"))
+
+
+def announce_a_reader(victim):
+    (victim.parents[1] / "marker").touch()
+
+
+@pytest.mark.parametrize("prevent", [unmark, mark_otherwise, link, announce_a_reader])
+def test_a_victim_that_somebody_may_read_unverified_is_removed(block, victim, tmp_path, prevent):
+    prevent(victim)
+    with victim.open("rb") as reader:
+        freed_bytes = victim.stat().st_blocks * 512
+        assert store_in_place_of(block, victim) == (0, freed_bytes)
+        assert reader.read() == b"x" * VICTIM_BYTES
+    assert not victim.exists()
+    assert holds_block(tmp_path / "leaf/0.bin", block)
+
+
+def test_no_victim_is_overwritten_without_a_marker(block, victim, tmp_path):
+    with victim.open("rb") as reader:
+        assert store_in_place_of(block, victim, marker="")[0] == 0
+        assert reader.read() == b"x" * VICTIM_BYTES
+    assert holds_block(tmp_path / "leaf/0.bin", block)
+
+
+def test_a_victim_that_is_gone_or_not_a_file_is_reported(block, victim, tmp_path):
+    victim.unlink()
+    assert store_in_place_of(block, victim) == (4, -1)
+    victim.mkdir()
+    assert store_in_place_of(block, victim) == (2, -1)
+    victim.rmdir()
+    victim.symlink_to(tmp_path / "leaf")
+    assert store_in_place_of(block, victim) == (2, -1)
+    assert not (tmp_path / "leaf/0.bin").exists()
+    assert victim.is_symlink()
+
+
+def test_a_victim_stays_if_its_block_is_there(block, victim, tmp_path):
+    (tmp_path / "leaf/0.bin").touch()
+    assert store_in_place_of(block, victim) == (1, -1)
+    assert victim.exists()
+
+
+def test_what_may_not_be_written_is_only_looked_up(engine, block, tmp_path):
+    (tmp_path / "leaf/1.bin").touch()
+    statuses, _, _ = outcomes(engine, block.store_files(may_write=b"\0\0\1\1\1\1"))
+    assert statuses == b"\2\1\0\0\0\0"
+    assert not (tmp_path / "leaf/0.bin").exists()
 
 
 @pytest.fixture(params=[0o000, 0o077])

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from faulty_files import FaultyFileOps
 from native_engine import (
+    ATTRIBUTE,
     BLOCKS,
     ROW_BYTES,
+    VALUE_PREFIX,
     Block,
     native,
     opened_engine,
@@ -103,11 +105,46 @@ def test_a_store_that_fails_at_any_call_leaves_no_temporary_file(tmp_path, call)
     ops = FaultyFileOps()
     with opened_engine(ops=ops) as engine:
         block = Block(engine, tmp_path, 1, ROW_BYTES, ops=ops)
-        (tmp_path / "leaf/0.bin.tmp").touch()
+        victim = put_victim(tmp_path)
         ops.fail(errno.EIO, on=call, when=lambda found: found.path.endswith(".tmp"))
-        assert outcomes(engine, block.store_files(recycled=b"\1", fsync=True))[0] == b"\2"
+        assert outcomes(engine, block.store_files(victims=["old"], fsync=True))[0] == b"\2"
+        assert not victim.exists()
         assert list((tmp_path / "leaf").iterdir()) == []
         assert ops.open_fds.keys() == {block.fd}
+        block.close()
+
+
+def put_victim(folder):
+    victim = folder / "old"
+    victim.write_bytes(bytes(2 * ROW_BYTES))
+    os.setxattr(victim, ATTRIBUTE, VALUE_PREFIX + bytes(16))
+    return victim
+
+
+@pytest.mark.parametrize("call", ["fstat", "get_xattr"])
+def test_a_victim_about_which_nothing_is_known_is_removed(tmp_path, call):
+    ops = FaultyFileOps()
+    with opened_engine(ops=ops) as engine:
+        block = Block(engine, tmp_path, 1, ROW_BYTES, ops=ops)
+        with put_victim(tmp_path).open("rb") as reader:
+            ops.fail(errno.EIO, on=call, when=lambda found: found.path.endswith(".tmp"))
+            assert outcomes(engine, block.store_files(victims=["old"]))[0] == b"\0"
+            assert not any(reader.read())
+        assert ops.open_fds.keys() == {block.fd}
+        block.close()
+
+
+@pytest.mark.parametrize("call", ["stat", "rename"])
+def test_a_victim_that_cannot_be_taken_stays(tmp_path, call):
+    ops = FaultyFileOps()
+    with opened_engine(ops=ops) as engine:
+        block = Block(engine, tmp_path, 1, ROW_BYTES, ops=ops)
+        victim = put_victim(tmp_path)
+        ops.fail(errno.EIO, on=call, when=lambda found: found.path.endswith("old"))
+        statuses, _, numbers = outcomes(engine, block.store_files(victims=["old"]))
+        assert (statuses, struct.unpack("2q", numbers)) == (b"\2", (0, -1))
+        assert victim.exists()
+        assert list((tmp_path / "leaf").iterdir()) == []
         block.close()
 
 

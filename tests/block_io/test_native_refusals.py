@@ -48,10 +48,13 @@ FILES = [
     ({"keys": []}, ValueError, "keys: 0 items instead of 6"),
 ]
 STORES = [
-    ({"temps": ["other/0"] * BLOCKS}, ValueError, "temps: other/0 is not in the folder of"),
-    ({"temps": ["flea/0"] * BLOCKS}, ValueError, "temps: flea/0 is not in the folder of"),
-    ({"temps": ["0"] * BLOCKS}, ValueError, "temps: 0 is not in the folder of leaf/0.bin"),
-    ({"recycled": b""}, ValueError, "recycled: 0 items instead of 6"),
+    ({"victims": ["leaf/a"]}, ValueError, "victims: they are not 6"),
+    ({"victims": ["../up"] * BLOCKS}, ValueError, "victims: '../up' does not lead to a file"),
+    ({"marker": "../up"}, ValueError, "marker, temp_stem: '../up' or '.' leads elsewhere"),
+    ({"temp_stem": "/../up"}, ValueError, "marker, temp_stem: 'marker' or '/../up' leads"),
+    ({"may_write": b""}, ValueError, "may_write: 0 items instead of 6"),
+    ({"first_serial": -1}, ValueError, "first_serial: -1 is not between 0"),
+    ({"first_serial": 2**63 + 1}, ValueError, "first_serial: 9223372036854775809 is not"),
     ({"file_mode": 0o1000}, ValueError, "file_mode: 512"),
     ({"file_mode": -2}, ValueError, "file_mode: -2"),
 ]
@@ -79,9 +82,9 @@ def test_files_refuse(block, changed, error, words):
 def test_names_that_may_lead_out_of_the_root_are_refused(engine, block, name):
     with pytest.raises(ValueError, match=r"names: .* does not lead to a file beneath the root"):
         engine.has_files(block.root, [name])
-    names = [f"{name.rpartition('/')[0]}/file".lstrip("/")] * BLOCKS
-    with pytest.raises(ValueError, match=r"does not lead to a file beneath|is not in the folder"):
-        block.store_files(names=names, temps=[name] * BLOCKS)
+    if name:
+        with pytest.raises(ValueError, match=r"victims: .* does not lead to a file beneath"):
+            block.store_files(victims=[name] * BLOCKS)
 
 
 @pytest.mark.parametrize(("changed", "error", "words"), STORES)

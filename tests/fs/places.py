@@ -1,6 +1,7 @@
 """A directory with `fs` tiers on it, and what lies there."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace, counted_bytes
-from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, StoreOutcome, Verify
+from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, Verify, changes_of
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.fs.usage import FILE_NAME, Usage, read_usage
 from kvoffload_async.tiers.fs.walk import Inventory, take_inventory
@@ -147,19 +148,32 @@ class Place:
 
 
 def item(key: OffloadKey, index: int = 0, *, may_write: bool = True, victim=None) -> StoreItem:
-    row = memoryview(bytearray(content_of(key, BLOCK)))
-    return StoreItem(index, key, row, may_write, victim)
+    return StoreItem(index, key, index, may_write, victim)
 
 
-def store(files: BlockFiles, *items: StoreItem) -> list[StoreOutcome]:
-    outcomes = list(map(StoreOutcome, items))
-    files.writer.store(outcomes)
-    return outcomes
+def store(
+    files: BlockFiles, *items: StoreItem, content: bytes | memoryview | None = None
+) -> Sequence[StoreItem]:
+    """Store blocks with the bytes of their keys, or with others; return them with the results."""
+    rows = {
+        one.slot: bytearray(content_of(one.key, BLOCK)) if content is None else content
+        for one in items
+    }
+    files.writer.store(items, lambda slot: memoryview(rows[slot]))
+    return items
 
 
-def store_key(files: BlockFiles, key: OffloadKey, **options) -> StoreOutcome:
-    (outcome,) = store(files, item(key, **options))
+def store_key(
+    files: BlockFiles, key: OffloadKey, content: bytes | memoryview | None = None, **options
+) -> StoreItem:
+    (outcome,) = store(files, item(key, **options), content=content)
     return outcome
+
+
+def grown_by(outcome: StoreItem) -> int:
+    """By how many bytes a store has changed the disk usage."""
+    change = changes_of([outcome])
+    return change.added_bytes - change.removed_bytes
 
 
 def load(files: BlockFiles, *keys: OffloadKey) -> tuple[dict[int, LoadFailure], list[bytearray]]:

@@ -6,6 +6,7 @@ import pytest
 from faulty_files import FaultyFileOps
 from fs.places import BLOCK, Place
 
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.testing.harness import key_of
 
 K = [key_of(number) for number in range(8)]
@@ -19,6 +20,7 @@ ROOT = {"stat": 1}
 """Of a job: whether the root is still the directory that was opened."""
 COUNT_CHANGES = {"lock": 2, "fstat": 2, "pread_into": 2, "pwrite": 2, "unlock": 2}
 """What is set aside before a job, and given back after it."""
+IS_NATIVE = implementation().name == "native"
 
 
 @pytest.fixture
@@ -86,4 +88,5 @@ def test_a_store_within_a_capacity_changes_the_count_twice_a_job(place: Place, o
         found.pop("truncate", None)  # of a count that has fewer digits than the one before
         for name, number in times(count, COUNTED).items():
             found[name] -= number
+        found["stat"] -= IS_NATIVE  # a batch checks the root itself
         assert {name: number for name, number in found.items() if number} == COUNT_CHANGES

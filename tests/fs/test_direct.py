@@ -8,7 +8,7 @@ from faulty_files import FaultyFileOps, is_block, is_temp
 from fs.places import BLOCK, item, load_key, store, store_key
 
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus
+from kvoffload_async.tiers.fs.outcome import StoreStatus
 
 A, B, C, D = (key_of(number) for number in range(4))
 
@@ -62,7 +62,7 @@ def test_a_real_misaligned_direct_transfer_falls_back(place):
     files = place.files(direct_io=True)
     buffer = bytearray(BLOCK + 1)
     buffer[1:] = content_of(A, BLOCK).tobytes()
-    (outcome,) = store(files, StoreItem(0, A, memoryview(buffer)[1:]))
+    outcome = store_key(files, A, memoryview(buffer)[1:])
     assert outcome.status is StoreStatus.WRITTEN
     assert load_key(files, A) is None
 

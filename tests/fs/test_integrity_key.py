@@ -93,7 +93,7 @@ def test_a_store_replaces_what_no_tier_with_the_key_would_serve(place, put):
     put(place)
     outcome = store_key(files(place), A)
     assert outcome.status is StoreStatus.WRITTEN
-    assert outcome.change.removed_bytes == outcome.change.added_bytes > 0
+    assert outcome.removed_bytes == outcome.added_bytes > 0
     assert load_key(files(place), A) is None
 
 
@@ -140,7 +140,7 @@ def test_an_evicted_block_with_a_mac_may_be_overwritten(place):
     tier = files(place, reuses_inodes=True)
     store_key(tier, A)
     inode = place.path(A).stat().st_ino
-    assert store_key(tier, B, victim=A).victim_taken
+    assert store_key(tier, B, victim=A).freed_bytes is not None
     assert place.path(B).stat().st_ino == inode
     assert load_key(files(place), B) is None
 

@@ -9,7 +9,7 @@ from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUna
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
-from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus
+from kvoffload_async.tiers.fs.outcome import StoreStatus
 
 A, B, C, D = (key_of(number) for number in range(4))
 
@@ -233,7 +233,7 @@ def test_a_remembered_block_that_went_bad_is_deleted_and_fails(place, reader, co
 
 def test_what_a_store_replaces_is_no_longer_verified_by_what_was_there_before(place, reader):
     place.path(A).unlink()
-    (outcome,) = store(reader, StoreItem(0, A, memoryview(FLIPPED)))
+    outcome = store_key(reader, A, FLIPPED)
     assert outcome.status is StoreStatus.WRITTEN
     failures, (row,) = load(reader, A)
     assert not failures

@@ -42,7 +42,7 @@ def plan(space, *keys):
     async def run_io(call):
         return call()
 
-    items = [StoreItem(index, key, memoryview(b"")) for index, key in enumerate(keys)]
+    items = [StoreItem(index, key, index) for index, key in enumerate(keys)]
     return asyncio.run(space.plan(items, run_io, squeeze=False))
 
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, Place, item, load_key, store, store_key
+from fs.places import BLOCK, Place, grown_by, item, load_key, store, store_key
 
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
@@ -20,7 +20,7 @@ def test_a_victims_inode_is_reused(place):
     store_key(files, B)
     inode = place.path(B).stat().st_ino
     outcome = store_key(files, A, victim=B)
-    assert outcome.victim_taken
+    assert outcome.freed_bytes is not None
     assert place.path(A).stat().st_ino == inode
     assert place.blocks() == {A}
     assert load_key(files, A) is None
@@ -33,7 +33,7 @@ def has_new_inode(place: Place, files) -> bool:
     try:
         outcome = store_key(files, A, victim=B)
         assert outcome.status is StoreStatus.WRITTEN
-        assert outcome.victim_taken
+        assert outcome.freed_bytes is not None
         assert place.blocks() == {A}
         assert load_key(files, A) is None
         return os.fstat(fd).st_ino != place.path(A).stat().st_ino
@@ -91,7 +91,7 @@ def test_a_victim_of_another_length_becomes_a_whole_block(place):
         os.setxattr(place.path(B), ATTRIBUTE, b"any")
         before = place.disk_bytes()
         outcome = store_key(place.files(reuses_inodes=True), A, victim=B)
-        grown = outcome.change.added_bytes - outcome.change.removed_bytes
+        grown = grown_by(outcome)
         assert place.disk_bytes() - before == grown
         assert place.every_block_is_whole()
         assert place.blocks() == {A}
@@ -104,7 +104,7 @@ def test_a_victims_old_checksum_never_stays(place):
     ops.fail(errno.EOPNOTSUPP, on="set_xattr")
     outcome = store_key(place.files(ops, reuses_inodes=True), A, victim=B)
     assert outcome.status is StoreStatus.FAILED
-    assert outcome.victim_taken
+    assert outcome.freed_bytes is not None
     assert not place.blocks()
     assert not place.temps()
 
@@ -113,7 +113,7 @@ def test_a_victim_that_is_gone_already_is_reported(place):
     files = place.files(reuses_inodes=True)
     outcome = store_key(files, A, victim=B)
     assert outcome.status is StoreStatus.VICTIM_GONE
-    assert not outcome.victim_taken
+    assert outcome.freed_bytes is None
     assert not place.blocks()
 
 

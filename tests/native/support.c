@@ -198,29 +198,34 @@ struct batch *extents_of(struct store *store, bool is_store)
 struct batch *files_of(struct store *store, enum batch_kind kind)
 {
     struct batch *batch = new_batch(store, kind, kind == BATCH_STORE_FILES);
-    char **names = calloc(2 * store->count, sizeof *names);
+    char **names = calloc(store->count, sizeof *names);
     for (size_t i = 0; i < store->count; i++) {
         CHECK(asprintf(&names[i], "leaf/%zu.bin", i) > 0);
-        CHECK(asprintf(&names[store->count + i], "leaf/%zu.bin.tmp", i) > 0);
     }
     batch->names = (const char **)names;
-    batch->temps = batch->names + store->count;
+    batch->victims = calloc(store->count, sizeof *batch->victims);
+    batch->marker = "marker";
+    batch->temp_stem = ".";
     batch->root = (struct root){store->folder_fd, store->folder};
     batch->attribute = "user.kvoffload.test";
     batch->value_prefix = "\1";
     batch->value_prefix_bytes = 1;
     batch->expected = calloc(store->count, sizeof *batch->expected);
-    batch->recycled = calloc(store->count, 1);
+    char *may_write = malloc(store->count);
+    CHECK(may_write != NULL);
+    memset(may_write, 1, store->count);
+    batch->may_write = may_write;
     batch->file_mode = 0600;
     batch->wants_disk_bytes = true;
-    batch->disk_bytes = calloc(store->count, sizeof *batch->disk_bytes);
+    batch->disk_bytes = calloc(2 * store->count, sizeof *batch->disk_bytes);
+    batch->freed_bytes = batch->disk_bytes + store->count;
     return batch;
 }
 
 void free_batch(struct batch *batch)
 {
     if (batch->names != NULL) {
-        for (size_t i = 0; i < 2 * batch->count; i++)
+        for (size_t i = 0; i < batch->count; i++)
             free((void *)(uintptr_t)batch->names[i]);
     }
     free(batch->names);
@@ -228,7 +233,8 @@ void free_batch(struct batch *batch)
     free(batch->seeds);
     free(batch->runs);
     free(batch->expected);
-    free((void *)(uintptr_t)batch->recycled);
+    free((void *)(uintptr_t)batch->may_write);
+    free(batch->victims);
     free(batch->statuses);
     free(batch->digests);
     free(batch->disk_bytes);

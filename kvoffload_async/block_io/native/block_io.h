@@ -26,6 +26,7 @@ enum {
     MAX_PAD_BYTES = 65536, /* between a row's end and its slot's end in a file */
     MAX_VALUE_BYTES = 64,  /* of the digest's attribute */
     MAX_NAME_BYTES = 4096,
+    KEPT_FOLDERS = 4, /* a store in place of a victim uses three */
 };
 
 /* Addresses of XXH3 functions; hash128 has the layout of XXH128_hash_t. */
@@ -54,14 +55,18 @@ enum call_kind { /* engine.py has the same order */
     CALL_SET_ATTRIBUTE,
     CALL_TRUNCATE,      /* to `offset` bytes */
     CALL_SYNC,          /* bytes and attributes */
-    CALL_STAT,          /* stat `name`; the buffer is a file_status */
+    CALL_STAT,          /* stat `fd` or, if that is -1, `name`; the buffer is a file_status */
     CALL_PUBLISH,       /* rename `name` to `target` in the same folder, without replacing it */
     CALL_UNLINK,
+    CALL_RENAME,        /* rename `name` to `target`, replacing it */
+    CALL_CHECK_ROOT,    /* -> -ESTALE if the root's path leads elsewhere */
 };
 
 struct file_status { /* engine.py has the same layout */
     int64_t is_regular;
     int64_t disk_bytes;
+    int64_t size_bytes;
+    int64_t num_links;
 };
 
 struct root { /* a directory */
@@ -69,13 +74,15 @@ struct root { /* a directory */
     const char *path;
 };
 
-struct folder { /* the last folder that a thread used; closed at the end of a part */
-    int fd;     /* -1: none */
-    const char *name;
-    size_t name_bytes;
+struct folders { /* the last folders that a thread used; closed at the end of a part */
+    struct folder {
+        int fd; /* -1: none */
+        char name[MAX_NAME_BYTES];
+    } kept[KEPT_FOLDERS];
+    unsigned int next; /* number of folders opened so far; the oldest one is replaced */
 };
 
-struct file_call { /* engine.py has the same layout, up to the folder */
+struct file_call { /* engine.py has the same layout, up to the folders */
     enum call_kind kind;
     int fd;
     int flags;                /* CALL_OPEN, in addition to O_NOFOLLOW etc. */
@@ -86,14 +93,14 @@ struct file_call { /* engine.py has the same layout, up to the folder */
     const struct iovec *buffers;
     int64_t num_buffers;
     int64_t offset;
-    struct folder *folder;
+    struct folders *folders;
 };
 
 /* Implements the system calls on files; returns -errno on failure. */
 typedef int64_t file_caller(const struct file_call *call);
 
 int64_t make_system_call(const struct file_call *call);
-void close_folder(struct folder *folder);
+void close_folders(struct folders *folders);
 
 /* -- batches ------------------------------------------------------------------------------------ */
 
@@ -109,9 +116,10 @@ enum batch_kind { /* engine.py has the same order */
 enum status { /* engine.py has the same values */
     STATUS_ENDED_EARLY = 255, /* EXTENTS: the file ended early; other values are errnos */
     STATUS_NOT_BEGUN = 3,     /* LOAD_FILES, STORE_FILES; EXTENTS, COPIES: ECANCELED */
-    STATUS_OTHERWISE = 1,     /* LOAD_FILES: not a complete, verified block */
+    STATUS_OTHERWISE = 1,     /* LOAD_FILES: not a complete, verified block below the root */
     STATUS_PRESENT = 1,       /* STORE_FILES: the name exists */
-    STATUS_NOT_STORED = 2,    /* STORE_FILES: not stored; the temporary file was removed */
+    STATUS_NOT_STORED = 2,    /* STORE_FILES: not stored; there is no temporary file */
+    STATUS_VICTIM_GONE = 4,   /* STORE_FILES: the victim does not exist */
     STATUS_THERE = 1,         /* HAS_FILES: a regular file */
 };
 
@@ -158,12 +166,15 @@ struct batch {
 
     struct root root;
     const char **names;
-    const char **temps; /* each in the folder of its name */
+    const char **victims;   /* files to overwrite and rename; NULL: create one */
+    const char *temp_stem;  /* a temporary name is the name, this, a serial number and ".tmp" */
+    uint64_t first_serial;  /* serial number of the first block */
+    const char *may_write;  /* for each name: whether to write it, or only to look it up */
+    const char *marker;     /* victims are not overwritten if this file exists; "": never */
     const char *attribute;
     const void *value_prefix; /* prefix of the attribute's value, before the digest */
     size_t value_prefix_bytes;
     const char **expected; /* known values of the attribute, or NULL */
-    const char *recycled; /* for each temporary file: whether it exists */
     int file_mode; /* -1: derived from the folder */
     bool fsync;
     bool wants_disk_bytes;
@@ -172,6 +183,7 @@ struct batch {
     unsigned char *statuses;
     unsigned char *digests;
     int64_t *disk_bytes;
+    int64_t *freed_bytes; /* disk usage of the victims; -1: not taken */
 
     /* used by the engine, under its mutex */
     struct batch *next;
@@ -209,7 +221,7 @@ struct limits {
 struct worker { /* a thread and its private data */
     struct engine *engine;
     void *hash_state;
-    struct folder folder;
+    struct folders folders;
     _Atomic int64_t in_call_since_ns; /* 0: not in a call */
     unsigned char scratch[MAX_PAD_BYTES]; /* destination of padding that is read */
 

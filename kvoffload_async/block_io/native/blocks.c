@@ -42,7 +42,7 @@ static int64_t make_call(struct worker *worker, struct file_call call)
 {
     int64_t result;
     int times = 0;
-    call.folder = &worker->folder;
+    call.folders = &worker->folders;
     do {
         atomic_store_explicit(&worker->in_call_since_ns, monotonic_ns(), memory_order_relaxed);
         result = worker->engine->call(&call);
@@ -211,16 +211,17 @@ static bool close_file(struct worker *worker, const struct batch *batch, int fd)
     return call_file(worker, batch, CALL_CLOSE, fd, NULL, NULL, 0) == 0;
 }
 
-static bool get_status(struct worker *worker, const struct batch *batch, const char *name,
-                       struct file_status *status)
+/* Stats a descriptor or, if that is -1, a name. */
+static int64_t get_status(struct worker *worker, const struct batch *batch, int fd,
+                          const char *name, struct file_status *status)
 {
-    return call_file(worker, batch, CALL_STAT, -1, name, status, sizeof *status) == 0;
+    return call_file(worker, batch, CALL_STAT, fd, name, status, sizeof *status);
 }
 
 static bool is_there(struct worker *worker, const struct batch *batch, const char *name)
 {
     struct file_status status;
-    return get_status(worker, batch, name, &status) && status.is_regular;
+    return get_status(worker, batch, -1, name, &status) == 0 && status.is_regular;
 }
 
 /* Reads a block into its row; returns whether the file has exactly its length. */
@@ -268,38 +269,94 @@ static int load_file(struct worker *worker, const struct batch *batch, size_t in
     return close_file(worker, batch, (int)fd) && is_right ? 0 : STATUS_OTHERWISE;
 }
 
-static bool fill_file(struct worker *worker, const struct batch *batch, size_t index, int fd)
+struct target { /* a file being written */
+    int fd;
+    int64_t size_bytes; /* of its former content */
+};
+
+/* Renames a victim, so that it cannot be opened under its old name. Returns 0 or a status. */
+static int take_victim(struct worker *worker, const struct batch *batch, size_t index,
+                       const char *temp)
 {
-    struct span span = {.fd = fd, .first = index, .num = 1};
+    struct file_status status;
+    const char *victim = batch->victims[index];
+    int64_t result = get_status(worker, batch, -1, victim, &status);
+    if (result != 0 || !status.is_regular)
+        return result == -ENOENT || result == -ENOTDIR ? STATUS_VICTIM_GONE : STATUS_NOT_STORED;
+    if (make_call(worker, (struct file_call){.kind = CALL_RENAME,
+                                             .root = &batch->root,
+                                             .name = victim,
+                                             .target = temp}) != 0)
+        return STATUS_NOT_STORED;
+    batch->freed_bytes[index] = status.disk_bytes;
+    return 0;
+}
+
+/* Opens a renamed victim if no reader can take its new bytes for its old block: readers of blocks
+   without this kind of digest do not verify, and other names are unknown. An unverified reader
+   creates the marker before it opens a file, so this must follow the rename. */
+static bool open_victim(struct worker *worker, const struct batch *batch, const char *temp,
+                        struct target *target)
+{
+    struct file_status status;
+    char value[MAX_VALUE_BYTES];
+    if (batch->marker[0] == '\0' || get_status(worker, batch, -1, batch->marker, &status) != -ENOENT)
+        return false;
+    int64_t fd = open_file(worker, batch, temp, O_RDWR);
+    if (fd < 0)
+        return false;
+    *target = (struct target){(int)fd, 0};
+    if (get_status(worker, batch, target->fd, NULL, &status) == 0 && status.num_links == 1 &&
+        is_own(batch, value,
+               call_file(worker, batch, CALL_GET_ATTRIBUTE, target->fd, batch->attribute, value,
+                         sizeof value))) {
+        target->size_bytes = status.size_bytes;
+        return true;
+    }
+    close_file(worker, batch, target->fd);
+    return false;
+}
+
+static bool fill_file(struct worker *worker, const struct batch *batch, size_t index,
+                      const struct target *target)
+{
+    struct span span = {.fd = target->fd, .first = index, .num = 1};
+    int64_t row_bytes = (int64_t)batch->memory.row_bytes;
     if (move_rows(worker, batch, &span) != 0)
         return false;
-    if (batch->recycled[index] &&
-        call_file(worker, batch, CALL_TRUNCATE, fd, NULL, NULL, batch->memory.row_bytes) != 0)
+    if (target->size_bytes > row_bytes && call_file(worker, batch, CALL_TRUNCATE, target->fd, NULL,
+                                                    NULL, batch->memory.row_bytes) != 0)
         return false;
     if (batch->seeds != NULL) {
         char value[MAX_VALUE_BYTES];
         size_t prefix_bytes = batch->value_prefix_bytes;
         memcpy(value, batch->value_prefix, prefix_bytes);
         memcpy(value + prefix_bytes, digest_of(batch, index), DIGEST_BYTES);
-        if (call_file(worker, batch, CALL_SET_ATTRIBUTE, fd, batch->attribute, value,
+        if (call_file(worker, batch, CALL_SET_ATTRIBUTE, target->fd, batch->attribute, value,
                       prefix_bytes + DIGEST_BYTES) != 0)
             return false;
     }
-    return !batch->fsync || call_file(worker, batch, CALL_SYNC, fd, NULL, NULL, 0) == 0;
+    return !batch->fsync || call_file(worker, batch, CALL_SYNC, target->fd, NULL, NULL, 0) == 0;
 }
 
-static bool store_by_way_of(struct worker *worker, const struct batch *batch, size_t index)
+/* Writes and publishes a temporary file: the renamed victim, or a new one. */
+static bool store_by_way_of(struct worker *worker, const struct batch *batch, size_t index,
+                            const char *temp)
 {
-    const char *temp = batch->temps[index];
-    int create = batch->recycled[index] ? 0 : O_CREAT | O_EXCL;
-    int64_t fd = open_file(worker, batch, temp, O_WRONLY | create);
-    if (fd < 0)
-        return false;
-    bool is_filled = fill_file(worker, batch, index, (int)fd);
-    if (!close_file(worker, batch, (int)fd) || !is_filled)
+    struct target target = {-1, 0};
+    if (batch->victims[index] == NULL || !open_victim(worker, batch, temp, &target)) {
+        if (batch->victims[index] != NULL)
+            call_file(worker, batch, CALL_UNLINK, -1, temp, NULL, 0);
+        int64_t fd = open_file(worker, batch, temp, O_WRONLY | O_CREAT | O_EXCL);
+        if (fd < 0)
+            return false;
+        target = (struct target){(int)fd, 0};
+    }
+    bool is_filled = fill_file(worker, batch, index, &target);
+    if (!close_file(worker, batch, target.fd) || !is_filled)
         return false;
     struct file_status status = {0}; /* after closing, which frees preallocated space */
-    if (batch->wants_disk_bytes && !get_status(worker, batch, temp, &status))
+    if (batch->wants_disk_bytes && get_status(worker, batch, -1, temp, &status) != 0)
         return false;
     batch->disk_bytes[index] = status.disk_bytes;
     return make_call(worker, (struct file_call){.kind = CALL_PUBLISH,
@@ -310,11 +367,18 @@ static bool store_by_way_of(struct worker *worker, const struct batch *batch, si
 
 static int store_file(struct worker *worker, const struct batch *batch, size_t index)
 {
+    char temp[MAX_NAME_BYTES];
+    unsigned long long serial = batch->first_serial + index;
     if (is_there(worker, batch, batch->names[index]))
         return STATUS_PRESENT;
-    if (store_by_way_of(worker, batch, index))
-        return 0;
-    call_file(worker, batch, CALL_UNLINK, -1, batch->temps[index], NULL, 0);
+    if (!batch->may_write[index] ||
+        snprintf(temp, sizeof temp, "%s%s%llu.tmp", batch->names[index], batch->temp_stem, serial) >=
+            (int)sizeof temp)
+        return STATUS_NOT_STORED;
+    int status = batch->victims[index] == NULL ? 0 : take_victim(worker, batch, index, temp);
+    if (status != 0 || store_by_way_of(worker, batch, index, temp))
+        return status;
+    call_file(worker, batch, CALL_UNLINK, -1, temp, NULL, 0);
     return STATUS_NOT_STORED;
 }
 
@@ -325,6 +389,12 @@ void do_part(struct worker *worker, const struct part *part)
     struct batch *batch = part->batch;
     if (batch->kind == BATCH_EXTENTS)
         move_extents(worker, part);
+    bool is_file = batch->kind == BATCH_LOAD_FILES || batch->kind == BATCH_STORE_FILES;
+    if (is_file && call_file(worker, batch, CALL_CHECK_ROOT, -1, NULL, NULL, 0) != 0) {
+        int status = batch->is_store ? STATUS_NOT_STORED : STATUS_OTHERWISE;
+        memset(batch->statuses + part->first, status, part->count);
+        return;
+    }
     for (size_t i = part->first; i < part->first + part->count; i++) {
         if (batch->kind == BATCH_LOAD_FILES) {
             batch->statuses[i] = (unsigned char)load_file(worker, batch, i);
@@ -339,7 +409,7 @@ void do_part(struct worker *worker, const struct part *part)
             count_up(worker->engine, BYTES, (uint64_t)copy->bytes);
         }
     }
-    close_folder(&worker->folder);
+    close_folders(&worker->folders);
 }
 
 void cancel_part(const struct part *part)
@@ -415,32 +485,34 @@ static int open_beneath(int root_fd, const char *name, int flags)
     return fd;
 }
 
-void close_folder(struct folder *folder)
+void close_folders(struct folders *folders)
 {
-    if (folder->fd != -1)
-        close(folder->fd);
-    folder->fd = -1;
+    for (int i = 0; i < KEPT_FOLDERS; i++) {
+        if (folders->kept[i].fd != -1)
+            close(folders->kept[i].fd);
+        folders->kept[i].fd = -1;
+    }
 }
 
-/* Returns the folder of a name, cached until another is needed, and the name in it. */
-static int open_folder(const struct file_call *call, const char **leaf)
+/* Returns the folder of a name, open until others have replaced it, and the name in it. */
+static int open_folder(const struct file_call *call, const char *name, const char **leaf)
 {
-    char name[MAX_NAME_BYTES];
-    struct folder *folder = call->folder;
-    const char *slash = strrchr(call->name, '/');
-    *leaf = slash == NULL ? call->name : slash + 1;
+    const char *slash = strrchr(name, '/');
+    *leaf = slash == NULL ? name : slash + 1;
     if (slash == NULL)
         return call->root->fd;
-    size_t bytes = (size_t)(slash - call->name);
-    if (folder->fd == -1 || folder->name_bytes != bytes ||
-        memcmp(folder->name, call->name, bytes) != 0) {
-        memcpy(name, call->name, bytes);
-        name[bytes] = '\0';
-        close_folder(folder);
-        folder->name = call->name;
-        folder->name_bytes = bytes;
-        folder->fd = open_beneath(call->root->fd, name, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    size_t bytes = (size_t)(slash - name);
+    for (int i = 0; i < KEPT_FOLDERS; i++) {
+        const struct folder *kept = &call->folders->kept[i];
+        if (kept->fd != -1 && strncmp(kept->name, name, bytes) == 0 && kept->name[bytes] == '\0')
+            return kept->fd;
     }
+    struct folder *folder = &call->folders->kept[call->folders->next++ % KEPT_FOLDERS];
+    if (folder->fd != -1)
+        close(folder->fd);
+    memcpy(folder->name, name, bytes);
+    folder->name[bytes] = '\0';
+    folder->fd = open_beneath(call->root->fd, folder->name, O_PATH | O_DIRECTORY | O_CLOEXEC);
     return folder->fd;
 }
 
@@ -463,7 +535,7 @@ static int create_file(const struct file_call *call, int flags)
 {
     const char *leaf;
     struct stat folder;
-    int folder_fd = open_folder(call, &leaf), mode = call->mode;
+    int folder_fd = open_folder(call, call->name, &leaf), mode = call->mode;
     if (folder_fd == -1 || fstat(folder_fd, &folder) != 0)
         return -1;
     if (mode == -1) {
@@ -479,33 +551,59 @@ static int create_file(const struct file_call *call, int flags)
 static int open_existing(const struct file_call *call, int flags)
 {
     struct stat status;
-    int fd = open_beneath(call->root->fd, call->name, flags);
+    const char *leaf;
+    int fd;
+    if ((flags & O_ACCMODE) == O_RDONLY) {
+        fd = open_beneath(call->root->fd, call->name, flags);
+    } else { /* a store, which has used the folder before */
+        fd = open_folder(call, call->name, &leaf);
+        fd = fd == -1 ? -1 : openat(fd, leaf, flags);
+    }
     if (fd == -1 || (fstat(fd, &status) == 0 && S_ISREG(status.st_mode)))
         return fd;
     errno = ENXIO;
     return close_failed(fd);
 }
 
-/* Stats, unlinks or renames a name; the target is in the same folder. */
+static int get_file_status(const struct file_call *call)
+{
+    struct stat found;
+    const char *leaf;
+    int folder_fd = call->fd == -1 ? open_folder(call, call->name, &leaf) : -1;
+    if (call->fd == -1 && folder_fd == -1)
+        return -1;
+    if (call->fd == -1 ? fstatat(folder_fd, leaf, &found, AT_SYMLINK_NOFOLLOW)
+                       : fstat(call->fd, &found))
+        return -1;
+    struct file_status status = {S_ISREG(found.st_mode), (int64_t)found.st_blocks * 512,
+                                 (int64_t)found.st_size, (int64_t)found.st_nlink};
+    memcpy(call->buffers->iov_base, &status, sizeof status);
+    return 0;
+}
+
+static int check_root(const struct root *root)
+{
+    struct stat found, opened;
+    if (stat(root->path, &found) != 0 || fstat(root->fd, &opened) != 0)
+        return -1;
+    errno = ESTALE;
+    return found.st_dev == opened.st_dev && found.st_ino == opened.st_ino ? 0 : -1;
+}
+
+/* Unlinks or renames a name. */
 static int call_on_name(const struct file_call *call)
 {
-    const char *leaf, *slash;
-    int folder_fd = open_folder(call, &leaf);
+    const char *leaf, *target;
+    int folder_fd = open_folder(call, call->name, &leaf);
     if (folder_fd == -1)
         return -1;
     if (call->kind == CALL_UNLINK)
         return unlinkat(folder_fd, leaf, 0);
-    if (call->kind == CALL_PUBLISH) {
-        slash = strrchr(call->target, '/');
-        return (int)syscall(SYS_renameat2, folder_fd, leaf, folder_fd,
-                            slash == NULL ? call->target : slash + 1, NOREPLACE);
-    }
-    struct stat found;
-    if (fstatat(folder_fd, leaf, &found, AT_SYMLINK_NOFOLLOW) != 0)
+    int target_fd = open_folder(call, call->target, &target);
+    if (target_fd == -1)
         return -1;
-    struct file_status status = {S_ISREG(found.st_mode), (int64_t)found.st_blocks * 512};
-    memcpy(call->buffers->iov_base, &status, sizeof status);
-    return 0;
+    return (int)syscall(SYS_renameat2, folder_fd, leaf, target_fd, target,
+                        call->kind == CALL_PUBLISH ? NOREPLACE : 0);
 }
 
 static int64_t call_system(const struct file_call *call)
@@ -529,6 +627,10 @@ static int64_t call_system(const struct file_call *call)
         return ftruncate(call->fd, call->offset);
     case CALL_SYNC:
         return fsync(call->fd);
+    case CALL_STAT:
+        return get_file_status(call);
+    case CALL_CHECK_ROOT:
+        return check_root(call->root);
     default:
         return call_on_name(call);
     }

@@ -73,7 +73,7 @@ static Submission *new_submission(PyObject *arguments, int kind, bool is_store, 
 {
     enum { COLUMNS = 10 };
     const size_t block_bytes = sizeof(struct part) + sizeof(struct run) + DIGEST_BYTES + 1 +
-                               3 * sizeof(int64_t) + 3 * sizeof(char *);
+                               4 * sizeof(int64_t) + 3 * sizeof(char *);
     if (count < 0 || count > INT32_MAX || kind < 0 || kind > BATCH_COPIES)
         return (Submission *)PyErr_Format(PyExc_ValueError, "no batch: kind %d, %zd blocks", kind,
                                           count);
@@ -92,12 +92,15 @@ static Submission *new_submission(PyObject *arguments, int kind, bool is_store, 
         .runs = take_space(self, num * sizeof(struct run)),
         .digests = take_space(self, num * DIGEST_BYTES),
         .statuses = take_space(self, num),
-        .disk_bytes = take_space(self, num * sizeof(int64_t)),
+        .disk_bytes = take_space(self, 2 * num * sizeof(int64_t)),
         .rows = take_space(self, num * sizeof(int64_t)),
         .names = take_space(self, num * sizeof(char *)),
-        .temps = take_space(self, num * sizeof(char *)),
+        .victims = take_space(self, num * sizeof(char *)),
         .expected = take_space(self, num * sizeof(char *)),
     };
+    self->batch.freed_bytes = self->batch.disk_bytes + count;
+    for (Py_ssize_t i = 0; i < count; i++)
+        self->batch.freed_bytes[i] = -1;
     return self;
 }
 
@@ -255,24 +258,37 @@ static bool is_name(const char *name)
     }
 }
 
-/* Parses names joined by NUL: one per block, each below the root. */
-static bool take_names(PyObject *joined, const char **names, size_t num, const char *argument)
+/* Checks the marker's name, or "", and the stem of temporary names, which stay in their folders. */
+static bool are_names(const char *marker, const char *temp_stem)
+{
+    if ((marker[0] == '\0' || is_name(marker)) && strchr(temp_stem, '/') == NULL)
+        return true;
+    PyErr_Format(PyExc_ValueError, "marker, temp_stem: '%s' or '%s' leads elsewhere", marker,
+                 temp_stem);
+    return false;
+}
+
+/* Parses names joined by NUL: one per block, each below the root; NULL for an empty one. */
+static bool take_names(PyObject *joined, const char **names, size_t num, const char *argument,
+                       bool may_be_empty)
 {
     char *name;
     Py_ssize_t bytes;
     if (PyBytes_AsStringAndSize(joined, &name, &bytes) != 0)
         return false;
     const char *end = name + bytes + (num > 0); /* the last name ends with NUL, too */
-    for (size_t i = 0; i < num && name != end; i++) {
-        if (!is_name(name)) {
+    size_t i = 0;
+    for (; i < num && name != end; i++) {
+        bool is_empty = may_be_empty && name[0] == '\0';
+        if (!is_empty && !is_name(name)) {
             PyErr_Format(PyExc_ValueError, "%s: '%s' does not lead to a file beneath the root",
                          argument, name);
             return false;
         }
-        names[i] = name;
+        names[i] = is_empty ? NULL : name;
         name += strlen(name) + 1;
     }
-    if (name == end && (num == 0 || names[num - 1] != NULL))
+    if (name == end && i == num)
         return true;
     PyErr_Format(PyExc_ValueError, "%s: they are not %zu, or there is a NUL in one", argument, num);
     return false;
@@ -299,15 +315,17 @@ static bool take_expected(struct batch *batch, PyObject *expected)
 static bool take_files(Submission *submission, PyObject *files)
 {
     struct batch *batch = &submission->batch;
-    PyObject *names, *temps, *expected;
-    Py_ssize_t num_recycled, value_prefix_bytes;
+    PyObject *names, *victims, *expected;
+    Py_ssize_t num_may_write, value_prefix_bytes;
     const char *value_prefix;
+    unsigned long long first_serial;
     int fsync, wants_disk_bytes;
-    if (!PyArg_ParseTuple(files, "iyOsy#OOy#ipp:files", &batch->root.fd, &batch->root.path, &names,
-                          &batch->attribute, &value_prefix, &value_prefix_bytes, &expected, &temps,
-                          &batch->recycled, &num_recycled, &batch->file_mode, &fsync,
+    if (!PyArg_ParseTuple(files, "iyOsy#OOyy#sKipp:files", &batch->root.fd, &batch->root.path,
+                          &names, &batch->attribute, &value_prefix, &value_prefix_bytes, &expected,
+                          &victims, &batch->marker, &batch->may_write, &num_may_write,
+                          &batch->temp_stem, &first_serial, &batch->file_mode, &fsync,
                           &wants_disk_bytes) ||
-        !take_names(names, batch->names, batch->count, "names"))
+        !take_names(names, batch->names, batch->count, "names", false))
         return false;
     if (value_prefix_bytes > MAX_VALUE_BYTES - DIGEST_BYTES) {
         PyErr_Format(PyExc_ValueError, "value_prefix: %zd bytes are more than %d",
@@ -316,13 +334,15 @@ static bool take_files(Submission *submission, PyObject *files)
     }
     batch->value_prefix = value_prefix;
     batch->value_prefix_bytes = (size_t)value_prefix_bytes;
+    batch->first_serial = first_serial;
     batch->fsync = fsync;
     batch->wants_disk_bytes = wants_disk_bytes;
     if (batch->kind == BATCH_LOAD_FILES)
         return take_expected(batch, expected);
     return batch->kind == BATCH_HAS_FILES ||
-           (take_names(temps, batch->temps, batch->count, "temps") &&
-            has_items(num_recycled, batch->count, "recycled"));
+           (take_names(victims, batch->victims, batch->count, "victims", true) &&
+            are_names(batch->marker, batch->temp_stem) &&
+            has_items(num_may_write, batch->count, "may_write"));
 }
 
 /* Parses the arguments of a batch of its kind; ignores the others. */
@@ -386,21 +406,14 @@ static PyObject *outcome_of(const struct batch *batch)
 {
     Py_ssize_t num = (Py_ssize_t)batch->count;
     Py_ssize_t digest_bytes = batch->seeds == NULL ? 0 : num * DIGEST_BYTES;
-    PyObject *numbers;
     switch (batch->kind) {
     case BATCH_EXTENTS:
         return Py_BuildValue("(Ny#)", errors_of(batch), batch->digests, digest_bytes);
     case BATCH_LOAD_FILES:
         return Py_BuildValue("(y#y#)", batch->statuses, num, batch->digests, digest_bytes);
     case BATCH_STORE_FILES:
-        numbers = PyList_New(num);
-        for (Py_ssize_t i = 0; i < num && numbers != NULL; i++) {
-            PyObject *number = PyLong_FromLongLong(batch->disk_bytes[i]);
-            if (number == NULL || PyList_SetItem(numbers, i, number) != 0)
-                Py_CLEAR(numbers);
-        }
-        return Py_BuildValue("(y#y#N)", batch->statuses, num, batch->digests, digest_bytes,
-                             numbers);
+        return Py_BuildValue("(y#y#y#)", batch->statuses, num, batch->digests, digest_bytes,
+                             batch->disk_bytes, 2 * num * (Py_ssize_t)sizeof(int64_t));
     case BATCH_HAS_FILES:
         return Py_BuildValue("y#", batch->statuses, num);
     default:

@@ -186,7 +186,8 @@ static int start_thread(struct engine *engine, int direction)
         return ENOMEM;
     worker->engine = engine;
     worker->hash_state = engine->hashes.create_state();
-    worker->folder.fd = -1;
+    for (int i = 0; i < KEPT_FOLDERS; i++)
+        worker->folders.kept[i].fd = -1;
     worker->direction = direction;
     worker->file = -1;
 

@@ -48,6 +48,7 @@ class BlockFiles:
 
     Attributes:
         writer: Writes the files.
+        verify: See `Verify`.
         digester: Computes the values of their checksum attributes.
         digest_cache: Cached checksum attributes.
     """
@@ -85,7 +86,7 @@ class BlockFiles:
         self._ops = ops
         self._namespace = namespace
         self._block_bytes = block_bytes
-        self._verify = verify
+        self.verify = verify
         self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
         self.digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
         self.digest_cache = DigestCache()
@@ -166,9 +167,9 @@ class BlockFiles:
         digest = self._ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
             return BlockMissingError(f"block {key.hex()} has a checksum {why}")  # the file stays
-        if self._verify is Verify.OFF:
+        if self.verify is Verify.OFF:
             digest = None
-        lacks_digest = digest is None and self._verify is Verify.REQUIRED
+        lacks_digest = digest is None and self.verify is Verify.REQUIRED
         # An incomplete file is corrupt, and a direct read past its end would be misaligned.
         if direct or lacks_digest:
             size_bytes = self._ops.fstat(fd).st_size

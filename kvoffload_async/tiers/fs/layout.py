@@ -80,11 +80,17 @@ class Namespace:
         """Return the path of a key's block."""
         return self.names_of([key], 0)[0]
 
-    def names_of(self, keys: Iterable[OffloadKey], start: int) -> list[str]:
-        """Return the paths of blocks without the first `start` characters of the folder's path."""
+    def names_of(self, keys: Iterable[OffloadKey | None], start: int) -> list[str]:
+        """Return the paths of blocks without the first `start` characters of the folder's path.
+
+        None has an empty path.
+        """
         folder = self.folder[start:]
         names = []
         for key in keys:
+            if key is None:
+                names.append("")
+                continue
             digits, group = get_offload_block_hash(key).hex(), get_offload_group_idx(key)
             if self.is_vllms:
                 names.append(f"{folder}/{digits[:3]}/{digits[3:5]}_g{group}/{digits}{BLOCK_SUFFIX}")

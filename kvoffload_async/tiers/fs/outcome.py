@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from kvoffload_async.errors import TierError, TierFullError
+from kvoffload_async.tiers.fs.layout import bucket_of
 from kvoffload_async.types import OffloadKey
 
 
@@ -79,44 +80,37 @@ class DiskChange:
         return bool(self.buckets)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StoreItem:
-    """One block to store.
+    """One block to store, and the result.
 
     Attributes:
         index: Its index in the job.
         key: Its key.
-        row: Its bytes.
+        slot: Its slot in the primary.
         may_write: False if no room was reserved; the block is then only looked up.
         victim: An evicted key whose file makes room for this block.
-        slot: Its slot in the primary.
+        status: See `StoreStatus`.
+        error: The error, if it failed.
+        freed_bytes: Disk bytes of the victim; None if its file was not taken.
+        added_bytes: Disk bytes added under its key, also after a failure.
+        removed_bytes: Disk bytes removed under its key.
     """
 
     index: int
     key: OffloadKey
-    row: memoryview
+    slot: int
     may_write: bool = True
     victim: OffloadKey | None = None
-    slot: int = -1
-
-
-@dataclass(slots=True)
-class StoreOutcome:
-    """Result of storing one block, and its change of disk usage.
-
-    Attributes:
-        item: The block.
-        status: See `StoreStatus`.
-        error: The error, if it failed.
-        victim_taken: Whether this store has removed the victim's file.
-        change: Its change of disk usage, also after a failure.
-    """
-
-    item: StoreItem
     status: StoreStatus = StoreStatus.FAILED
     error: TierError | None = None
-    victim_taken: bool = False
-    change: DiskChange = field(default_factory=DiskChange)
+    freed_bytes: int | None = None
+    added_bytes: int = 0
+    removed_bytes: int = 0
+
+    def again(self) -> StoreItem:
+        """Return the block for another attempt, without room or result."""
+        return StoreItem(self.index, self.key, self.slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +132,25 @@ LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
 """Results after which a block may be retried once there is room."""
 
 
-def failures_of(outcomes: Sequence[StoreOutcome]) -> dict[int, TierError]:
+def failures_of(items: Sequence[StoreItem]) -> dict[int, TierError]:
     """Return the errors by index; blocks whose room was taken by others count as without room."""
     failures: dict[int, TierError] = {}
-    for outcome in outcomes:
-        if outcome.error is not None:
-            failures[outcome.item.index] = outcome.error
-        elif outcome.status in LOST_ROOM:
-            failures[outcome.item.index] = TierFullError("other processes took the block's room")
+    for item in items:
+        if item.error is not None:
+            failures[item.index] = item.error
+        elif item.status in LOST_ROOM:
+            failures[item.index] = TierFullError("other processes took the block's room")
     return failures
+
+
+def changes_of(items: Sequence[StoreItem]) -> DiskChange:
+    """Return the change of disk usage by stores."""
+    change = DiskChange()
+    for item in items:
+        if item.added_bytes:
+            change.add(bucket_of(item.key), item.added_bytes)
+        if item.removed_bytes:
+            change.remove(bucket_of(item.key), item.removed_bytes)
+        if item.victim is not None and item.freed_bytes is not None:
+            change.remove(bucket_of(item.victim), item.freed_bytes)
+    return change

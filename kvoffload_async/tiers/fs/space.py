@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
@@ -23,7 +23,7 @@ from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.known import KnownBlocks
-from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreOutcome, StoreStatus
+from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreStatus, changes_of
 from kvoffload_async.tiers.fs.usage import Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 _TRIM_BATCH = 256
 _ENTRY_BYTES = 4096
 _ENTRIES_SHARE = 64
@@ -63,7 +64,7 @@ class Plan:
     """Room for the blocks of a job.
 
     Attributes:
-        items: Blocks to pass to `BlockWriter.store`, each with its room.
+        items: Blocks to store, each with its room.
         unplaced: Blocks without room.
         reserved_bytes: Bytes reserved in the shared count.
         operation: Its operation number in the shared count; None before it began.
@@ -113,7 +114,7 @@ class Space:
     @property
     def can_evict(self) -> bool:
         """Whether there is an evictable block whose room could be used."""
-        return self.can_store and self._idle_count() > 0
+        return self.can_store and self._num_idle(1) > 0
 
     @property
     def can_store(self) -> bool:
@@ -177,10 +178,14 @@ class Space:
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Release one `pin`."""
-        self._busy.subtract(keys)
-        released = [key for key in dict.fromkeys(keys) if not self._busy[key]]
-        for key in released:
-            del self._busy[key]
+        busy = self._busy
+        released = []
+        for key in keys:
+            if busy[key] > 1:
+                busy[key] -= 1
+            else:
+                del busy[key]
+                released.append(key)
         self._policy.released(released)
 
     # -- room for a job -------------------------------------------------------------------------
@@ -197,24 +202,35 @@ class Space:
         try:
             await self._fill(plan, items, run_io, squeeze=squeeze)
         except BaseException:
-            await self.account(plan, [], run_io)
+            await self.account(plan, run_io)
             raise
         return plan
 
-    async def account(self, plan: Plan, outcomes: Sequence[StoreOutcome], run_io: RunIo) -> None:
-        """Process the results of stores and update the shared count; undo untried items."""
-        change = DiskChange()
+    async def account(self, plan: Plan, run_io: RunIo) -> None:
+        """Process the results of a job and update the shared count; undo untried items."""
+        kept: list[OffloadKey] = []
+        dropped: list[OffloadKey] = []
         evicted: list[OffloadKey] = []
-        untried = {item.index: item for item in plan.items}
-        for outcome in outcomes:
-            del untried[outcome.item.index]
-            change += outcome.change
-            self._take_in(outcome, evicted)
-        for item in untried.values():
-            self._take_in(StoreOutcome(item), evicted)
+        victims: list[OffloadKey] = []
+        for item in plan.items:
+            status = item.status
+            if status in _STORED:
+                kept.append(item.key)
+            elif item.may_write or status is StoreStatus.ABSENT:
+                dropped.append(item.key)
+                if status is StoreStatus.ABSENT:
+                    evicted.append(item.key)  # by another process
+            if item.victim is not None:
+                victims.append(item.victim)
+                is_gone = item.freed_bytes is not None or status is StoreStatus.VICTIM_GONE
+                (evicted if is_gone else kept).append(item.victim)
+        self.forget(dropped)
+        self.blocks.left(victims)
+        self.blocks.admit(kept)
         if evicted:
             self._announce(evicted)
         if plan.operation is not None:
+            change = changes_of(plan.items)
             await self.settle(plan.reserved_bytes, change, run_io, plan.operation)
 
     async def settle(
@@ -234,31 +250,27 @@ class Space:
     async def _fill(
         self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool
     ) -> None:
-        new = [item for item in items if item.key not in self._policy]
-        granted = 0
-        if new:
-            count = 0 if squeeze else len(new)
-            granted = await self._reserve(plan, count, run_io)
-        new = []
-        for item in items:  # checked again: another job may have stored it
-            if item.key in self._policy:
-                plan.items.append(replace(item, may_write=False))
-            else:
-                new.append(item)
+        keys = [item.key for item in items]
+        granted, num_new = 0, self._policy.find(keys).count(None)
+        if num_new:
+            granted = await self._reserve(plan, 0 if squeeze else num_new, run_io)
+        new: list[StoreItem] = []
+        # Looked up again: another job may have stored it.
+        for item, slot in zip(items, self._policy.find(keys), strict=True):
+            item.may_write = slot is None
+            (new if item.may_write else plan.items).append(item)
         roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
         # Without a complete count, the room of a victim cannot be used.
-        count = min(len(new) - roomy, self._idle_count()) if self.can_evict else 0
+        count = self._num_idle(len(new) - roomy) if self.can_evict else 0
         coming = new[: roomy + count]
         victims = self._evict([item.key for item in coming], count)
         if not victims:
             del coming[roomy:]
         plan.unplaced = new[len(coming) :]
         self.blocks.admit([item.key for item in coming])
-        plan.items += coming[:roomy]
-        plan.items += [
-            replace(item, victim=victim)
-            for item, victim in zip(coming[roomy:], victims, strict=True)
-        ]
+        for item, victim in zip(coming[roomy:], victims, strict=True):
+            item.victim = victim
+        plan.items += coming
 
     async def _reserve(self, plan: Plan, count: int, run_io: RunIo) -> int:
         granted = 0
@@ -274,23 +286,6 @@ class Space:
         finally:
             plan.reserved_bytes += granted * self._block_bytes  # even if this task is cancelled
         return granted
-
-    def _take_in(self, outcome: StoreOutcome, evicted: list[OffloadKey]) -> None:
-        """Process the result of storing one block; append evicted blocks to `evicted`."""
-        item, status = outcome.item, outcome.status
-        if status in {StoreStatus.WRITTEN, StoreStatus.PRESENT}:
-            self.blocks.admit([item.key])
-        elif item.may_write or status is StoreStatus.ABSENT:
-            self.forget([item.key])
-            if status is StoreStatus.ABSENT:
-                evicted.append(item.key)  # evicted by another process
-        if item.victim is None:
-            return
-        self.blocks.left([item.victim])
-        if outcome.victim_taken or status is StoreStatus.VICTIM_GONE:
-            evicted.append(item.victim)
-        else:
-            self.blocks.admit([item.victim])  # its file was not used
 
     # -- background eviction ----------------------------------------------------------------
 
@@ -308,7 +303,7 @@ class Space:
 
     def evict_idle(self, count: int) -> list[OffloadKey]:
         """Remove up to `count` idle blocks from the policy; `remove` deletes their files."""
-        return self._evict([], min(count, self._idle_count()))
+        return self._evict([], self._num_idle(count))
 
     async def remove(self, victims: Sequence[OffloadKey], run_io: RunIo) -> None:
         """Delete the files of blocks removed from the policy; then update the count."""
@@ -330,8 +325,12 @@ class Space:
             self._announce(victims)
             await self.settle(0, change, run_io, operation)
 
-    def _idle_count(self) -> int:
-        return len(self._policy) - sum(key in self._policy for key in self._busy)
+    def _num_idle(self, most: int) -> int:
+        """Return the number of known blocks that are not busy, at most `most`."""
+        num = len(self._policy) - len(self._busy)
+        if num < most:  # some of the busy blocks may not be known
+            num += self._policy.find(list(self._busy)).count(None)
+        return min(num, most)
 
     def _evict(self, coming: Sequence[OffloadKey], count: int) -> list[OffloadKey]:
         """Remove `count` idle blocks from the policy, or none; `coming` are the new blocks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -40,16 +40,15 @@ from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.namespace_init import warn_of_former
+from kvoffload_async.tiers.fs.native_files import NativeFiles, create_native_files
 from kvoffload_async.tiers.fs.outcome import (
     LOST_ROOM,
     DiskChange,
     LoadFailure,
     StoreItem,
-    StoreOutcome,
     Verify,
     failures_of,
 )
-from kvoffload_async.tiers.fs.payload import NativeFiles, create_native_files
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
@@ -199,12 +198,9 @@ class FsTier(AsyncTier):
         self._calls = SerialExecutor("fs:store", self._run)
         if not settings.direct_io:
             self._native = create_native_files(
-                *(env, self._ops, namespace, self._files, settings.verify),
+                *(env, self._ops, namespace, self._files),
                 threads=settings.io_threads,
-                check=self._root.check,
                 run_store=self._run_store,
-                fsync=settings.fsync,
-                counts_bytes=settings.space is not None,
             )
         self._housekeeping.start(settings.rescan_interval_s, self._root.check)
 
@@ -221,14 +217,10 @@ class FsTier(AsyncTier):
             TierUnavailableError: The root is not the directory that was opened.
         """
         keys, slots, check = job.keys, job.block_ids.tolist(), self._root.once()
-        items = [
-            StoreItem(index, key, self._row(slot), slot=slot)
-            for index, (key, slot) in enumerate(zip(keys, slots, strict=True))
-        ]
+        items = list(map(StoreItem, range(len(keys)), keys, slots))
         if self._space is None:
-            outcomes = list(map(StoreOutcome, items))
-            await self._write(outcomes, check)
-            return failures_of(outcomes)
+            await self._write(items, check)
+            return failures_of(items)
         self._space.pin(keys)
         try:
             return await self._store_on(self._space, items, check)
@@ -339,26 +331,25 @@ class FsTier(AsyncTier):
         is_full = has_looked = False
         for _ in range(_ROUNDS):
             plan = await space.plan(items, run_checked, squeeze=is_full)
-            outcomes = list(map(StoreOutcome, plan.items))
             try:
-                await self._write(outcomes, check)
+                await self._write(plan.items, check)
             finally:
-                await space.account(plan, outcomes, self._run_store)
+                await space.account(plan, self._run_store)
             unplaced = TierFullError(f"no room below {self._settings.root_dir}, and none to make")
             failures |= {item.index: unplaced for item in plan.unplaced}
-            for outcome in outcomes:
-                failures.pop(outcome.item.index, None)  # from the previous round
-            failures |= failures_of(outcomes)
-            full = [] if is_full else [o for o in outcomes if isinstance(o.error, TierFullError)]
+            for item in plan.items if failures else ():
+                failures.pop(item.index, None)  # from the previous round
+            failures |= failures_of(plan.items)
+            full = [] if is_full else [i for i in plan.items if isinstance(i.error, TierFullError)]
             is_full = is_full or bool(full)  # evict, and retry once
-            again = [o.item for o in outcomes if o.status in LOST_ROOM] + [o.item for o in full]
+            again = [item for item in plan.items if item.status in LOST_ROOM] + full
             if plan.unplaced and space.can_evict:  # others have taken the freed room
                 again += plan.unplaced
             elif plan.unplaced and not has_looked and self._housekeeping is not None:
                 has_looked = True
                 if await self._housekeeping.look_for_blocks():
                     again += plan.unplaced
-            items = [replace(item, may_write=True, victim=None) for item in again]
+            items = [item.again() for item in again]
             if not items:
                 break
         return failures
@@ -396,13 +387,14 @@ class FsTier(AsyncTier):
         self._has_entered = True
         warn_of_others(root_dir, self._ops.stat(root_dir))
 
-    async def _write(self, outcomes: Sequence[StoreOutcome], check: Callable[[], None]) -> None:
-        """Store blocks; their outcomes are filled in even if this raises."""
-        native = self._native
-        left = outcomes if native is None else await native.store(outcomes, check)
+    async def _write(self, items: Sequence[StoreItem], check: Callable[[], None]) -> None:
+        """Store blocks; their results are filled in even if this raises."""
+        left = items
+        if self._native is not None and items:
+            left = await self._native.store(items)
 
         def store(turn: range) -> None:
-            self._files.writer.store(left[turn.start : turn.stop])
+            self._files.writer.store(left[turn.start : turn.stop], self._row)
 
         if left:
             await self._spread(Direction.STORE, check, store, len(left))

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import stat as stat_module
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvoffload_async.tiers.files.ops import (
     DirectIo,
@@ -27,8 +27,8 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     DigestCache,
     Origin,
 )
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, bucket_of
-from kvoffload_async.tiers.fs.outcome import StoreItem, StoreOutcome, StoreStatus, Verify
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,13 @@ logger = logging.getLogger(__name__)
 UNVERIFIED_MARKER = ".unverified-readers"
 """Marker file: exists once a process has opened the namespace to read without verification."""
 
+_SERIALS = 1 << 20
+"""Serial numbers for one batch of temporary files, which is smaller."""
+
 _TRIES = 8
 """Maximum attempts to write to a folder that others keep removing."""
 
 _WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
-_VERIFIED_BY_ALL = {Origin.OWN, Origin.OTHER_KEY, Origin.NOBODY}
-"""Origins whose blocks every reader verifies; that of newer releases is unknown here."""
 _STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
 # ENOSPC is not included: on a full disk the store fails.
@@ -54,6 +55,7 @@ class BlockWriter:
     Attributes:
         lacks_attributes: Whether a checksum attribute could not be set.
         writer_id: Part of every temporary file's name.
+        fsync: See `BlockFiles`; so are `reuses_inodes` and `counts_bytes`.
         litter: Temporary files that could not be removed; `sweep_litter` retries.
     """
 
@@ -80,45 +82,46 @@ class BlockWriter:
         self.writer_id = writer_id
         self._block_bytes = block_bytes
         self._verify = verify
-        self._fsync = fsync
-        self._reuses_inodes = reuses_inodes
-        self._counts_bytes = counts_bytes
+        self.fsync = fsync
+        self.reuses_inodes = reuses_inodes
+        self.counts_bytes = counts_bytes
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
         self._digester = digester
-        self._serial = itertools.count()
+        self._serials = itertools.count(step=_SERIALS)
         self._synced: set[str] = set()
         self.lacks_attributes = False
         self.litter: list[str] = []
 
-    def store(self, outcomes: Sequence[StoreOutcome]) -> None:
+    def store(self, items: Sequence[StoreItem], row_of: Callable[[int], memoryview]) -> None:
         """Store blocks one by one; a failure does not affect other blocks.
 
         Args:
-            outcomes: The blocks. Outcomes are filled in one by one, so that none is lost if the
-                caller is cancelled. A retry with `victim_taken` takes no second victim.
+            items: The blocks. Results are filled in one by one, so that none is lost if the caller
+                is cancelled. A retry with `freed_bytes` takes no second victim.
+            row_of: Returns the bytes of a slot.
         """
-        for outcome in outcomes:
+        for item in items:
             try:
                 with self._ops.batch():
-                    outcome.status = self._store_one(outcome.item, outcome)
+                    item.status = self._store_one(item, row_of(item.slot))
             except OSError as error:
-                outcome.error = mapped(error)
-        self.sync_names(outcomes)
+                item.error = mapped(error)
+        self.sync_names(items)
 
-    def sync_names(self, outcomes: Sequence[StoreOutcome]) -> None:
+    def sync_names(self, items: Sequence[StoreItem]) -> None:
         """With `fsync`, wait until the names of stored blocks are durable."""
-        folders: dict[str, list[StoreOutcome]] = {}
-        for outcome in outcomes if self._fsync else ():
-            if outcome.status in _STORED:
-                path = self._namespace.get_file_name(outcome.item.key)
-                folders.setdefault(path.rpartition("/")[0], []).append(outcome)
+        folders: dict[str, list[StoreItem]] = {}
+        for item in items if self.fsync else ():
+            if item.status in _STORED:
+                path = self._namespace.get_file_name(item.key)
+                folders.setdefault(path.rpartition("/")[0], []).append(item)
         for folder, stored in folders.items():
             try:
                 self._sync_folder(folder)
             except OSError as error:  # the names may not be durable, now or ever
-                for outcome in stored:
-                    self._take_back(outcome)
-                    outcome.status, outcome.error = StoreStatus.FAILED, mapped(error)
+                for item in stored:
+                    self._take_back(item)
+                    item.status, item.error = StoreStatus.FAILED, mapped(error)
 
     def _sync_folder(self, folder: str) -> None:
         """Wait until the names in a folder are on the device, and once until its own name is."""
@@ -151,21 +154,23 @@ class BlockWriter:
         self.writer_id = writer_id
         self._synced.clear()
 
-    def _take_back(self, outcome: StoreOutcome) -> None:
+    def _take_back(self, item: StoreItem) -> None:
         """Remove a block that was written, because its name may never be durable."""
-        if outcome.status is StoreStatus.WRITTEN:
-            path = self._namespace.get_file_name(outcome.item.key)
+        if item.status is StoreStatus.WRITTEN:
             try:
-                freed_bytes = disk_bytes(self._ops.stat(path))
-                self._ops.unlink(path)
+                self._remove(item)
             except OSError as error:
                 logger.warning("a block that may not be durable was not removed: %s", str(error))
-            else:
-                outcome.change.remove(bucket_of(outcome.item.key), freed_bytes)
+
+    def _remove(self, item: StoreItem) -> None:
+        path = self._namespace.get_file_name(item.key)
+        freed_bytes = disk_bytes(self._ops.stat(path))
+        self._ops.unlink(path)
+        item.removed_bytes += freed_bytes
 
     def sync_root(self) -> None:
         """With `fsync`, wait until the namespace's folder is durable; raises OSError."""
-        if self._fsync:
+        if self.fsync:
             sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_litter(self) -> None:
@@ -179,7 +184,7 @@ class BlockWriter:
                 self._ops.unlink(self.litter[-1])
             self.litter.pop()
 
-    def _store_one(self, item: StoreItem, outcome: StoreOutcome) -> StoreStatus:
+    def _store_one(self, item: StoreItem, row: memoryview) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
         is_there = self._ops.has_file(path)
         if is_there and not self._is_worthless(path):
@@ -187,28 +192,36 @@ class BlockWriter:
         if not item.may_write:
             return StoreStatus.ABSENT
         if is_there:
-            self._discard_worthless(path, outcome)
+            with contextlib.suppress(FileNotFoundError):
+                self._remove(item)
         try:
-            return self._store_by_way_of(self.temp_of(path), path, item, outcome)
+            return self._store_by_way_of(self._temp_of(path), path, item, row)
         except FileNotFoundError:
             # Swept by a writer that assumed this one dead, or removed with its folder.
-            return self._store_by_way_of(self.temp_of(path), path, item, outcome)
+            return self._store_by_way_of(self._temp_of(path), path, item, row)
 
-    def temp_of(self, path: str) -> str:
-        """Return a new name for a block's temporary file. Thread-safe."""
-        return f"{path}.{self.writer_id}.{next(self._serial)}{TEMP_SUFFIX}"
+    def temp_names(self) -> tuple[str, int]:
+        """Return the middle part and the first of `_SERIALS` numbers of new temporary names.
+
+        A name is the block's, the middle part, a number and `TEMP_SUFFIX`. Thread-safe.
+        """
+        return f".{self.writer_id}.", next(self._serials)
+
+    def _temp_of(self, path: str) -> str:
+        stem, serial = self.temp_names()
+        return f"{path}{stem}{serial}{TEMP_SUFFIX}"
 
     def _store_by_way_of(
-        self, temp: str, path: str, item: StoreItem, outcome: StoreOutcome
+        self, temp: str, path: str, item: StoreItem, row: memoryview
     ) -> StoreStatus:
         try:
             recycled = False
-            if item.victim is not None and not outcome.victim_taken:
-                if not self.take_victim(item.victim, temp, outcome):
+            if item.victim is not None and item.freed_bytes is None:
+                if not self._take_victim(item, item.victim, temp):
                     return StoreStatus.VICTIM_GONE
-                recycled = self.may_overwrite(temp)
-            digest = self._fill(temp, item, recycled=recycled)
-            file_bytes = disk_bytes(self._ops.stat(temp)) if self._counts_bytes else 0
+                recycled = self._may_overwrite(temp)
+            digest = self._fill(temp, item.key, row, recycled=recycled)
+            file_bytes = disk_bytes(self._ops.stat(temp)) if self.counts_bytes else 0
             is_published = self._publish(temp, path)
         except OSError:
             self.discard(temp)
@@ -216,7 +229,7 @@ class BlockWriter:
         if not is_published:
             self.discard(temp)
             return StoreStatus.PRESENT
-        outcome.change.add(bucket_of(item.key), file_bytes)
+        item.added_bytes += file_bytes
         if digest is not None:
             self._digest_cache.remember(item.key, digest)
         return StoreStatus.WRITTEN
@@ -254,15 +267,9 @@ class BlockWriter:
             self._ops.close(fd)
         return value is None or self._digester.origin_of(value) in _WORTHLESS
 
-    def _discard_worthless(self, path: str, outcome: StoreOutcome) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            freed_bytes = disk_bytes(self._ops.stat(path))
-            self._ops.unlink(path)
-            outcome.change.remove(bucket_of(outcome.item.key), freed_bytes)
-
     # -- the victim -----------------------------------------------------------------------------
 
-    def take_victim(self, victim: OffloadKey, temp: str, outcome: StoreOutcome) -> bool:
+    def _take_victim(self, item: StoreItem, victim: OffloadKey, temp: str) -> bool:
         """Rename an evicted block's file, so that it cannot be opened under its old name."""
         old = self._namespace.get_file_name(victim)
         try:
@@ -281,19 +288,19 @@ class BlockWriter:
                 self.make_folder(temp)
         else:
             return False
-        outcome.victim_taken = True
-        outcome.change.remove(bucket_of(victim), disk_bytes(status))
+        item.freed_bytes = disk_bytes(status)
         return True
 
-    def may_overwrite(self, temp: str) -> bool:
+    def _may_overwrite(self, temp: str) -> bool:
         """Return whether a renamed victim's inode may be overwritten; if not, remove the file.
 
         Must be called after the rename. A reader without verification creates the marker before it
         opens any file, so one that opened the victim under its old name is detected here. A file
-        without a checksum may be open in a reader that accepts such files. A file with several hard
+        without a checksum may be open in a reader that accepts such files, and one with another
+        kind of checksum in a reader that does not compare it. A file with several hard
         links may be open under another name.
         """
-        if self._reuses_inodes and self._is_sole_file_with_digest(temp):
+        if self.reuses_inodes and self._is_sole_file_with_digest(temp):
             return True
         self._ops.unlink(temp)
         return False
@@ -308,7 +315,7 @@ class BlockWriter:
             fd = self._ops.open(temp, os.O_RDWR)
             try:
                 value = self._ops.get_xattr(fd, ATTRIBUTE)
-                return value is not None and self._digester.origin_of(value) in _VERIFIED_BY_ALL
+                return value is not None and self._digester.origin_of(value) is Origin.OWN
             finally:
                 self._ops.close(fd)
         except PermissionError:
@@ -316,19 +323,19 @@ class BlockWriter:
 
     # -- the bytes ------------------------------------------------------------------------------
 
-    def _fill(self, temp: str, item: StoreItem, *, recycled: bool) -> bytes | None:
+    def _fill(self, temp: str, key: OffloadKey, row: memoryview, *, recycled: bool) -> bytes | None:
         """Write a block's bytes and digest to a new or recycled file; return the digest."""
         flags = os.O_WRONLY | os.O_CREAT
         direct = self._direct.flag
         try:
             exclusive = 0 if recycled else os.O_EXCL
             fd = self._open_temp(temp, flags | exclusive | direct)
-            return self._fill_opened(fd, item, recycled=recycled)
+            return self._fill_opened(fd, key, row, recycled=recycled)
         except OSError as error:
             if not self._direct.refused(direct, error):
                 raise
             fd = self._open_temp(temp, flags)  # the refused call may have created it
-            return self._fill_opened(fd, item, recycled=recycled)
+            return self._fill_opened(fd, key, row, recycled=recycled)
 
     def _open_temp(self, temp: str, flags: int) -> int:
         for _ in range(_TRIES):
@@ -338,18 +345,20 @@ class BlockWriter:
                 self.make_folder(temp)
         return self._ops.open(temp, flags)
 
-    def _fill_opened(self, fd: int, item: StoreItem, *, recycled: bool) -> bytes | None:
+    def _fill_opened(
+        self, fd: int, key: OffloadKey, row: memoryview, *, recycled: bool
+    ) -> bytes | None:
         try:
             digest = None
             if self._verify is not Verify.OFF or recycled:  # a victim's digest must be replaced
                 # Before the write, so that the write finds the row in the CPU cache.
-                digest = self._digester.attribute_value(item.key, item.row)
-            self._write_row(fd, item.row)
+                digest = self._digester.attribute_value(key, row)
+            self._write_row(fd, row)
             if recycled:
                 self._ops.truncate(fd, self._block_bytes)
             if digest is not None:
                 self._set_digest(fd, digest, is_vital=recycled)
-            if self._fsync:
+            if self.fsync:
                 self._ops.fsync(fd)  # not fdatasync, which does not sync attributes
             return digest
         finally:

@@ -1,0 +1,212 @@
+"""Fast path for loading, storing and looking up blocks: one native batch per job.
+
+The batch makes all system calls of its blocks, those on victims included, on threads that never
+take the GIL. Errors and special cases fall back to `BlockFiles`. Call only from the event loop's
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvoffload_async.abc.tier import TierEnvironment
+from kvoffload_async.block_io.choice import create_file_io
+from kvoffload_async.block_io.contract import (
+    FILE_NOT_BEGUN,
+    FILE_PRESENT,
+    FILE_VICTIM_GONE,
+    FILE_WRITTEN,
+    Attribute,
+    FileBatch,
+    FileIo,
+    FileStores,
+    StoredFiles,
+)
+from kvoffload_async.errors import TierClosedError, TierError
+from kvoffload_async.tiers.files.digests import DIGEST_BYTES
+from kvoffload_async.tiers.files.ops import FileOps, Root
+from kvoffload_async.tiers.fs.blockfile import BlockFiles
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus, Verify
+from kvoffload_async.tiers.fs.space import RunIo
+from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
+from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_STATUSES = {
+    FILE_WRITTEN: StoreStatus.WRITTEN,
+    FILE_PRESENT: StoreStatus.PRESENT,
+    FILE_VICTIM_GONE: StoreStatus.VICTIM_GONE,
+    FILE_NOT_BEGUN: StoreStatus.FAILED,
+}
+
+
+class NativeFiles:
+    """Native I/O on the block files of one namespace."""
+
+    def __init__(
+        self,
+        file_io: FileIo,
+        ops: FileOps,
+        namespace: Namespace,
+        files: BlockFiles,
+        run_store: RunIo,
+    ) -> None:
+        """See `create_native_files`."""
+        self._file_io = file_io
+        self._ops = ops
+        self._namespace = namespace
+        self._files = files
+        self._writer = files.writer
+        self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
+        self._verifies = files.verify is not Verify.OFF
+        self._run_store = run_store
+
+    async def load(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> Sequence[int]:
+        """Load blocks into rows; return the indices that must be loaded by `BlockFiles`."""
+        root, _, names = self._located(keys)
+        recall, remember = self._files.digest_cache.recall, self._files.digest_cache.remember
+        expected = [recall(key) for key in keys]
+        batch = FileBatch((root.fd, root.path), names, keys, rows)
+        statuses, digests = await self._file_io.load_files(
+            batch, expected, self._attribute, verify=self._verifies
+        )
+        if self._verifies:
+            for index, status in enumerate(statuses):
+                start = index * DIGEST_BYTES
+                value = self._attribute.prefix + digests[start : start + DIGEST_BYTES]
+                if not status and value != expected[index]:
+                    remember(keys[index], value)
+        return [index for index, status in enumerate(statuses) if status] if any(statuses) else ()
+
+    async def store(self, items: Sequence[StoreItem]) -> Sequence[StoreItem]:
+        """Store blocks; return those that `BlockWriter` has to process.
+
+        The results of the others are filled in, even if this is cancelled.
+        """
+        writer = self._writer
+        if writer.lacks_attributes or not self._ops.can_refuse_to_replace:
+            return items
+        keys = [item.key for item in items]
+        root, folder, names = self._located(keys)
+        stem, serial = writer.temp_names()
+        how = FileStores(
+            self._located([item.victim for item in items])[2],
+            f"{folder}/{UNVERIFIED_MARKER}" if writer.reuses_inodes and self._verifies else "",
+            bytes([item.may_write for item in items]),
+            stem,
+            serial,
+            self._attribute,
+            root.modes.file_mode,
+            writer.fsync,
+            writer.counts_bytes,
+            self._verifies,
+        )
+        batch = FileBatch((root.fd, root.path), names, keys, [item.slot for item in items])
+        ended: list[StoredFiles] = []
+        left: list[StoreItem] = []
+        try:
+            await self._file_io.store_files(batch, how, ended)
+        finally:
+            for stored in ended:
+                left = self._take(items, stored)
+                temps = [
+                    f"{self._namespace.get_file_name(item.key)}{stem}{serial + index}{TEMP_SUFFIX}"
+                    for index, item in enumerate(items if left else ())
+                    if item.may_write and item in left
+                ]
+                if temps or writer.fsync:
+                    await self._finish(items, temps)
+        return left
+
+    async def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
+        """Return the keys that have a file; errors count as absent."""
+        root, _, names = self._located(keys)
+        found = await self._file_io.has_files((root.fd, root.path), names)
+        return frozenset(key for key, is_there in zip(keys, found, strict=True) if is_there)
+
+    async def close(self) -> None:
+        """Wait until all operations have ended."""
+        await self._file_io.close()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _located(self, keys: Sequence[OffloadKey | None]) -> tuple[Root, str, list[str]]:
+        """Return the root, to be kept open meanwhile, and, relative to it, folder and files."""
+        root, folder = self._ops.locate(self._namespace.folder)
+        start = len(self._namespace.folder) - len(folder)
+        return root, folder, self._namespace.names_of(keys, start)
+
+    def _take(self, items: Sequence[StoreItem], stored: StoredFiles) -> list[StoreItem]:
+        """Fill in the results of a batch; return the blocks without one."""
+        left = []
+        prefix, remember = self._attribute.prefix, self._files.digest_cache.remember
+        numbers, count = stored.disk_bytes, len(items)
+        for index, (item, status) in enumerate(zip(items, stored.statuses, strict=True)):
+            if numbers[count + index] >= 0:
+                item.freed_bytes = numbers[count + index]
+            if status not in _STATUSES:
+                left.append(item)
+                continue
+            item.status = _STATUSES[status]
+            if status == FILE_WRITTEN:
+                item.added_bytes = numbers[index]
+                if stored.digests:
+                    start = index * DIGEST_BYTES
+                    remember(item.key, prefix + stored.digests[start : start + DIGEST_BYTES])
+            elif status == FILE_NOT_BEGUN:
+                item.error = TierClosedError("the block was not begun")
+        return left
+
+    async def _finish(self, items: Sequence[StoreItem], temps: Sequence[str]) -> None:
+        """Remove leftovers and sync names; without a thread, they stay and fail, respectively."""
+
+        def finish() -> None:
+            for temp in temps:
+                self._writer.discard(temp)
+            self._writer.sync_names(items)
+
+        try:
+            await self._run_store(finish)
+        except asyncio.CancelledError:  # it may not have run
+            self._writer.litter += temps
+            raise
+        except TierError as error:
+            logger.warning("temporary files of a job not removed yet: %s", str(error))
+            self._writer.litter += temps
+            for item in items if self._writer.fsync else ():
+                item.status, item.error = StoreStatus.FAILED, error
+
+
+def create_native_files(
+    env: TierEnvironment,
+    ops: FileOps,
+    namespace: Namespace,
+    files: BlockFiles,
+    *,
+    threads: int,
+    run_store: RunIo,
+) -> NativeFiles | None:
+    """Return the native fast path; None if native code is not used.
+
+    Args:
+        env: The tier's environment.
+        ops: The system calls.
+        namespace: Location of the files.
+        files: Block files, with their checksums.
+        threads: Number of threads that move bytes.
+        run_store: Runs the I/O calls of stores.
+
+    Raises:
+        ConfigError: Native code is required but unusable.
+    """
+    file_io = create_file_io(
+        env, ops, files.digester.digester, threads=threads, is_system=type(ops) is FileOps
+    )
+    if file_io is None:
+        return None
+    return NativeFiles(file_io, ops, namespace, files, run_store)
