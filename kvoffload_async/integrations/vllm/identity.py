@@ -29,6 +29,7 @@ from typing import Any, Final, Self, cast
 import vllm
 from vllm import envs
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvoffload_async.abc.tier import AsyncTier
@@ -37,6 +38,7 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.integrations.vllm import settings
+from kvoffload_async.integrations.vllm.convert import file_mapper_of
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
 from kvoffload_async.registry import load_class
 
@@ -351,16 +353,14 @@ def identify(
         ConfigError: `trust_vllm_directory` is set although vLLM's name does not distinguish
             layouts, or the weights may change at run time.
     """
-    mapper = _mapper(offloading_spec, parallel_agnostic=True)
-    if options.trust_vllm_directory:
-        _check_trust(offloading_spec, mapper)
-        return Identity(mapper.get_run_config(), mapper.rank)
     config = offloading_spec.config
-    if config.parallel.world_size > 1:
-        mapper = _mapper(offloading_spec, parallel_agnostic=False)
+    if options.trust_vllm_directory:
+        mapper = file_mapper_of(offloading_spec, "")
+        _check_trust(config, mapper)
+        return Identity(mapper.get_run_config(), mapper.rank)
+    has_same_bytes = config.replicated_layout or config.parallel.world_size == 1
+    mapper = file_mapper_of(offloading_spec, "", parallel_agnostic=has_same_bytes)
     run_config = mapper.get_run_config() | {"row_layout": layout}
-    if config.replicated_layout:
-        run_config["replicated_layout"] = True
     if options.namespace is not None:
         run_config["namespace"] = options.namespace
     if options.fingerprint is not None:
@@ -375,24 +375,16 @@ def identify(
 # -- inside -------------------------------------------------------------------------------------
 
 
-def _mapper(offloading_spec: base.OffloadingSpec, *, parallel_agnostic: bool) -> FileMapper:
-    return FileMapper.from_offloading_spec(
-        root_dir="",
-        offloading_spec=offloading_spec,
-        blocks_per_file=offloading_spec.blocks_per_chunk,
-        parallel_agnostic=parallel_agnostic,
-    )
-
-
-def _check_trust(offloading_spec: base.OffloadingSpec, mapper: FileMapper) -> None:
+def _check_trust(config: OffloadingConfig, mapper: FileMapper) -> None:
     """Check that vLLM's name determines the layout of a row; raises ConfigError."""
-    parallel = offloading_spec.config.parallel
-    kv_layout = offloading_spec.config.kv_cache_layout
+    parallel, kv_layout = config.parallel, config.kv_cache_layout
     if kv_layout not in {None, _VLLM_LAYOUT}:
         raise ConfigError(
             f"trust_vllm_directory: the KV cache has the layout {kv_layout} here, but the name of "
             f"vLLM's own directory does not distinguish it from {_VLLM_LAYOUT}; leave it out"
         )
+    if config.replicated_layout:
+        return  # one copy, whose bytes do not depend on the sizes
     named: Mapping[str, Any] = mapper.get_run_config()
     for size in ("tp_size", "pp_size", "pcp_size", "dcp_size"):
         if named[size] != getattr(parallel, size):

@@ -192,7 +192,9 @@ class KVOffloadSpec(base.OffloadingSpec):
                 continue
             if not layout:
                 notes = buffer.notes()[_SCHEDULER + 1 :]
-                layout = layout_of_ranks([note.hex() for note in notes])
+                layout = layout_of_ranks(
+                    [note.hex() for note in notes], is_replicated=self.replicated_layout
+                )
             if options is None:
                 yield identified(tier, self, layout, self._content)
                 continue
