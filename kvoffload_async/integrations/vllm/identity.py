@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -71,12 +70,6 @@ _PROCESSORS: Final = frozenset(
 
 _LENGTHS: Final = (8192, 32768)
 """Values of `max_model_len` above which some of vLLM's models compute differently."""
-
-_NUMERIC: Final = re.compile(
-    "ACCUM|ATTN|AWQ|BATCH_INVARIANT|DTYPE|EMULATION|FP4|FP8|HUMMING|INT4|LAYOUT|MARLIN|MLA|MOE_|"
-    "PARTITION|PLUGINS|PRECISION|QUANT|REDIRECT|ROCM_USE|RUNNER"
-)
-"""Matches the names of vLLM's environment variables that affect numerics."""
 
 _TIMEOUT_S: Final = 300.0
 
@@ -141,14 +134,10 @@ def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _environment() -> dict[str, str]:
-    """Return vLLM's environment variables that affect numerics; raises ConfigError."""
-    found = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("VLLM_") and _NUMERIC.search(name)
-    }
+    """Return the environment variables that the fingerprint covers; raises ConfigError."""
+    found = settings.environment(os.environ, envs.environment_variables)
     for name, value in found.items():
-        if os.path.exists(value):  # noqa: PTH110 - as text
+        if not value.isdigit() and os.path.exists(value):  # noqa: PTH110 - as text
             raise ConfigError(f"{name} names a file, whose content is not fingerprinted")
     return found
 
