@@ -59,9 +59,13 @@ class Answer:
 
 def transfer_config(spec: str, tier: dict[str, Any], primary_bytes: int) -> dict[str, Any]:
     """Return the value of `--kv-transfer-config` for a spec and its secondary tier."""
+    connector = {"kv_connector": "OffloadingConnector"}
+    if spec == "KVOffloadSpec":  # its own connector reports failed loads, which vLLM then computes
+        connector = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": MODULE}
     return {
-        "kv_connector": "OffloadingConnector",
+        **connector,
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": spec,
             "spec_module_path": MODULE,

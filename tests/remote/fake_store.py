@@ -33,6 +33,7 @@ class FakeClient(RemoteClient):
         failures: Errors that the next calls raise, in order; None: that call works.
         renewal_s: How long the renewal of each block takes.
         is_stalled: No call ends.
+        read_s: How long each read takes.
         servers: How many servers share the keys, told by a key's first byte.
         down: Those of them whose calls fail.
         frozen: Those of them whose calls do not end.
@@ -53,6 +54,7 @@ class FakeClient(RemoteClient):
         self.renewed = []
         self.renewal_s = 0.0
         self.is_stalled = False
+        self.read_s = 0.0
         self.servers = servers
         self.down = set()
         self.frozen = set()
@@ -91,6 +93,7 @@ class FakeClient(RemoteClient):
 
     async def get(self, keys, most_bytes):
         await self._begin("get", keys)
+        await asyncio.sleep(self.read_s)
         found = [self.values.get(key) for key in keys]
         return [Value(memoryview(data)) if isinstance(data, bytes) else data for data in found]
 

@@ -185,7 +185,9 @@ async def together(_calls, payload):
 @pytest.mark.parametrize("operation", [called, asked, together])
 def test_what_has_failed_keeps_nothing_that_it_was_called_with(operation):
     runner = VirtualRunner()
-    calls = Calls(FakeClient(), Redactor([]), call_timeout_s=1.0, max_retries=2)
+    calls = Calls(
+        FakeClient(), Redactor([]), call_timeout_s=1.0, response_timeout_s=1.0, max_retries=2
+    )
 
     async def failed():
         payload = Payload(K[:2])

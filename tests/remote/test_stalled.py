@@ -33,12 +33,13 @@ class StallingTier(RemoteTier):
 class Fleet:
     """Requests of one prompt over such a tier, whose waits are noted."""
 
-    def __init__(self, *, answers_many=True, call_timeout_s=1.0):
-        self.client = FakeClient(answers_many=answers_many)
+    def __init__(self, *, answers_many=True, portion=4, **options):
+        self.client = FakeClient(answers_many=answers_many, portion=portion)
+        options = {"call_timeout_s": 1.0, "job_timeout_s": 4.0} | options
         self.world = World(
-            StallingTier(self.client, call_timeout_s=call_timeout_s, job_timeout_s=4.0),
+            StallingTier(self.client, **options),
             num_slots=64,
-            io_timeout_s=6.0,
+            io_timeout_s=options["job_timeout_s"] + 2.0,
             breaker=BreakerSettings(THRESHOLD, RETRY_S),
         )
         self.runner = self.world.runner
@@ -124,6 +125,49 @@ def test_hits_come_back_soon_after_the_server_has(fleet):
     while fleet.request()[0] < len(BLOCKS):
         assert fleet.runner.now_s() - back_s <= 2 * RETRY_S
         fleet.step()
+
+
+LONG = {"call_timeout_s": 5.0, "job_timeout_s": 30.0, "max_retries": 2}
+
+
+def load_begun(fleet):
+    """Begin a request that loads the prompt; return how long its loads take from here."""
+    fleet.world.begin("r")
+    while PENDING not in {fleet.world.lookup(number, "r") for number in BLOCKS}:
+        fleet.step()
+    began_s = fleet.runner.now_s()
+
+    def ended():
+        while {PENDING, RETRY} & {fleet.world.lookup(number, "r") for number in BLOCKS}:
+            fleet.step()
+        fleet.world.finish("r")
+        return fleet.runner.now_s() - began_s
+
+    return ended
+
+
+@pytest.mark.parametrize("options", [{}, {"portion": 1, "connections": 1}])
+def test_a_load_waits_for_a_server_that_hangs_no_longer_than_a_probe_does(options):
+    fleet = Fleet(**LONG, **options)  # with one connection, all but one portion are queued
+    fleet.fill()
+    ended = load_begun(fleet)
+    fleet.client.is_stalled = True
+    assert ended() <= PROBE_S + 2 * STEP_S
+    fleet.client.is_stalled = False
+    assert fleet.request()[0] == len(BLOCKS)
+    fleet.world.end()
+
+
+def test_a_load_that_is_only_slow_ends_by_itself():
+    fleet = Fleet(**LONG)
+    fleet.fill()
+    fleet.client.read_s = 2.2 * PROBE_S
+    ended = load_begun(fleet)
+    assert ended() >= fleet.client.read_s
+    fleet.client.read_s = 0.0
+    assert fleet.world.tiers[0].gauges()["failed"] == 0
+    assert fleet.request()[0] == len(BLOCKS)
+    fleet.world.end()
 
 
 def test_what_was_under_way_when_it_stalled_ends_at_the_jobs_deadline(fleet):

@@ -69,6 +69,24 @@ def test_whatever_differs_is_part_of_the_identity(other):
     assert first.run_config != second.run_config
 
 
+def replicated(ranks):
+    """Return the parallel sizes of a model whose rows are the same on every rank."""
+    return {"tp_size": ranks, "world_size": ranks, "replicated_layout": True}
+
+
+def test_sizes_are_no_part_of_the_identity_where_every_rank_has_the_same_bytes():
+    two, four = identity_of(**replicated(2)), identity_of(**replicated(4))
+    assert two == four
+    assert two.run_config["replicated_layout"] is True
+    assert two.run_config != identity_of().run_config, "one rank packs its row by other rules"
+    assert two.run_config != identity_of(**replicated(2), layout="bb").run_config
+
+
+def test_vllms_name_is_trusted_where_every_rank_has_the_same_bytes():
+    trusting = {"options": {"trust_vllm_directory": True}}
+    assert identity_of(**trusting, **replicated(2)) == identity_of(**trusting, **replicated(4))
+
+
 def test_a_namespace_and_a_fingerprint_of_one_text_are_not_mistaken_for_each_other():
     made = [identity_of(options={key: "x"}, content="x") for key in ("namespace", "fingerprint")]
     made.append(identity_of(content="x"))
@@ -137,6 +155,23 @@ def store_all(world):
 def test_another_tensor_parallel_size_is_served_nothing(serving, tier, writer, reader):
     store_all(serving(tier, **writer))
     assert serving(tier, **reader).load(KEYS) == {}
+
+
+@pytest.mark.parametrize("kind", ["fs", "slab"])
+def test_one_copy_is_served_with_another_number_of_ranks(serving, request, kind):
+    tier = request.getfixturevalue(kind)
+    store_all(serving(tier, **replicated(2)))
+    assert serving(tier, **replicated(4)).holds(KEYS)
+
+
+def test_one_copy_in_vllms_directory_is_served_with_another_number_of_ranks(
+    serving, trusting, theirs
+):
+    store_all(serving(theirs, **replicated(2)))
+    second = serving(trusting, **replicated(4))
+    assert second.holds(KEYS)
+    own = serving(theirs, **replicated(4)).tier
+    assert second.tier.file_mapper.base_path == own.file_mapper.base_path
 
 
 @pytest.mark.parametrize("key", ["namespace", "fingerprint"])
@@ -250,6 +285,17 @@ def test_an_engine_with_another_number_of_ranks_is_served_nothing(
     first.close()
     second = pair(tiers, ranks=reader, num_tensors=4 // reader, groups=(range(4 // reader),))
     assert second.final(KEYS) == ["MISS"] * 3
+
+
+@pytest.mark.parametrize("kind", ["fs", "slab"])
+def test_one_copy_is_served_to_an_engine_with_another_number_of_ranks(pair, tmp_path, kind):
+    tiers = [disk(kind, tmp_path)]
+    first = pair(tiers, ranks=2, replicated=True)
+    first.fill(1)
+    first.store(KEYS, [[1, 2, 3]])
+    first.settle()
+    first.close()
+    assert pair(tiers, ranks=3, replicated=True).final(KEYS) == ["HIT"] * 3
 
 
 @pytest.mark.parametrize("kind", ["fs", "slab"])

@@ -134,7 +134,11 @@ def test_a_length_at_which_factors_switch_counts(folder):
 
 def test_variables_that_choose_numbers_count_and_others_do_not(folder, baseline, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_LLAMA_SERVICE_HOST", "10.96.0.7")
     assert fingerprint_of(folder) == baseline
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    assert fingerprint_of(folder) != baseline
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM")
     monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "{}")
     assert fingerprint_of(folder) != baseline
     monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(folder / "config.json"))

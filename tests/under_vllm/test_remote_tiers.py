@@ -1,5 +1,8 @@
 """Tiers behind a network under vLLM: under its own manager, and under `KVOffloadSpec`."""
 
+import os
+import signal
+
 import pytest
 from servers.valkey import ValkeyServer
 from vllm_world import MODULE, keys_of
@@ -106,6 +109,47 @@ def test_a_far_tier_is_asked_only_for_enough_blocks(pair, remote):
     second = pair([{**own(remote), "min_blocks": 4}])
     assert second.final(keys_of(1, 2, 3)) == ["MISS"] * 3
     assert second.final(keys_of(0, 1, 2, 3)) == ["HIT"] * 4
+
+
+# -- a server that hangs ------------------------------------------------------------------------
+
+PATIENT = {"call_timeout_s": 300.0, "io_timeout_s": 600.0, "probe_timeout_s": 0.5}
+"""Only the probe's deadline passes within a test."""
+
+
+@pytest.fixture
+def hanging(valkey, server):
+    """The tier's JSON, and what stops the server's process; it goes on at the end."""
+    pid = server._process.pid
+    yield (
+        {**valkey, **PATIENT, "fingerprint": "made up", "remember_present_s": 60},
+        lambda: os.kill(pid, signal.SIGSTOP),
+    )
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_under_vllms_manager_a_hang_costs_a_load_and_a_reset_the_probes_deadline(serving, hanging):
+    tier, stop = hanging
+    world = serving(tier)
+    world.store(keys_of(1, 2))
+    world.reset()
+    stop()
+    assert world.load(keys_of(1, 2)) == {}, "the probe is answered from memory, the load is not"
+    world.store(keys_of(3))
+    world.reset()
+    assert world.load(keys_of(1, 2)) == {}
+
+
+def test_under_this_packages_own_spec_a_hang_costs_a_load_the_probes_deadline(pair, hanging):
+    tier, stop = hanging
+    here = pair([own(tier)])
+    here.fill(1)
+    here.store(keys_of(1, 2), [[0, 1]])
+    here.settle()
+    here.manager.reset_cache()
+    here.manager.on_reset_flushed()
+    stop()
+    assert here.final(keys_of(1, 2)) == ["MISS"] * 2
 
 
 @pytest.mark.parametrize("name", ["ValkeyTier", "ObjectTier", "MooncakeTier"])

@@ -1,10 +1,12 @@
 """`KVOffloadSpec` as vLLM finds it and configures it."""
 
 import inspect
+import logging
 from dataclasses import replace
 
 import pytest
 from engine_world import canonical, shared_files, strided_pages
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm_world import MODULE, make_config
@@ -118,4 +120,39 @@ def test_tensors_that_do_not_fit_what_vllm_announced_are_refused():
     spec = spec_with()
     with pytest.raises(ConfigError, match="vLLM announced 8192"):
         spec.get_worker(canonical([strided_pages() for _ in range(20)], (tuple(range(20)),)))
+    assert shared_files() == []
+
+
+# -- failed loads -------------------------------------------------------------------------------
+
+CONNECTOR = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": MODULE}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "remedy"),
+    [
+        (CONNECTOR, '"kv_load_failure_policy": "recompute" beside kv_connector'),
+        (CONNECTOR | {"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        (CONNECTOR | {"kv_load_failure_policy": "recompute"}, None),
+        ({"kv_connector": "OffloadingConnector"}, '"kv_connector": "KVOffloadConnector"'),
+    ],
+)
+def test_a_start_warns_once_if_a_failed_load_would_end_requests_or_the_engine(
+    transfer, remedy, caplog
+):
+    class VllmConfig:
+        kv_transfer_config = KVTransferConfig(
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": "64KiB"},
+            **transfer,
+        )
+
+    vllm_config = VllmConfig()  # noqa: F841 - as in the frame of vLLM's connector
+    extra = VllmConfig.kv_transfer_config.kv_connector_extra_config
+    spec = KVOffloadSpec(replace(make_config([], "kvoffload-test-policy"), extra_config=extra))
+    manager = spec.get_manager()
+    assert spec.get_manager() is manager
+    manager.shutdown()
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [remedy in record.getMessage() for record in warnings] == [True] * (remedy is not None)
     assert shared_files() == []

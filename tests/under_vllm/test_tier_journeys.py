@@ -18,6 +18,10 @@ def files_below(root):
     return sorted(path.stem for path in Path(root).rglob("*.bin"))
 
 
+def names_of(keys):
+    return sorted(f"{key[:-4].hex()}_g0" for key in keys)
+
+
 def test_stored_blocks_cascade_and_come_back_after_eviction(serving, tier):
     world = serving(tier)
     first, others = keys_of(*range(4)), keys_of(*range(10, 18))
@@ -43,7 +47,7 @@ def test_every_stored_block_is_a_file_of_its_own(serving, fs):
     keys = keys_of(*range(4))
     world.store(keys)
     world.settle()
-    assert files_below(fs["root_dir"]) == sorted(key[:-4].hex() for key in keys)
+    assert files_below(fs["root_dir"]) == names_of(keys)
 
 
 def test_data_parallel_replicas_have_a_slab_each_below_one_directory(serving, slab):
@@ -129,7 +133,7 @@ def test_two_tiers_each_get_every_block(serving, fs, tmp_path):
     keys = keys_of(1, 2)
     world.store(keys)
     world.settle()
-    assert files_below(roots[0]) == files_below(roots[1]) == sorted(k[:-4].hex() for k in keys)
+    assert files_below(roots[0]) == files_below(roots[1]) == names_of(keys)
     world.reset()
     for path in Path(roots[0]).rglob("*.bin"):
         path.unlink()

@@ -124,7 +124,7 @@ def test_blocks_that_a_capacity_evicts_are_announced_as_removed(serving, fs):
     for event in world.tier.take_events():
         (present.difference_update if event.removed else present.update)(event.keys)
     on_disk = {path.stem for path in Path(fs["root_dir"]).rglob("*.bin")}
-    assert {key[:-4].hex() for key in present} == on_disk
+    assert {f"{key[:-4].hex()}_g0" for key in present} == on_disk
 
 
 def test_events_need_vllms_own_switch(serving, fs, caplog):

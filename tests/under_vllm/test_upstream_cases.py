@@ -78,7 +78,8 @@ def test_every_case_of_vllms_tier_passes_but_those_that_differ_on_purpose(outcom
 
 
 def test_our_own_cases_pass_on_those_sources_too(outcomes_of):
-    own = [*sorted(HERE.glob("test_tier_*.py")), HERE / "test_interface.py"]
+    own = [*sorted(HERE.glob("test_tier_*.py"))]
+    own += [HERE / f"test_{name}.py" for name in ("environment", "interface")]
     outcomes = outcomes_of(*map(str, own), str(HERE / "test_convert.py"))
     others = {name: outcome for name, outcome in outcomes.items() if outcome != "passed"}
     assert not others

@@ -49,7 +49,15 @@ def content_of(key):
 
 
 def make_config(
-    tiers, engine_id, *, slots=8, events=False, groups=1, model="org/model", **parallel
+    tiers,
+    engine_id,
+    *,
+    slots=8,
+    events=False,
+    groups=1,
+    model="org/model",
+    replicated_layout=False,
+    **parallel,
 ):
     """Return vLLM's configuration of an engine with `slots` offload units."""
     sizes = {"tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "rank": 0, "world_size": 1}
@@ -62,7 +70,9 @@ def make_config(
         worker_kv_bytes_per_block=SLOT_BYTES,
         enable_kv_cache_events=events,
         extra_config={
-            "cpu_bytes_to_use": slots * SLOT_BYTES * sizes["world_size"],
+            "cpu_bytes_to_use": slots
+            * SLOT_BYTES
+            * (1 if replicated_layout else sizes["world_size"]),
             "secondary_tiers": tiers,
         },
         engine_id=engine_id,
@@ -73,6 +83,7 @@ def make_config(
             data_parallel_size=1,
             data_parallel_rank_local=None,
         ),
+        replicated_layout=replicated_layout,
     )
 
 

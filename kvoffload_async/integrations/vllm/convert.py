@@ -128,17 +128,25 @@ def locality_of(value: object) -> base.Locality | None:
         raise ConfigError(f"locality: {error}; allowed: {names}") from error
 
 
-def file_mapper_of(offloading_spec: base.OffloadingSpec, root_dir: str) -> FileMapper:
+def file_mapper_of(
+    offloading_spec: base.OffloadingSpec, root_dir: str, *, parallel_agnostic: bool = True
+) -> FileMapper:
     """Return the file mapper of vLLM's own `fs` tier, created with the arguments that vLLM uses.
 
     Its `get_run_config()` has all fields that the layout of a block's bytes depends on; its `rank`
     is the blocks' rank.
+
+    Args:
+        offloading_spec: vLLM's spec.
+        root_dir: Directory of the tier.
+        parallel_agnostic: Whether vLLM may leave the parallel sizes out, as its tier does; vLLM
+            assumes that this is right for more layouts than it is.
     """
     return FileMapper.from_offloading_spec(
         root_dir=root_dir,
         offloading_spec=offloading_spec,
         blocks_per_file=offloading_spec.blocks_per_chunk,
-        parallel_agnostic=True,
+        parallel_agnostic=parallel_agnostic,
     )
 
 

@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from typing import Any, Final, Self, cast
 import vllm
 from vllm import envs
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvoffload_async.abc.tier import AsyncTier
@@ -37,6 +37,7 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.integrations.vllm import settings
+from kvoffload_async.integrations.vllm.convert import file_mapper_of
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
 from kvoffload_async.registry import load_class
 
@@ -69,12 +70,6 @@ _PROCESSORS: Final = frozenset(
 
 _LENGTHS: Final = (8192, 32768)
 """Values of `max_model_len` above which some of vLLM's models compute differently."""
-
-_NUMERIC: Final = re.compile(
-    "ACCUM|ATTN|AWQ|BATCH_INVARIANT|DTYPE|EMULATION|FP4|FP8|HUMMING|INT4|LAYOUT|MARLIN|MLA|MOE_|"
-    "PARTITION|PLUGINS|PRECISION|QUANT|REDIRECT|ROCM_USE|RUNNER"
-)
-"""Matches the names of vLLM's environment variables that affect numerics."""
 
 _TIMEOUT_S: Final = 300.0
 
@@ -139,14 +134,10 @@ def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _environment() -> dict[str, str]:
-    """Return vLLM's environment variables that affect numerics; raises ConfigError."""
-    found = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("VLLM_") and _NUMERIC.search(name)
-    }
+    """Return the environment variables that the fingerprint covers; raises ConfigError."""
+    found = settings.environment(os.environ, envs.environment_variables)
     for name, value in found.items():
-        if os.path.exists(value):  # noqa: PTH110 - as text
+        if not value.isdigit() and os.path.exists(value):  # noqa: PTH110 - as text
             raise ConfigError(f"{name} names a file, whose content is not fingerprinted")
     return found
 
@@ -351,16 +342,14 @@ def identify(
         ConfigError: `trust_vllm_directory` is set although vLLM's name does not distinguish
             layouts, or the weights may change at run time.
     """
-    mapper = _mapper(offloading_spec, parallel_agnostic=True)
-    if options.trust_vllm_directory:
-        _check_trust(offloading_spec, mapper)
-        return Identity(mapper.get_run_config(), mapper.rank)
     config = offloading_spec.config
-    if config.parallel.world_size > 1:
-        mapper = _mapper(offloading_spec, parallel_agnostic=False)
+    if options.trust_vllm_directory:
+        mapper = file_mapper_of(offloading_spec, "")
+        _check_trust(config, mapper)
+        return Identity(mapper.get_run_config(), mapper.rank)
+    has_same_bytes = config.replicated_layout or config.parallel.world_size == 1
+    mapper = file_mapper_of(offloading_spec, "", parallel_agnostic=has_same_bytes)
     run_config = mapper.get_run_config() | {"row_layout": layout}
-    if config.replicated_layout:
-        run_config["replicated_layout"] = True
     if options.namespace is not None:
         run_config["namespace"] = options.namespace
     if options.fingerprint is not None:
@@ -375,24 +364,16 @@ def identify(
 # -- inside -------------------------------------------------------------------------------------
 
 
-def _mapper(offloading_spec: base.OffloadingSpec, *, parallel_agnostic: bool) -> FileMapper:
-    return FileMapper.from_offloading_spec(
-        root_dir="",
-        offloading_spec=offloading_spec,
-        blocks_per_file=offloading_spec.blocks_per_chunk,
-        parallel_agnostic=parallel_agnostic,
-    )
-
-
-def _check_trust(offloading_spec: base.OffloadingSpec, mapper: FileMapper) -> None:
+def _check_trust(config: OffloadingConfig, mapper: FileMapper) -> None:
     """Check that vLLM's name determines the layout of a row; raises ConfigError."""
-    parallel = offloading_spec.config.parallel
-    kv_layout = offloading_spec.config.kv_cache_layout
+    parallel, kv_layout = config.parallel, config.kv_cache_layout
     if kv_layout not in {None, _VLLM_LAYOUT}:
         raise ConfigError(
             f"trust_vllm_directory: the KV cache has the layout {kv_layout} here, but the name of "
             f"vLLM's own directory does not distinguish it from {_VLLM_LAYOUT}; leave it out"
         )
+    if config.replicated_layout:
+        return  # one copy, whose bytes do not depend on the sizes
     named: Mapping[str, Any] = mapper.get_run_config()
     for size in ("tp_size", "pp_size", "pcp_size", "dcp_size"):
         if named[size] != getattr(parallel, size):

@@ -62,9 +62,16 @@ def layout_of_pages(kv_caches: base.CanonicalKVCaches) -> str:
     )
 
 
-def layout_of_ranks(digests: Sequence[str]) -> str:
-    """Return the digest of a row with one cell per rank, from each rank's digest."""
-    return digests[0] if len(digests) == 1 else _digest(list(digests))
+def layout_of_ranks(digests: Sequence[str], *, is_replicated: bool = False) -> str:
+    """Return the digest of a row, from each rank's digest.
+
+    Args:
+        digests: One per rank.
+        is_replicated: Whether a row has one cell, equal for all ranks, instead of one per rank.
+            Ranks whose tensors differ cannot share a cell; they are distinguished nevertheless.
+    """
+    is_one_cell = len(digests) == 1 or (is_replicated and len(set(digests)) == 1)
+    return digests[0] if is_one_cell else _digest(list(digests))
 
 
 def announced_layout(surroundings: Surroundings | None) -> str:

@@ -1,6 +1,7 @@
 """vLLM's settings that affect a block's bytes, in a comparable form.
 
-`settings.toml` classifies each field; docs/kv-identity.md documents the classification.
+`settings.toml` classifies each field, and `environment.toml` each environment variable;
+docs/kv-identity.md documents the classification.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
+import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
@@ -27,6 +29,11 @@ _REFUSED: Final = "refused"
 _NOT_CONTENT: Final = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
 """Fields with the location of a model's configuration and the version of its reader."""
 
+_OF_KUBERNETES: Final = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""Matches the variables that Kubernetes sets for a service, here one named `vllm` or `vllm-*`."""
+
 
 @cache
 def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
@@ -37,6 +44,32 @@ def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
         fields = dict.fromkeys(rows.pop("neutral", "").split(), ("neutral", ""))
         classified[name] = fields | {field: (where, why) for field, (where, why) in rows.items()}
     return classified
+
+
+@cache
+def classified_environment() -> Mapping[str, frozenset[str]]:
+    """Return list -> names of environment variables; see environment.toml."""
+    text = files(__package__).joinpath("environment.toml").read_text()
+    return {name: frozenset(names.split()) for name, names in tomllib.loads(text).items()}
+
+
+def environment(environ: Mapping[str, str], declared: Collection[str]) -> dict[str, str]:
+    """Return the environment variables that the fingerprint covers.
+
+    Args:
+        environ: The environment.
+        declared: Names of the variables in `vllm.envs`. Others that begin with `VLLM_` count as
+            well, because vLLM and its plugins read some that are not declared there.
+    """
+    classified = classified_environment()
+    neutral = classified["neutral"] | classified["undeclared"]
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name in declared or name.startswith("VLLM_"))
+        and name not in neutral
+        and not _OF_KUBERNETES.fullmatch(name)
+    }
 
 
 def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's classes

@@ -13,6 +13,7 @@ host.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -89,6 +90,8 @@ _VLLMS_OWN: Final = {
 }
 """Keys that vLLM reads from the same mapping."""
 
+logger = logging.getLogger(__name__)
+
 _SCHEDULER: Final = 0
 """Participant number of the scheduler; worker `rank` is number `rank + 1`."""
 
@@ -139,6 +142,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             TimeoutError: The process that creates the mapping did not do so in time.
         """
         if self._manager is None:
+            self._warn_of_failed_loads()
             manager = self._engine.get_manager()
             self._manager = KVOffloadManager(
                 manager, self._engine.slot_flags, self._engine.shutdown
@@ -192,7 +196,9 @@ class KVOffloadSpec(base.OffloadingSpec):
                 continue
             if not layout:
                 notes = buffer.notes()[_SCHEDULER + 1 :]
-                layout = layout_of_ranks([note.hex() for note in notes])
+                layout = layout_of_ranks(
+                    [note.hex() for note in notes], is_replicated=self.replicated_layout
+                )
             if options is None:
                 yield identified(tier, self, layout, self._content)
                 continue
@@ -221,6 +227,27 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._process_folders.pop().close()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _warn_of_failed_loads(self) -> None:
+        """Warn if vLLM does not compute the blocks of a failed load itself."""
+        config = None if self._surroundings is None else self._surroundings.vllm_config
+        transfer = getattr(config, "kv_transfer_config", None)
+        if transfer is None:
+            return
+        if transfer.kv_connector == "OffloadingConnector":
+            logger.warning(
+                "a failed load ends the engine, because kv_connector is OffloadingConnector, which "
+                'cannot report it; set "kv_connector": "KVOffloadConnector", '
+                '"kv_connector_module_path": "kvoffload_async.integrations.vllm" and '
+                '"kv_load_failure_policy": "recompute", and vLLM computes those blocks instead'
+            )
+        elif transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "vLLM ends a request whose load failed with an error, because "
+                'kv_load_failure_policy is %r, vLLM\'s default; set "kv_load_failure_policy": '
+                '"recompute" beside kv_connector, and vLLM computes those blocks instead',
+                transfer.kv_load_failure_policy,
+            )
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
         options = self._engine.config

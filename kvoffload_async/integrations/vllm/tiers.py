@@ -1,5 +1,8 @@
 """This package's tiers for vLLM's `TieringOffloadingSpec`: `VllmTier`, and a class for each tier.
 
+vLLM's manager does not suspend a failing tier, so the tiers do: see `core.health`. While a tier is
+suspended, its lookups are misses and its stores fail at once, so no request and no reset waits.
+
 vLLM reuses a job's slots as soon as it has the job's result. Therefore an overdue job whose copy
 still runs is reported, as failed, only when its copy has ended. Until then vLLM sees a slow job:
 its slots stay pinned or reserved, and a request that waits for it keeps waiting. If the copy does
@@ -26,9 +29,16 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 from kvoffload_async.config import OffloadConfig, reject_unknown
 from kvoffload_async.core.ledger import refused
-from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError, naming_shortage
+from kvoffload_async.errors import (
+    ConfigError,
+    StateError,
+    TierTimeoutError,
+    TierUnavailableError,
+    naming_shortage,
+)
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+from kvoffload_async.facade.tier_group import BreakerLog
 from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.identity import (
@@ -166,6 +176,8 @@ class VllmTier(tiering.SecondaryTierManager):
                 _Surroundings(self._host.bridge, geometry),
             )
             self._state = self._tier.tier_state
+            self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
+            self._breaker_log = BreakerLog([self._state])
         except BaseException as error:
             self._host.close()
             self._rows.release()
@@ -215,7 +227,14 @@ class VllmTier(tiering.SecondaryTierManager):
         self._tier.on_request_finished(convert.request_of(req_context))
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
-        """Return HIT, MISS, or RETRY while an existence probe is in flight. Does no I/O."""
+        """Return HIT, MISS, or RETRY while an existence probe is in flight. Does no I/O.
+
+        While the tier is suspended, every answer is MISS, also for the request of the trial.
+        """
+        health = self._state.health
+        health.now_s = time.monotonic()
+        if not health.loads.permits(health.now_s):
+            return base.LookupResult.MISS
         return convert.lookup_result(self._tier.lookup(key, convert.request_of(req_context)))
 
     def touch(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
@@ -240,7 +259,9 @@ class VllmTier(tiering.SecondaryTierManager):
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """End a step: start the step's existence probes and submitted jobs."""
+        self._state.health.now_s = now_s = time.monotonic()
         self._tier.on_schedule_end()
+        self._breaker_log.update(now_s)
 
     def has_pending_work(self) -> bool:
         """Return whether a job is unreported or a probe unanswered."""
@@ -283,6 +304,7 @@ class VllmTier(tiering.SecondaryTierManager):
             TierTimeoutError: Copies still run after `close_timeout_s`, so the primary's memory must
                 stay mapped.
         """
+        self._state.health.close()
         report = self._tier.shutdown()
         self._host.close()
         if report.unfinished_jobs:
@@ -340,8 +362,19 @@ class VllmTier(tiering.SecondaryTierManager):
             folder.close()
 
     def _submit(self, job: JobMetadata) -> None:
+        health = self._state.health
+        if not job.is_promotion and not health.stores.permits(job.submit_time):
+            reason = f"stores are suspended: {health.stores.reason}"
+            self._report(job.keys, refused(job, TierUnavailableError(reason)))
+            return
         try:
-            (self._tier.submit_load if job.is_promotion else self._tier.submit_store)(job)
+            if job.is_promotion:
+                self._tier.submit_load(job)
+                health.promotion_reserved()
+                health.promotion_submitted()
+            else:
+                self._tier.submit_store(job)
+                health.store_submitted(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - expected
             self._report(job.keys, refused(job, error))
@@ -349,7 +382,9 @@ class VllmTier(tiering.SecondaryTierManager):
     def _collect(self) -> None:
         """Collect ended jobs; hold back an overdue job until its copy has ended."""
         self._tier.poll_tier()
+        now_s = time.monotonic()
         for job, result in self._state.jobs.take_ended():
+            self._state.health.job_ended(job, result, now_s)
             if result.orphaned:
                 self._overdue[result.job_id] = result
                 self._counted[OVERDUE_JOBS, (self.tier_type,)] += 1

@@ -56,6 +56,7 @@ class Namespace:
 
     Attributes:
         digest: Identifies the layout of the blocks' bytes.
+        base_path: Path that the folders of all ranks begin with.
         config_path: Path of the run configuration's file, for information only.
         folder: Folder of the blocks.
         rank: Rank of the blocks.
@@ -72,9 +73,9 @@ class Namespace:
         named = self.fields if is_vllms else {**self.fields, "fs_layout": VERSION}
         canonical = json.dumps(named, sort_keys=True, separators=(",", ":"))
         self.digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
-        base = f"{root_dir}/{safe_name(str(self.fields['model_name']))}_{self.digest}"
-        self.config_path = f"{base}/config.json"
-        self.folder = f"{base}_r{rank}"
+        self.base_path = f"{root_dir}/{safe_name(str(self.fields['model_name']))}_{self.digest}"
+        self.config_path = f"{self.base_path}/config.json"
+        self.folder = f"{self.base_path}_r{rank}"
 
     def get_file_name(self, key: OffloadKey) -> str:
         """Return the path of a key's block."""

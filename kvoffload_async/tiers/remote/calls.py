@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -76,12 +78,92 @@ class CallCounters:
     health_checks: int = 0
 
 
+class HangDetector:
+    """Distinguishes slow calls from servers that hang.
+
+    While calls to a server have lasted longer than half of the response timeout, the server is
+    checked. If it does not answer a check within the other half, it hangs, and these calls time
+    out at once. So a hang costs the response timeout, and a slow call may take as long as before.
+
+    Thread: loop.
+    """
+
+    def __init__(
+        self, check_server: Callable[[Server], Awaitable[None]], response_timeout_s: float
+    ) -> None:
+        """Start without calls.
+
+        Args:
+            check_server: Checks a server; any end, also an error, shows that it does not hang.
+            response_timeout_s: See `Calls`.
+        """
+        self._check_server = check_server
+        self._half_s = response_timeout_s / 2
+        self._slow: dict[Server, set[asyncio.Timeout]] = {}
+        self._tasks: dict[Server, asyncio.Task[None]] = {}
+        self._hung_s: dict[Server, float] = {}
+        """Server -> loop time at which it was last found to hang."""
+
+    def hangs_since(self, server: Server, began_s: float) -> bool:
+        """Return whether a server was found to hang at or after a loop time."""
+        return self._hung_s.get(server, -math.inf) >= began_s
+
+    @contextmanager
+    def observing(self, server: Server, timer: asyncio.Timeout) -> Iterator[None]:
+        """Observe a call; `timer` expires early if the server hangs."""
+        loop = asyncio.get_running_loop()
+        handle = loop.call_later(self._half_s, self._is_slow, server, timer)
+        try:
+            yield
+        finally:
+            handle.cancel()
+            self._slow.get(server, set()).discard(timer)
+
+    async def close(self) -> None:
+        """Cancel running checks."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _is_slow(self, server: Server, timer: asyncio.Timeout) -> None:
+        self._slow.setdefault(server, set()).add(timer)
+        if server not in self._tasks:
+            task = asyncio.get_running_loop().create_task(self._run(server), name="remote:slow")
+            self._tasks[server] = task
+
+    async def _run(self, server: Server) -> None:
+        """Check a server until its slow calls have ended, or it hangs."""
+        try:
+            while self._slow.get(server):
+                try:
+                    async with asyncio.timeout(self._half_s):
+                        await self._check_server(server)
+                except TimeoutError:
+                    self._hangs(server)
+                    return
+                except Exception as error:  # noqa: BLE001 - any exception of the library
+                    drop_tracebacks(error)
+                await asyncio.sleep(self._half_s)
+        finally:
+            del self._tasks[server]
+
+    def _hangs(self, server: Server) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._hung_s[server] = now_s
+        for timer in self._slow.pop(server):
+            if not timer.expired():
+                timer.reschedule(now_s)
+
+
 class Calls:
     """Makes the calls of one client.
 
     After a server failed, the next job or probe first checks it, and fails at once if it has no
     keys on another server: a dead server costs one short call instead of a long one per portion.
-    One of several servers that timed out is not called again for `call_timeout_s`.
+    One of several servers that timed out is not called again for `call_timeout_s`. A server that
+    hangs ends its calls early; see `HangDetector`.
 
     Thread: loop.
     """
@@ -92,6 +174,7 @@ class Calls:
         redact: Redactor,
         *,
         call_timeout_s: float,
+        response_timeout_s: float,
         max_retries: int,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -101,6 +184,8 @@ class Calls:
             client: Client whose calls are made.
             redact: Hides secrets in error texts.
             call_timeout_s: Timeout of one call, in seconds.
+            response_timeout_s: Seconds in which a server answers a call or a check made during the
+                call, unless it hangs.
             max_retries: Maximum retries of a call.
             jitter: Returns a number from 0 to 1 to randomize pauses, so that clients do not retry
                 in lockstep.
@@ -108,6 +193,8 @@ class Calls:
         self._client = client
         self._redact = redact
         self._call_timeout_s = call_timeout_s
+        self._response_timeout_s = response_timeout_s
+        self._hangs = HangDetector(client.check_server, response_timeout_s)
         self._max_retries = max_retries
         self._jitter = jitter
         self._suspects: dict[Server, float] = {}
@@ -123,6 +210,7 @@ class Calls:
         *,
         server: Server = None,
         may_retry: bool = True,
+        may_hang: bool = True,
     ) -> T:
         """Await a call, with retries while they can help and time is left.
 
@@ -131,19 +219,24 @@ class Calls:
             deadline_s: Loop time of the deadline.
             server: The server called.
             may_retry: Whether to retry.
+            may_hang: Whether the call ends early, and is not repeated, if the server hangs.
 
         Raises:
             TierError: The call failed.
         """
-        attempt = 0
+        attempt, began_s = 0, asyncio.get_running_loop().time()
         while True:
             try:
-                return await self._once(call, deadline_s, server)
+                return await self._once(call, deadline_s, server, may_hang=may_hang)
             except RefusedError:
                 raise
             except TierUnavailableError:
                 is_last = not may_retry or attempt >= self._max_retries
-                if is_last or not await self._pause(attempt, deadline_s):
+                if (
+                    is_last
+                    or self._hangs.hangs_since(server, began_s)
+                    or not await self._pause(attempt, deadline_s)
+                ):
                     raise
             attempt += 1
             self.counters.retries += 1
@@ -168,8 +261,9 @@ class Calls:
                 return
             self.counters.health_checks += 1
             call = partial(self._client.check_server, server)
+            until_s = asyncio.get_running_loop().time() + self._response_timeout_s
             try:
-                await self.run(call, deadline_s, server=server, may_retry=False)
+                await self.run(call, min(deadline_s, until_s), server=server, may_retry=False)
             except TierError as error:
                 drop_tracebacks(error)
                 failures[server] = self.fault_of(server, error)
@@ -183,6 +277,19 @@ class Calls:
                 failures.clear()  # avoid a reference cycle of exceptions and frame
         return failures
 
+    def require(self, server: Server, began_s: float) -> None:
+        """Check that a server has not hung since a loop time.
+
+        Raises:
+            TierTimeoutError: It has.
+        """
+        if self._hangs.hangs_since(server, began_s):
+            raise TierTimeoutError(f"{self._client.place}: the server hangs")
+
+    async def close(self) -> None:
+        """Cancel the checks that run beside slow calls."""
+        await self._hangs.close()
+
     def fault_of(self, server: Server, error: TierError) -> TierError:
         """Return the error as a `ShardUnavailableError` if other servers work."""
         now_s = asyncio.get_running_loop().time()
@@ -194,16 +301,28 @@ class Calls:
             return ShardUnavailableError(str(error))
         return error
 
-    async def _once(self, call: Callable[[], Awaitable[T]], deadline_s: float, server: Server) -> T:
+    async def _once(
+        self,
+        call: Callable[[], Awaitable[T]],
+        deadline_s: float,
+        server: Server,
+        *,
+        may_hang: bool,
+    ) -> T:
         place = self._client.place
         loop = asyncio.get_running_loop()
-        seconds = max(0.0, min(self._call_timeout_s, deadline_s - loop.time()))
+        began_s = loop.time()
+        seconds = max(0.0, min(self._call_timeout_s, deadline_s - began_s))
         self.counters.requests += 1
         failure: TierError
         try:
             # An expired deadline ends the call at its first step.
-            async with asyncio.timeout(seconds):
-                result = await call()
+            async with asyncio.timeout(seconds) as timer:
+                if may_hang and seconds > self._response_timeout_s:
+                    with self._hangs.observing(server, timer):
+                        result = await call()
+                else:
+                    result = await call()
         except asyncio.CancelledError:
             has_timed_out = loop.time() >= deadline_s - _LAG_S
             if has_timed_out:
@@ -213,6 +332,7 @@ class Calls:
             self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
+            seconds = min(seconds, loop.time() - began_s)
             failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
             failure = self._said(error)

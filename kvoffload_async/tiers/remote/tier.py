@@ -241,6 +241,7 @@ class RemoteTier(AsyncTier):
             self._client,
             settings.redact,
             call_timeout_s=settings.call_timeout_s,
+            response_timeout_s=settings.probe_timeout_s,
             max_retries=settings.max_retries,
         )
         self._call_counters = self._calls.counters
@@ -250,7 +251,8 @@ class RemoteTier(AsyncTier):
         )
         self._questions = ExistenceProber(self._client, self._calls, self._memory, self._counters)
         try:
-            await self._calls.run(self._client.connect, self._deadline(settings.job_timeout_s))
+            deadline_s = self._deadline(settings.job_timeout_s)
+            await self._calls.run(self._client.connect, deadline_s, may_hang=False)
         except RefusedError as error:
             raise ConfigError(f"url: {self._place}: {error}; correct url or credentials") from None
         if settings.ttl_s is not None and self._client.renews_age:
@@ -303,6 +305,7 @@ class RemoteTier(AsyncTier):
                 await renewal.close()
         finally:
             if client is not None:
+                await self._calls.close()
                 await client.close()
 
     def describe(self) -> str:
@@ -328,7 +331,8 @@ class RemoteTier(AsyncTier):
         client = self._client
         if client is None:
             raise TierClosedError(f"{self._place} is not open")
-        deadline_s = self._deadline(self._settings.job_timeout_s)
+        began_s = asyncio.get_running_loop().time()
+        deadline_s = began_s + self._settings.job_timeout_s
         servers = {client.server_of(key) for key in job.keys}
         down = await self._calls.check(servers, deadline_s)
         failures: dict[int, TierError] = {}
@@ -342,6 +346,7 @@ class RemoteTier(AsyncTier):
             try:
                 async with asyncio.timeout_at(deadline_s):
                     with await limiter.acquire(num_bytes):
+                        self._calls.require(server, began_s)
                         failures.update(await run_portion(client, job, portion, deadline_s))
             except TimeoutError:
                 error: TierError = TierTimeoutError(f"{client.place}: the job's deadline passed")
