@@ -217,6 +217,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         is_histogram=True,
     ),
     # Each tier.
+    _tier("open", "1 if the tier is open, 0 if it could not be opened or was closed.", "is_open"),
+    _tier(
+        "unopened_since_timestamp_seconds",
+        "Time of the first failed attempt to open the tier, since 1970; absent if it is open.",
+        "unopened.since_s",
+    ),
     _tier(
         "lookups_total",
         "Block lookups in the tier by result.",
