@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvoffload_async.errors import (
+    CallTimeoutError,
     ShardUnavailableError,
     TierError,
     TierTimeoutError,
@@ -164,7 +165,7 @@ class Calls:
         async def ask(server: Server) -> None:
             if asyncio.get_running_loop().time() < self._suspects[server]:
                 text = f"{self._client.place}: the server timed out recently"
-                failures[server] = self.fault_of(server, TierTimeoutError(text))
+                failures[server] = self.fault_of(server, CallTimeoutError(text))
                 return
             self.counters.health_checks += 1
             call = partial(self._client.check_server, server)
@@ -213,7 +214,9 @@ class Calls:
             self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
-            failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
+            is_own = seconds == self._call_timeout_s  # else the job's or the probe's deadline
+            kind = CallTimeoutError if is_own else TierTimeoutError
+            failure = kind(f"{place} did not answer within {seconds:.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
             failure = self._said(error)
         else:
