@@ -225,7 +225,7 @@ class TierStatistics:
         corrupt_blocks: Blocks whose checksum did not match.
         missing_blocks: Blocks to load that the tier did not have.
         evicted_blocks: Blocks whose removal the tier announced.
-        dropped_blocks: Blocks that left the primary before the tier had room for them.
+        dropped_blocks: Blocks that waited for room in the tier and were dropped, for any reason.
         dropped_bytes: Bytes of `dropped_blocks`.
         dropped: `dropped_blocks` by `DROP_REASONS`.
         late_blocks: Blocks submitted to the tier after waiting for room.

@@ -184,7 +184,7 @@ def _tier(
         yield _short(tier.pending_blocks)
         yield _alarming(of(attrgetter("corrupt_blocks")))
     yield _alarming(of(attrgetter("failed_jobs")))
-    yield _alarming(of(attrgetter("dropped_blocks")), "yellow")
+    yield _alarming(of(_lost_blocks), "yellow")
     yield _state(tier)
 
 
@@ -239,6 +239,11 @@ def _table() -> Table:
 def _asked_blocks(stats: OffloadingStatistics) -> float:
     planner = stats.planner
     return planner.block_hits + planner.block_misses if planner is not None else 0
+
+
+def _lost_blocks(tier: TierStatistics) -> int:
+    """Return the blocks that the tier should have stored; those of a reset do not count."""
+    return tier.dropped.get("evicted", 0) + tier.failed_store_blocks
 
 
 def _fullness(tier: TierStatistics) -> str:

@@ -277,7 +277,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier("evicted_blocks_total", "Blocks that the tier announced as evicted."),
     _tier(
         "dropped_blocks_total",
-        "Blocks that left the primary tier before they were stored in the tier, by reason.",
+        "Blocks that waited for room in the tier and were dropped, by reason: `evicted` from the "
+        "primary, `reset` of the primary, `closed` by the shutdown.",
         by_key("dropped"),
         "reason",
     ),

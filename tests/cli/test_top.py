@@ -84,7 +84,7 @@ def test_it_fits_on_the_screen(stats, width, height, num_tiers):
         stored_bytes=10**15,
         used_bytes=999 * 2.0**40,
         capacity_bytes=2.0**50,
-        dropped_blocks=1_234_567,
+        dropped={"evicted": 1_234_567},
         failed_jobs=99_999,
         queued_jobs=12_345,
         jobs_in_flight=12_345,
@@ -126,7 +126,9 @@ def test_a_tier_has_its_figures(stats):
             queued_jobs=5,
             jobs_in_flight=6,
             failed_jobs=7,
-            dropped_blocks=8,
+            dropped_blocks=1000,
+            dropped={"evicted": 5, "reset": 600, "closed": 395},
+            failed_store_blocks=3,
         )
     )
     row = "tier0 512M 50% 75% 1.0M 2.0K 5 6 7 8 ok"
