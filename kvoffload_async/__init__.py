@@ -40,6 +40,7 @@ from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
+    CallTimeoutError,
     ClosedError,
     ConfigError,
     CorruptBlockError,
@@ -90,6 +91,7 @@ from kvoffload_async.statistics import (
     RuntimeStatistics,
     SlotStatistics,
     TierStatistics,
+    UnopenedStatistics,
 )
 from kvoffload_async.timeline import (
     JobEnded,
@@ -139,6 +141,7 @@ __all__ = [
     "CPUOffloadingSpec",
     "CPUPrimaryTierOffloadingManager",
     "CachePolicy",
+    "CallTimeoutError",
     "CloseReport",
     "ClosedError",
     "ComputeEvent",
@@ -230,6 +233,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "UnknownSlotError",
+    "UnopenedStatistics",
     "find_stores",
     "fingerprint_files",
     "get_offload_block_hash",

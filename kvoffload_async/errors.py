@@ -71,6 +71,10 @@ class TierTimeoutError(TierUnavailableError):
     """A job missed its deadline, or the tier did not open before it."""
 
 
+class CallTimeoutError(TierTimeoutError):
+    """A call to the tier's server missed its own deadline, the tier's `call_timeout_s`."""
+
+
 class ShardUnavailableError(TierUnavailableError):
     """The server that holds the block failed; the tier's other servers work."""
 

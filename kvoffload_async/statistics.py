@@ -181,6 +181,24 @@ class BreakEvenStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnopenedStatistics:
+    """Attempts to open a tier that is not `required`.
+
+    Attributes:
+        since_s: Time of the first failed attempt, in seconds since 1970. Gauge.
+        attempts: Failed attempts.
+        reason: Text of the last attempt's error.
+        next_attempt_s: Time of the next attempt, in seconds since 1970; in the past while an
+            attempt is running. Gauge.
+    """
+
+    since_s: float
+    attempts: int
+    reason: str
+    next_attempt_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
     """Statistics of one secondary tier.
 
@@ -207,7 +225,7 @@ class TierStatistics:
         corrupt_blocks: Blocks whose checksum did not match.
         missing_blocks: Blocks to load that the tier did not have.
         evicted_blocks: Blocks whose removal the tier announced.
-        dropped_blocks: Blocks that left the primary before the tier had room for them.
+        dropped_blocks: Blocks that waited for room in the tier and were dropped, for any reason.
         dropped_bytes: Bytes of `dropped_blocks`.
         dropped: `dropped_blocks` by `DROP_REASONS`.
         late_blocks: Blocks submitted to the tier after waiting for room.
@@ -230,6 +248,9 @@ class TierStatistics:
         store_seconds: Durations of stores.
         gauges: The tier's own gauges; see `AsyncTier.gauges`.
         break_even: Break-even point of loading; None if it is not measured.
+        is_open: Whether the tier is open; False for one that could not be opened, until an attempt
+            succeeds, and for one that was closed. Gauge.
+        unopened: Attempts to open the tier; None if it is open or was closed.
     """
 
     name: str
@@ -277,6 +298,8 @@ class TierStatistics:
     store_seconds: DurationStatistics
     gauges: Mapping[str, float] = field(default_factory=dict)
     break_even: BreakEvenStatistics | None = None
+    is_open: bool = True
+    unopened: UnopenedStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,11 @@ def get_offload_group_idx(key: OffloadKey) -> int:
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
+def block_text(key: OffloadKey) -> str:
+    """Name a block in a message: with the digits of its hash, as in the name of its file."""
+    return f"block {get_offload_block_hash(key).hex()} of group {get_offload_group_idx(key)}"
+
+
 class Medium(enum.StrEnum):
     """Kind of storage that holds a block."""
 

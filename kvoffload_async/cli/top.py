@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -66,14 +66,19 @@ def picture(
     if isinstance(stats, EngineStatistics):
         top.append(_device(stats))
         used += 1
+    remarks: list[Text] = []
     if stats.tiers:
         top += [Text(), _tiers(readings, stats.tiers, is_wide=width >= WIDE)]
         used += 2 + min(len(stats.tiers), MAX_TIERS + 1)
+        remarks += _not_open(stats.tiers, readings.last.time_s)
     slowest = _slowest(readings)
     if slowest is not None:
-        top += [Text(), slowest]
         used += 2 + min(len(readings.last.slowest or ()), MAX_SLOWEST)
-    room = max(_LEAST_LATENCIES, height - used - 2)
+    remarks = remarks[: max(1, height - used - 2 - _LEAST_LATENCIES)]
+    top += remarks
+    if slowest is not None:
+        top += [Text(), slowest]
+    room = max(_LEAST_LATENCIES, height - used - len(remarks) - 2)
     return Group(*top, Text(), _latencies(readings, room))
 
 
@@ -179,8 +184,24 @@ def _tier(
         yield _short(tier.pending_blocks)
         yield _alarming(of(attrgetter("corrupt_blocks")))
     yield _alarming(of(attrgetter("failed_jobs")))
-    yield _alarming(of(attrgetter("dropped_blocks")), "yellow")
-    yield _breakers(tier)
+    yield _alarming(of(_lost_blocks), "yellow")
+    yield _state(tier)
+
+
+def _not_open(tiers: Sequence[TierStatistics], now_s: float) -> Iterator[Text]:
+    """Yield a line for each tier that could not be opened: the reason, and the next attempt."""
+    for tier in tiers:
+        if (failing := tier.unopened) is None:
+            continue
+        left_s = failing.next_attempt_s - now_s
+        following = f"next try in {left_s:.0f} s" if left_s > 0 else "being tried again"
+        since = timedelta(seconds=max(0, int(now_s - failing.since_s)))
+        yield Text.assemble(
+            (f"{shown(tier.name)}: ", "bold red"),
+            (f"not open for {since}, {following}: {shown(failing.reason)}", "red"),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
 
 
 def _slowest(readings: Readings) -> Table | None:
@@ -220,6 +241,11 @@ def _asked_blocks(stats: OffloadingStatistics) -> float:
     return planner.block_hits + planner.block_misses if planner is not None else 0
 
 
+def _lost_blocks(tier: TierStatistics) -> int:
+    """Return the blocks that the tier should have stored; those of a reset do not count."""
+    return tier.dropped.get("evicted", 0) + tier.failed_store_blocks
+
+
 def _fullness(tier: TierStatistics) -> str:
     if tier.used_bytes is None:
         return "-"
@@ -228,7 +254,9 @@ def _fullness(tier: TierStatistics) -> str:
     return f"{_short(tier.used_bytes, 1024)} {tier.used_bytes / tier.capacity_bytes:.0%}"
 
 
-def _breakers(tier: TierStatistics) -> Text:
+def _state(tier: TierStatistics) -> Text:
+    if not tier.is_open:
+        return Text("closed" if tier.unopened is None else "not open", style="bold red")
     stopped = [direction for direction, state in tier.breakers.items() if state != "closed"]
     if not stopped:
         return Text("ok", style="green")
@@ -296,45 +324,56 @@ def top(
 
     The screen shows tiers, rates, hit ratios, latencies and breakers. Rates cover the time since
     the last reading, other counts the last minute. The first reading covers the time since the
-    engine's start. If the output is not a terminal, one reading is printed. Press Ctrl-C to exit.
+    engine's start. The view waits for an engine that has not started yet. If the output is not a
+    terminal, one reading is printed. Press Ctrl-C to exit.
     """
     path = str(socket)
+    console = Console()
     try:
         with errors_as_one_line():
+            if console.is_terminal and not as_json:
+                _watch(console, path, interval)
             line = ask(path)
             readings = Readings()
             readings.add(parse_report(line, path))
             if as_json:
                 sys.stdout.write(json.dumps(json.loads(line), indent=2) + "\n")
                 return
-            console = Console()
-            if not console.is_terminal:
-                console.print(
-                    picture(readings, width=console.width, height=console.height, path=path)
-                )
-                return
-            _watch(console, readings, path, interval)
+            console.print(picture(readings, width=console.width, height=console.height, path=path))
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
 
 
-def _watch(console: Console, readings: Readings, path: str, interval_s: float) -> None:
+def _watch(console: Console, path: str, interval_s: float) -> NoReturn:
     """Refresh the screen until Ctrl-C; keep trying while the engine does not answer."""
+    readings = Readings()
     pause = threading.Event()
-    complaint = ""
+    complaint = _read_again(readings, path, is_first=True)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             width, height = console.size
-            shown = picture(readings, width=width, height=height, path=path, complaint=complaint)
-            live.update(shown, refresh=True)
+            live.update(
+                Text(shown(f"waiting for an engine; {complaint}"))
+                if readings.is_empty
+                else picture(readings, width=width, height=height, path=path, complaint=complaint),
+                refresh=True,
+            )
             pause.wait(interval_s)
             complaint = _read_again(readings, path)
 
 
-def _read_again(readings: Readings, path: str) -> str:
-    """Take another reading; return an empty text, or why the reading failed."""
+def _read_again(readings: Readings, path: str, *, is_first: bool = False) -> str:
+    """Take another reading; return an empty text, or why the reading failed.
+
+    Raises:
+        InputError: The first answer is not an engine's.
+    """
     try:
         readings.add(parse_report(ask(path), path))
-    except (NoAnswerError, InputError) as error:
+    except NoAnswerError as error:
+        return f"no reading: {error}"
+    except InputError as error:
+        if is_first:
+            raise
         return f"no reading: {error}"
     return ""

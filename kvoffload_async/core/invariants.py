@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.errors import InvariantError
-from kvoffload_async.types import ENGINE_REQ_ID, JobMetadata, OffloadKey
+from kvoffload_async.types import ENGINE_REQ_ID, JobMetadata, OffloadKey, block_text
 
 S = TypeVar("S")
 
@@ -134,7 +134,7 @@ def slots_are_partitioned(planner: Planner) -> Iterator[str]:
         yield f"the counts are {primary.counts}, but should be {true_counts}"
     for key, slot, _ in blocks:
         if primary.key_of(slot) != key:
-            yield f"block {key.hex()} is in slot {slot}, which has another's key"
+            yield f"{block_text(key)} is in slot {slot}, which has another's key"
 
 
 def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
@@ -149,7 +149,7 @@ def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     """P7: a key has at most one promotion under way; promotions stay within the cap."""
     for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
-            yield f"block {key.hex()} has {count} promotions under way"
+            yield f"{block_text(key)} has {count} promotions under way"
     retained = {key for request in planner.requests.values() for key in request.retained}
     under_way = sum(1 for _ in _promoted_keys(planner))
     counted = planner.promotions.outstanding_slots
@@ -208,10 +208,10 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
             yield f"slot {slot} is ranked {count} times"
     yield from (f"slot {slot} is ranked, but free" for slot in set(ranked) - resident.keys())
     yield from (
-        f"block {resident[slot].hex()} is resident, but not ranked"
+        f"{block_text(resident[slot])} is resident, but not ranked"
         for slot in resident.keys() - set(ranked)
     )
-    yield from (f"block {key.hex()} may go, but the policy skips it" for key in primary.forgotten())
+    yield from (f"{block_text(key)} may go, but the policy skips it" for key in primary.forgotten())
     yield from primary.policy.violations()
 
 
@@ -269,7 +269,7 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
     reasons.update(planner.retention.guarded)
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
-            yield f"block {key.hex()} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
+            yield f"{block_text(key)} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
 
 
 def _writes(planner: Planner, writing: set[OffloadKey]) -> Iterator[str]:
@@ -279,7 +279,7 @@ def _writes(planner: Planner, writing: set[OffloadKey]) -> Iterator[str]:
     for key in writing | reasons.keys():
         if reasons[key] != (key in writing):
             state = "is" if key in writing else "is not"
-            yield f"block {key.hex()} {state} being written, for {reasons[key]} reasons"
+            yield f"{block_text(key)} {state} being written, for {reasons[key]} reasons"
 
 
 def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[str]:
@@ -301,7 +301,7 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
     named += [("a reservation", key, slot) for _, key, slot in planner.promotions.unflushed()]
     for who, key, slot in named:
         if slots.get(key) != slot:
-            yield f"{who} names slot {slot}, but block {key.hex()} is in {slots.get(key)}"
+            yield f"{who} names slot {slot}, but {block_text(key)} is in {slots.get(key)}"
 
 
 def _readers(planner: Planner) -> Iterator[JobMetadata]:

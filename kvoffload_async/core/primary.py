@@ -44,6 +44,7 @@ from kvoffload_async.types import (
     PrepareStoreOutput,
     ReqContext,
     as_block_ids,
+    block_text,
 )
 
 
@@ -416,7 +417,7 @@ class ResidentBlocks:
         for slot in self._blocks.find(keys):
             if slot is None or refs[slot] < 0:
                 key = keys[len(slots)]
-                raise StateError(f"block {key.hex()} is not readable; look it up in this step")
+                raise StateError(f"{block_text(key)} is not readable; look it up in this step")
             slots.append(slot)
         self._hold(slots)
         return slots
@@ -429,7 +430,7 @@ class ResidentBlocks:
         try:
             for key, slot in zip(keys, self._blocks.find(keys), strict=True):
                 if slot is None or refs[slot] < 1 or not refs[slot] & PINS:
-                    raise StateError(f"block {key.hex()} is not pinned")
+                    raise StateError(f"{block_text(key)} is not pinned")
                 slots.append(slot)
         finally:
             self._unhold(slots)
@@ -477,7 +478,7 @@ class ResidentBlocks:
         """Return a resident key's slot; raises StateError if it is absent."""
         slot = self._blocks.get(key)
         if slot is None:
-            raise StateError(f"block {key.hex()} is absent")
+            raise StateError(f"{block_text(key)} is absent")
         return slot
 
     def key_of(self, slot: int) -> OffloadKey:
@@ -577,7 +578,7 @@ class ResidentBlocks:
         slots = []
         for key, slot in zip(keys, self._blocks.find(keys), strict=True):
             if slot is None or self._refs[slot] != WRITING:
-                raise StateError(f"block {key.hex()} is not being written")
+                raise StateError(f"{block_text(key)} is not being written")
             slots.append(slot)
         return slots
 
@@ -794,7 +795,7 @@ class Primary(ResidentBlocks):
         """
         for key, slot in zip(keys, self._blocks.find(keys), strict=True):
             if slot is not None:
-                raise StateError(f"block {key.hex()} is present already")
+                raise StateError(f"{block_text(key)} is present already")
         granted = self._reserve(keys[: self.room], None)
         return [] if granted is None else granted[0]
 

@@ -108,6 +108,7 @@ def read_tier(
         capacity_bytes=said.get("capacity_bytes"),
         gauges=dict(said),
         break_even=_read_break_even(own.cost_gated),
+        is_open=own.is_available,
     )
 
 

@@ -29,6 +29,7 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.remedies import remedy
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
@@ -309,7 +310,7 @@ class ExternalLink:
                 f"{'load' if job.is_promotion else 'store'} of {len(job.keys)} blocks for request "
                 f"{job.req_context.req_id} (job {job.job_id}) within {timeout_s} s"
             )
-            logger.error("%s", error)
+            logger.error("%s (%s)", error, remedy(self.state.name, error))
             self.state.handle(JobOverdue(job.job_id, error))
 
     # -- internal -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from kvoffload_async.types import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    block_text,
     make_offload_key,
 )
 
@@ -105,7 +106,7 @@ class Generation:
         for key in keys if self.tag else ():
             if not self.has(key):
                 raise StateError(
-                    f"block {key.hex()} is not of generation {self.label!r}: it was invalidated, "
+                    f"{block_text(key)} is not of generation {self.label!r}: it was invalidated, "
                     "or its key was not made by the manager's `generation.key`"
                 )
 

@@ -12,7 +12,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Any, Final
 
 from kvoffload_async.abc.tier import CloseReport
@@ -27,7 +29,7 @@ from kvoffload_async.facade.external import ExternalLink, closed, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, TierLink
-from kvoffload_async.statistics import TierStatistics
+from kvoffload_async.statistics import TierStatistics, UnopenedStatistics
 from kvoffload_async.types import (
     JobId,
     Medium,
@@ -79,10 +81,11 @@ def pauses_s(longest_s: float) -> Iterator[float]:
 class UnopenedTier:
     """Retries opening a tier on a background thread; only `shutdown` waits for the thread.
 
-    Not thread-safe; call only from the owner's thread.
+    Not thread-safe, except the attributes; call only from the owner's thread.
 
     Attributes:
         tier_type: The name under which the tier was configured.
+        failing: The failed attempts; None once the tier is open.
     """
 
     def __init__(
@@ -110,7 +113,16 @@ class UnopenedTier:
         self._stop = threading.Event()
         self._failed_at_s = time.monotonic()
         why = text_of(error)
-        logger.warning("tier %s cannot be opened, and is tried again: %s", tier_type, why)
+        logger.warning(
+            "tier %s cannot be opened, and is tried again: %s; the engine runs without it until "
+            "then: fix the named cause",
+            tier_type,
+            why,
+        )
+        now_s = time.time()
+        self.failing: UnopenedStatistics | None = UnopenedStatistics(
+            since_s=now_s, attempts=1, reason=why, next_attempt_s=now_s
+        )
         self._thread = threading.Thread(
             target=self._reopen, name=f"kvoffload-reopen:{tier_type}", daemon=True
         )
@@ -144,7 +156,10 @@ class UnopenedTier:
 
     def _reopen(self) -> None:
         """Retry until the tier opens. Runs on the background thread."""
+        failing = self.failing
+        assert failing is not None  # noqa: S101 - for the type checker
         for pause_s in pauses_s(self._longest_pause_s):
+            failing = self.failing = replace(failing, next_attempt_s=time.time() + pause_s)
             if self._stop.wait(pause_s):
                 return
             if self._hangs():
@@ -153,9 +168,12 @@ class UnopenedTier:
                 tier = self._create()
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is tried again
                 drop_tracebacks(error)
-                logger.debug("tier %s cannot be opened: %s", self.tier_type, text_of(error))
+                why = text_of(error)
+                logger.debug("tier %s cannot be opened: %s", self.tier_type, why)
+                failing = replace(failing, attempts=failing.attempts + 1, reason=why)
                 continue
             self._opened.append(tier)
+            self.failing = None
             if self._stop.is_set():
                 with contextlib.suppress(IndexError):  # unless `shutdown` has taken it
                     close_unused(self._opened.popleft())
@@ -298,12 +316,7 @@ class TierGroup:
 
     def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
         """Return each tier's statistics, from the planner's figures. Thread-safe."""
-        return tuple(
-            self.links[index].stats(figures)
-            if index in self.links
-            else read_tier(figures, self.states[index])
-            for index, figures in enumerate(taken)
-        )
+        return tuple(starmap(self._stats_of, enumerate(taken)))
 
     def flush(self, planner: Planner) -> None:
         """Hand effects over to the tiers; an external manager may refuse jobs at once."""
@@ -370,6 +383,15 @@ class TierGroup:
         return sum(map(len, running)), errors
 
     # -- internal -------------------------------------------------------------------------------
+
+    def _stats_of(self, index: int, figures: Figures) -> TierStatistics:
+        if (link := self.links.get(index)) is not None:
+            return link.stats(figures)
+        read = read_tier(figures, self.states[index])
+        if (tier := self._unopened.get(index)) is None:
+            return read
+        failing = tier.failing
+        return replace(read, is_open=failing is None, unopened=failing)
 
     def _link(self, index: int, manager: SecondaryTierManager) -> TierLink | ExternalLink:
         """Add and return the link through which the planner drives a manager's tier."""

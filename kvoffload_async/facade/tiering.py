@@ -9,23 +9,25 @@ import math
 import platform
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.config import WriteBack, one_of, parse_generation
-from kvoffload_async.core.counters import Histogram, TierCounters
-from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.core.counters import Histogram
+from kvoffload_async.core.health import BreakerSettings, BreakerState
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Snapshot, read_planner, take_snapshot
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.core.tier_state import PlannerLimits
+from kvoffload_async.core.tier_state import PlannerLimits, TierState
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_group import TierGroup, UnopenedTier
+from kvoffload_async.remedies import Trouble, remedy
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
@@ -50,7 +52,9 @@ _SECONDS_BETWEEN: Final = 60.0
 
 
 class LossWarnings:
-    """Logs a warning when a tier loses blocks, at most once a minute per tier.
+    """Logs a warning when blocks were not stored in a tier, at most once a minute per tier.
+
+    Blocks dropped by a reset do not count: the caller asked for it.
 
     Not thread-safe; call only from the owner's thread.
     """
@@ -58,34 +62,63 @@ class LossWarnings:
     def __init__(self, planner: Planner, now_s: float) -> None:
         """Count the losses from `now_s` on, in seconds."""
         self._planner = planner
-        self._counters: Sequence[TierCounters] = [tier.counters for tier in planner.tiers]
-        self._told = [0 for _ in planner.tiers]
+        self._told = [Counter[str]() for _ in planner.tiers]
         self._told_s = [now_s for _ in planner.tiers]
         self._next_s = [now_s for _ in planner.tiers]
 
     def check(self, now_s: float, *, is_last: bool = False) -> None:
         """Log the blocks that each tier has lost since its last warning, if a warning is due."""
-        for index, counters in enumerate(self._counters):
-            lost = counters.dropped_blocks + counters.failed_store_blocks
-            if lost > self._told[index] and (is_last or now_s >= self._next_s[index]):
-                self._warn(index, lost - self._told[index], now_s)
-                self._told[index], self._told_s[index] = lost, now_s
-                self._next_s[index] = now_s + _SECONDS_BETWEEN
+        for index, tier in enumerate(self._planner.tiers):
+            counters, told = tier.counters, self._told[index]
+            lost = counters.dropped_blocks - counters.dropped["reset"]
+            lost += counters.failed_store_blocks
+            if lost > told.total() and (is_last or now_s >= self._next_s[index]):
+                self._warn(index, tier, now_s)
+                self._told_s[index], self._next_s[index] = now_s, now_s + _SECONDS_BETWEEN
 
-    def _warn(self, index: int, lost: int, now_s: float) -> None:
-        planner, counters = self._planner, self._counters[index]
+    def _warn(self, index: int, tier: TierState, now_s: float) -> None:
+        """Log the losses by reason, each with its remedy."""
+        dropped, told = tier.counters.dropped, self._told[index]
+        since = {
+            reason: count - told[reason]
+            for reason, count in (
+                ("evicted", dropped["evicted"]),
+                ("failed", tier.counters.failed_store_blocks),
+                ("closed", dropped["closed"]),
+            )
+            if count > told[reason]
+        }
+        told.update(since)
         logger.warning(
-            "tier %s: %d blocks have been lost in the last %.0f s: evicted before the tier had room"
-            " for them, or not stored when it did (%d and %d so far; %d more wait for room). If the"
-            " tier is in order, it is too slow for what is stored: raise cpu_bytes_to_use, use a"
-            " faster disk, give the tier more n_write_threads, or set write_back to wait",
-            planner.tiers[index].name,
-            lost,
+            "tier %s: %d blocks have been lost in the last %.0f s: %s; %d more wait for room",
+            tier.label,
+            sum(since.values()),
             now_s - self._told_s[index],
-            counters.dropped_blocks,
-            counters.failed_store_blocks,
-            planner.cascades.queues[index].count,
+            "; ".join(
+                f"{count} {_LOSSES[reason]} ({remedy(tier.name, _cause_of(reason, tier))})"
+                for reason, count in since.items()
+            ),
+            self._planner.cascades.queues[index].count,
         )
+
+
+_LOSSES: Final = {
+    "evicted": "evicted from the primary before the tier had room for them",
+    "failed": "given up after failed stores",
+    "closed": "not stored before the shutdown",
+}
+_TROUBLES: Final = {"evicted": Trouble.TOO_SLOW, "closed": Trouble.CLOSED_TOO_SOON}
+
+
+def _cause_of(reason: str, tier: TierState) -> Trouble:
+    """Return why a tier's blocks were lost for a reason."""
+    if reason == "failed":
+        return Trouble.STORES_FAILED
+    if not tier.is_available:
+        return Trouble.NOT_OPEN
+    if tier.health.stores.state is not BreakerState.CLOSED:
+        return Trouble.SUSPENDED
+    return Trouble.HANGING if tier.jobs.orphaned_count else _TROUBLES[reason]
 
 
 class OwnerSteps:
@@ -607,6 +640,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         except OffloadError as error:  # such as a closed event loop; the shutdown must continue
             logger.warning("pending blocks could not be stored: %s", error)
         self.planner.close()
+        self._losses.check(self._clock(), is_last=True)  # while the tiers' states say why
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)
         self._give_timelines_up()

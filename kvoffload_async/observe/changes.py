@@ -52,6 +52,11 @@ class Readings:
         self._readings: deque[EngineReport] = deque(maxlen=_MAX_READINGS)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no reading yet."""
+        return not self._readings
+
+    @property
     def last(self) -> EngineReport:
         """The latest reading; there must be one."""
         return self._readings[-1]

@@ -217,6 +217,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         is_histogram=True,
     ),
     # Each tier.
+    _tier("open", "1 if the tier is open, 0 if it could not be opened or was closed.", "is_open"),
+    _tier(
+        "unopened_since_timestamp_seconds",
+        "Time of the first failed attempt to open the tier, since 1970; absent if it is open.",
+        "unopened.since_s",
+    ),
     _tier(
         "lookups_total",
         "Block lookups in the tier by result.",
@@ -271,7 +277,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier("evicted_blocks_total", "Blocks that the tier announced as evicted."),
     _tier(
         "dropped_blocks_total",
-        "Blocks that left the primary tier before they were stored in the tier, by reason.",
+        "Blocks that waited for room in the tier and were dropped, by reason: `evicted` from the "
+        "primary, `reset` of the primary, `closed` by the shutdown.",
         by_key("dropped"),
         "reason",
     ),

@@ -24,7 +24,7 @@ from kvoffload_async.abc.tier import (
     TierEnvironment,
 )
 from kvoffload_async.errors import BlockMissingError, StateError, TierClosedError, TierError
-from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 from kvoffload_async.waiting import until_done
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ class ScriptedTier(AsyncTier):
             elif key in self.blocks:
                 rows[slot] = self.blocks[key]
             else:
-                failures[index] = BlockMissingError(f"block {key.hex()} is not here")
+                failures[index] = BlockMissingError(f"{block_text(key)} is not here")
         return failures
 
     async def _park(

@@ -12,17 +12,14 @@ from typing import Final
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
-    CorruptBlockError,
-    RepeatedKeyError,
     TierClosedError,
     TierError,
     TierFullError,
     TierTimeoutError,
-    TierUnavailableError,
-    UnknownSlotError,
     drop_tracebacks,
     text_of,
 )
+from kvoffload_async.remedies import remedy
 from kvoffload_async.tiers._environment import log_trace
 from kvoffload_async.types import JobMetadata
 
@@ -51,16 +48,6 @@ logger = logging.getLogger(__name__)
 _EXPECTED = (BlockMissingError, BusyError, TierClosedError)
 """Not faults of the tier: another process, back-pressure, shutdown."""
 
-_REMEDIES: Final[Mapping[type[TierError], str]] = {
-    CorruptBlockError: "not served; if this recurs, check the disk: kvoffload store verify",
-    TierFullError: "no blocks are stored until there is space: raise its capacity, or free some",
-    TierTimeoutError: "check the device or the network; raise io_timeout_s if it is only slow",
-    RepeatedKeyError: "a bug of the caller: name each key once",
-    UnknownSlotError: "a bug of the caller: name slots of the primary",
-    TierUnavailableError: "the engine continues without these blocks; fix the named cause",
-}
-"""Remedy for each kind of error; subclasses precede their bases."""
-
 
 class JobLog:
     """Logs the ends of jobs: errors at level ERROR, everything else at DEBUG.
@@ -72,6 +59,7 @@ class JobLog:
     """
 
     def __init__(self, name: str) -> None:
+        """Start without jobs; `name` is the tier's `type`."""
         self._name = name
         self._refusals = Refusals()
         self._overdue: set[int] = set()
@@ -81,7 +69,7 @@ class JobLog:
         self._overdue.add(job.job_id)
         error = self.timeout(job, timeout_s)
         logger.error(
-            "%s; its copy continues and keeps its slots until it ends%s", error, _remedy(error)
+            "%s; its copy continues and keeps its slots until it ends%s", error, self._remedy(error)
         )
         return error
 
@@ -121,15 +109,12 @@ class JobLog:
             seconds,
             text_of(first),
             more or "",
-            _remedy(first) if is_error else "",
+            self._remedy(first) if is_error else "",
         )
 
-
-def _remedy(error: TierError) -> str:
-    for kind, remedy in _REMEDIES.items():
-        if isinstance(error, kind):
-            return f" ({remedy})"
-    return ""
+    def _remedy(self, error: TierError) -> str:
+        text = remedy(self._name, error)
+        return f" ({text})" if text else ""
 
 
 def described(job: JobMetadata) -> str:

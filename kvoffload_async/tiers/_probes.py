@@ -23,6 +23,7 @@ from kvoffload_async.errors import (
     drop_tracebacks,
     text_of,
 )
+from kvoffload_async.remedies import Trouble, remedy
 from kvoffload_async.tiers._environment import Announcements, Watch, error_of, guarded
 from kvoffload_async.types import OffloadKey
 
@@ -197,7 +198,7 @@ class Probes:
         error = TierTimeoutError(
             f"{self._name}: probe {generation} timed out after {self._timeout_s} s"
         )
-        logger.warning("%s", error)
+        logger.warning("%s (%s)", error, remedy(self._name, Trouble.PROBE_TIMEOUT))
         self._answer(generation, _NOTHING, error)
 
     def _ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:

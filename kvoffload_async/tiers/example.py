@@ -13,7 +13,7 @@ from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import AsyncTier, Direction, TierCapabilities, TierEnvironment
 from kvoffload_async.config import Options, at_least, option
 from kvoffload_async.errors import BlockMissingError, TierClosedError
-from kvoffload_async.types import JobMetadata, Medium, OffloadKey
+from kvoffload_async.types import JobMetadata, Medium, OffloadKey, block_text
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class ExampleTier(AsyncTier):
 
         await env.io.run(Direction.LOAD, copy)
         return {
-            i: BlockMissingError(f"block {job.keys[i].hex()} is not stored")
+            i: BlockMissingError(f"{block_text(job.keys[i])} is not stored")
             for i, block in enumerate(found)
             if block is None
         }

@@ -22,7 +22,11 @@ from kvoffload_async.cli import top as top_module
 from kvoffload_async.cli.top import _count, _percent, _seconds, _short, _size, picture
 from kvoffload_async.observe.changes import Readings
 from kvoffload_async.observe.status import EngineReport
-from kvoffload_async.statistics import EngineStatistics, HistogramStatistics
+from kvoffload_async.statistics import (
+    EngineStatistics,
+    HistogramStatistics,
+    UnopenedStatistics,
+)
 from kvoffload_async.timeline import SlowRequest
 
 DEADLINE_S = 100.0
@@ -80,17 +84,20 @@ def test_it_fits_on_the_screen(stats, width, height, num_tiers):
         stored_bytes=10**15,
         used_bytes=999 * 2.0**40,
         capacity_bytes=2.0**50,
-        dropped_blocks=1_234_567,
+        dropped={"evicted": 1_234_567},
         failed_jobs=99_999,
         queued_jobs=12_345,
         jobs_in_flight=12_345,
     )
-    many = replace(stats, tiers=(wide,) * num_tiers)
+    dead = replace(wide, **not_open(reason="no such place " * 20))
+    many = replace(stats, tiers=(wide,) * (num_tiers // 2) + (dead,) * -(-num_tiers // 2))
     lines = screen(many, width, height)
+    assert any("not open for" in line for line in lines)
     assert max(map(len, lines)) <= width
     assert len(lines) <= height
     assert any("slowest phases" in line for line in lines)
-    assert "…" not in "".join(lines).replace("a-tier-with…", "")
+    cut = [line for line in lines if "…" in line.replace("a-tier-with…", "")]
+    assert all("not open for" in line for line in cut)
 
 
 def test_tiers_beyond_eight_are_counted(stats):
@@ -119,7 +126,9 @@ def test_a_tier_has_its_figures(stats):
             queued_jobs=5,
             jobs_in_flight=6,
             failed_jobs=7,
-            dropped_blocks=8,
+            dropped_blocks=1000,
+            dropped={"evicted": 5, "reset": 600, "closed": 395},
+            failed_store_blocks=3,
         )
     )
     row = "tier0 512M 50% 75% 1.0M 2.0K 5 6 7 8 ok"
@@ -137,6 +146,28 @@ def test_a_tier_has_its_figures(stats):
 def test_an_open_breaker_is_named_by_direction(stats, states, shown):
     lines = screen(tier_of(stats, breakers=states))
     assert any(line.startswith("tier0") and line.rstrip().endswith(shown) for line in lines)
+
+
+def not_open(**changes):
+    fields = {"since_s": 100.0, "attempts": 3, "reason": "refused", "next_attempt_s": 139.0}
+    return {"is_open": False, "unopened": UnopenedStatistics(**{**fields, **changes})}
+
+
+@pytest.mark.parametrize(
+    ("next_attempt_s", "following"),
+    [(139.0, "next try in 4 s"), (134.0, "being tried again")],
+)
+def test_a_tier_that_is_not_open_says_since_when_why_and_what_follows(
+    stats, next_attempt_s, following
+):
+    lines = screen(tier_of(stats, **not_open(next_attempt_s=next_attempt_s)), time_s=135.0)
+    assert any(line.startswith("tier0") and line.rstrip().endswith("not open") for line in lines)
+    assert f"tier0: not open for 0:00:35, {following}: refused" in [x.rstrip() for x in lines]
+
+
+def test_a_closed_tier_is_shown_as_closed(stats):
+    lines = screen(tier_of(stats, is_open=False))
+    assert row_of(lines, "tier0")[-1] == "closed"
 
 
 def test_a_tier_that_says_nothing_of_its_size_or_has_no_bound(stats):
@@ -285,10 +316,10 @@ class Terminal:
         self._guard = threading.Timer(DEADLINE_S, self.process.kill)
         self._guard.start()
 
-    def pictures(self, count):
+    def pictures(self, count, of=b"slowest phases"):
         """Return what is shown up to so many more pictures."""
         shown = b""
-        while shown.count(b"slowest phases") < count:
+        while shown.count(of) < count:
             shown += os.read(self._master, 1 << 16)
         return shown
 
@@ -310,6 +341,17 @@ def test_on_a_terminal_it_is_live_until_ctrl_c(engine, columns):
     shown = terminal.pictures(3)
     assert terminal.end(signal.SIGINT) == (130, b"")
     assert shown.startswith(b"\x1b[?1049h")  # a screen of its own
+
+
+def test_on_a_terminal_it_waits_for_an_engine_that_starts_later(tmp_path_factory):
+    path = tmp_path_factory.mktemp("s") / "kv.sock"
+    terminal = Terminal(path)
+    shown = terminal.pictures(2, of=b"waiting for an engine")
+    assert b"no engine answers" in b" ".join(shown.split())
+    with TieringOffloadingSpec({**CONFIG, "status_socket": str(path)}) as spec:
+        spec.get_manager()
+        terminal.pictures(1)
+        assert terminal.end(signal.SIGINT) == (130, b"")
 
 
 def test_as_nohup_and_a_script_start_it_it_stays_live(engine):

@@ -6,6 +6,7 @@ import logging
 import pytest
 from facade.worlds import EXCLUSIVE, Hearing, World, filled, k, ks, scripted
 
+from kvoffload_async.core.health import BreakerEvent
 from kvoffload_async.errors import StateError, TierUnavailableError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.testing.harness import make_job
@@ -135,7 +136,11 @@ def test_shutting_down_gives_up_what_a_hung_tier_is_pending_and_says_so(worlds, 
     assert world.runner.now_s() - before_s <= 10.0 + 1.0
     counters = world.manager.planner.tiers[0].counters
     assert (counters.dropped_blocks, counters.failed_store_blocks) == (3, 0)
-    assert "tier tier0: 3 blocks have been lost" in caplog.text
+    (line,) = [text for text in caplog.messages if "blocks have been lost" in text]
+    assert line.startswith("tier tier0: 3 blocks have been lost")
+    assert (
+        "3 not stored before the shutdown (to store more of them, raise shutdown_timeout_s)" in line
+    )
 
 
 def test_a_neighbour_on_the_bridge_that_nobody_polls_does_not_keep_a_shutdown_from_its_end(worlds):
@@ -202,6 +207,54 @@ def test_losses_are_warned_of_at_once_and_then_once_a_minute(worlds, caplog):
     world.poll()
     assert len(warnings()) == 2
     assert "blocks have been lost in the last 60 s" in warnings()[1]
+
+
+def slow(tier):
+    """Leave the tier in order."""
+
+
+def suspended(tier):
+    for _ in range(3):
+        tier.health.stores.note(BreakerEvent.FAULTED, 0.0)
+
+
+def not_open(tier):
+    tier.is_available = False
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        (slow, "raise cpu_bytes_to_use, set write_back to wait, or make the tier faster"),
+        (suspended, "its stores are suspended"),
+        (not_open, "it is not open"),
+    ],
+)
+def test_a_warning_of_losses_says_what_helps_a_tier_in_this_state(worlds, caplog, cause, remedy):
+    world = worlds(num_slots=2, cascade_fraction=0.5)
+    (tier,) = world.manager.planner.tiers
+    cause(tier)
+    tier.counters.drop("evicted", 5)
+    world.manager._losses.check(1.0)
+    (line,) = [text for text in caplog.messages if "blocks have been lost" in text]
+    assert f"5 evicted from the primary before the tier had room for them ({remedy}" in line
+
+
+def test_a_warning_of_losses_counts_each_reason_apart_and_none_of_a_reset(worlds, caplog):
+    world = worlds()
+    losses, counters = world.manager._losses, world.manager.planner.tiers[0].counters
+    counters.drop("reset", 7)
+    losses.check(1.0)
+    assert "lost" not in caplog.text
+    counters.drop("evicted", 1)
+    counters.drop("closed", 2)
+    counters.failed_store_blocks += 4
+    losses.check(100.0)
+    (line,) = [text for text in caplog.messages if "blocks have been lost" in text]
+    assert "7 blocks have been lost in the last" in line
+    for text in ("1 evicted from", "4 given up after failed", "2 not stored before the shutdown"):
+        assert text in line
+    assert "reset" not in line
 
 
 def test_a_failed_store_is_done_again_when_the_tier_is_back(worlds):

@@ -272,6 +272,33 @@ def test_while_an_opening_hangs_no_other_is_begun():
     assert not tries
 
 
+def test_the_statistics_say_since_when_and_why_a_tier_is_not_open(mount):
+    with spec(reopen_pause_s=DEADLINE_S) as engine:
+        manager = engine.get_manager()
+        tier, healthy = manager.stats().tiers
+        assert (healthy.is_open, healthy.unopened) == (True, None)
+        assert not tier.is_open
+        assert tier.unopened.reason == "nothing is mounted"
+        assert tier.unopened.attempts == 1
+        assert tier.unopened.since_s <= tier.unopened.next_attempt_s
+
+
+def test_failed_attempts_are_counted_until_one_succeeds_even_if_the_engine_is_idle(mount):
+    with spec() as engine:
+        manager = engine.get_manager()
+        while (now := manager.stats().tiers[0].unopened).attempts < 3:
+            threading.Event().wait(0.001)
+        assert now.since_s < now.next_attempt_s
+        mount.is_there = True
+        thread_of(manager).join(DEADLINE_S)  # no step has taken the tier over yet
+        tier = manager.stats().tiers[0]
+        assert (tier.is_open, tier.unopened) == (True, None)
+        opened(manager)
+        tier = manager.stats().tiers[0]
+        assert (tier.is_open, tier.unopened) == (True, None)
+    assert not any(tier.is_open for tier in manager.stats().tiers[1:])
+
+
 def test_a_thread_that_hangs_after_an_opening_is_known_until_it_ends(mount):
     mount.hangs = True
     if mount.is_manager:  # its constructor hangs, and with it the thread that tries

@@ -1,15 +1,17 @@
 import errno
 import os
+import re
 
 import pytest
 from faulty_files import FaultyFileOps, is_block, is_direct
-from fs.places import BLOCK, item, load, load_key, store, store_key
+from fs.places import BLOCK, Place, item, load, load_key, store, store_key
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
 from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.types import make_offload_key
 
 A, B, C, D = (key_of(number) for number in range(4))
 
@@ -321,3 +323,15 @@ def test_a_folder_that_is_a_file_is_a_miss(place):
     place.path(A).parent.write_bytes(b"")
     assert isinstance(load_key(place.files(), A).error, BlockMissingError)
     assert place.files().present([A]) == frozenset()
+
+
+@pytest.mark.parametrize("is_vllms", [False, True])
+def test_the_error_of_a_damaged_block_names_the_digits_of_its_file(tmp_path, is_vllms):
+    place = Place(tmp_path / "root", is_vllms=is_vllms)
+    files = place.files()
+    key = make_offload_key(bytes(range(32)), 1)
+    store(files, item(key))
+    path = place.path(key)
+    path.write_bytes(FLIPPED)
+    (digits,) = re.findall("[0-9a-f]{16,}", str(load_key(files, key).error))
+    assert digits in path.name

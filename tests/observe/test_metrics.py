@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from facade.worlds import EXCLUSIVE, World, filled
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvoffload_async import CPUPrimaryTierOffloadingManager
 from kvoffload_async.errors import ClosedError, TierUnavailableError
 from kvoffload_async.observe.prometheus import METRICS, MetricKind, OffloadCollector
+from kvoffload_async.statistics import UnopenedStatistics
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics"
 
@@ -114,12 +117,60 @@ def test_names_follow_the_conventions():
         assert metric.documentation.endswith(".")
 
 
+def test_a_tier_that_is_not_open_is_0_with_the_time_of_its_first_failure(world):
+    stats = world.manager.stats()
+    failing = UnopenedStatistics(since_s=100.0, attempts=1, reason="refused", next_attempt_s=101.0)
+    tier = replace(stats.tiers[0], is_open=False, unopened=failing)
+    samples = scraped({"0": world.manager.stats, "1": lambda: replace(stats, tiers=(tier,))})
+    assert value(samples, "kvoffload_tier_open", tier="tier0") == 1
+    name = "kvoffload_tier_unopened_since_timestamp_seconds"
+    of_dead = frozenset({"engine": "1", "tier": "tier0"}.items())
+    assert samples["kvoffload_tier_open", of_dead] == 0
+    assert {key: found for key, found in samples.items() if key[0] == name} == {
+        (name, of_dead): 100.0
+    }
+
+
+def panels():
+    return json.loads((DOCS / "dashboard.json").read_text(encoding="utf-8"))["panels"]
+
+
+def rules():
+    (group,) = yaml.safe_load((DOCS / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    return group["rules"]
+
+
 def test_dashboard_and_rules_name_metrics_that_exist():
     series = {metric.name for metric in METRICS}
     series |= {f"{m.name}_bucket" for m in METRICS if m.kind is MetricKind.HISTOGRAM}
-    dashboard = json.loads((DOCS / "dashboard.json").read_text(encoding="utf-8"))
-    texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    texts = [target["expr"] for panel in panels() for target in panel["targets"]]
     texts.append(re.sub("(?m)^ *(summary|description|#).*$", "", (DOCS / "alerts.yml").read_text()))
     named = set(re.findall(r"\bkvoffload_\w+", " ".join(texts)))
     assert named
     assert named <= series
+
+
+def test_every_rule_keeps_the_host_and_every_summary_names_it():
+    for rule in rules():
+        assert not re.search(r"\bby \(", rule["expr"]), "use `without`, which keeps the host"
+        assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
+        assert "{{ $labels.engine }}" in rule["annotations"]["summary"]
+
+
+def test_every_panel_explains_itself_selects_hosts_and_names_them():
+    for panel in panels():
+        assert panel["description"].endswith("."), panel["title"]
+        for target in panel["targets"]:
+            selected = target["expr"].count('{instance=~"$instance",engine=~"$engine"}') + target[
+                "expr"
+            ].count(',instance=~"$instance",engine=~"$engine"}')
+            assert selected == target["expr"].count("kvoffload_"), panel["title"]
+            assert panel["type"] == "stat" or target["legendFormat"].startswith("{{instance}} ")
+            assert all("instance" in by for by in re.findall(r"\bby \((.*?)\)", target["expr"]))
+
+
+def test_the_dashboard_begins_with_tiles_that_show_what_is_wrong():
+    shown = " ".join(p["targets"][0]["expr"] for p in panels() if p["type"] == "stat")
+    assert [panel["type"] for panel in panels()[:8]] == ["stat"] * 8
+    for metric in ("tier_open", "tier_breaker_state", "tier_overdue_jobs", "corrupt_blocks_total"):
+        assert metric in shown

@@ -8,6 +8,7 @@ from remote.fake_store import SLOT_BYTES, FakeClient, LibraryError, World
 
 from kvoffload_async.errors import (
     BlockMissingError,
+    CallTimeoutError,
     ConfigError,
     CorruptBlockError,
     TierClosedError,
@@ -190,11 +191,14 @@ def test_blocks_that_wait_for_the_limits_end_at_the_deadline_too():
         assert client.calls["get"] == 1
 
 
-@pytest.mark.parametrize("call_timeout_s", [4.0, 5.0, 60.0])
-def test_a_stall_is_counted_and_doubted_however_long_a_call_may_take(call_timeout_s):
+@pytest.mark.parametrize(
+    ("call_timeout_s", "kind"),
+    [(4.0, CallTimeoutError), (5.0, TierTimeoutError), (60.0, TierTimeoutError)],
+)
+def test_a_stall_is_counted_and_doubted_and_its_error_names_the_deadline(call_timeout_s, kind):
     with World(call_timeout_s=call_timeout_s, job_timeout_s=5.0, max_retries=0) as world:
         world.client.is_stalled = True
-        assert {type(error) for error in world.load(K[:1]).values()} == {TierTimeoutError}
+        assert {type(error) for error in world.load(K[:1]).values()} == {kind}
         assert world.gauge("timeouts") == world.gauge("failed") == 1
         world.client.is_stalled = False
         world.load(K[:1])

@@ -4,14 +4,19 @@ import asyncio
 import logging
 
 import pytest
+from facade.worlds import k
 from tiers.actors import IO_TIMEOUT_S
 
 from kvoffload_async.errors import (
+    CallTimeoutError,
     CorruptBlockError,
     JobCancelledError,
     TierFullError,
+    TierTimeoutError,
     TierUnavailableError,
 )
+from kvoffload_async.testing.harness import make_job
+from kvoffload_async.tiers._job_log import JobLog
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +49,7 @@ def test_an_overdue_job_is_an_error_once_however_its_copy_ends(worlds, caplog):
     (first, text), (second, end) = logged(caplog)
     assert (first, second) == ("ERROR", "DEBUG")
     assert f"timed out after {IO_TIMEOUT_S} s; its copy continues" in text
-    assert text.endswith("(check the device or the network; raise io_timeout_s if it is only slow)")
+    assert text.endswith("(check its storage; if it is only slow, raise io_timeout_s)")
     assert end.endswith(f"failed after {IO_TIMEOUT_S + 1:.4f} s: down")
 
 
@@ -71,8 +76,8 @@ def test_back_pressure_and_the_shutdown_are_no_errors(worlds, caplog, closes):
     ("error", "remedy"),
     [
         (TierUnavailableError("EIO"), "continues without these blocks; fix the named cause"),
-        (CorruptBlockError("xxh3"), "check the disk: kvoffload store verify)"),
-        (TierFullError("no room"), "raise its capacity, or free some)"),
+        (CorruptBlockError("xxh3"), "check the storage)"),
+        (TierFullError("no room"), "enlarge its storage)"),
         (JobCancelledError("cancelled"), "cancelled"),
     ],
 )
@@ -85,3 +90,20 @@ def test_a_job_that_fails_is_one_line_with_a_remedy(worlds, caplog, error, remed
     assert text.startswith("tier t: store of 2 blocks for request r7 (job 7) failed after 0.0000 s")
     assert str(error) in text
     assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("tier_type", "error", "remedy"),
+    [
+        ("valkey", CallTimeoutError("no answer"), "raise call_timeout_s)"),
+        ("valkey", TierTimeoutError("deadline"), "raise io_timeout_s)"),
+        ("slab", CorruptBlockError("xxh3"), "check the disk: kvoffload store verify)"),
+        ("valkey", CorruptBlockError("xxh3"), "check the memory of the server)"),
+    ],
+)
+def test_the_remedy_is_that_of_the_tiers_type(caplog, tier_type, error, remedy):
+    JobLog(tier_type).ended(
+        make_job(7, [k(1)], [0], is_promotion=True), {0: error}, None, seconds=1.0, now_s=0.0
+    )
+    ((_, text),) = logged(caplog)
+    assert text.endswith(remedy)

@@ -29,7 +29,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import OffloadKey, block_text
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,9 @@ class BlockFiles:
         try:
             fd = self._ops.open(path, os.O_RDONLY | direct)
         except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
-            return BlockMissingError(f"block {key.hex()} is not stored"), 0
+            return BlockMissingError(f"{block_text(key)} is not stored"), 0
         except PermissionError:  # owned by another user
-            return BlockMissingError(f"block {key.hex()} may not be read"), None
+            return BlockMissingError(f"{block_text(key)} may not be read"), None
         try:
             if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
                 return None
@@ -166,7 +166,7 @@ class BlockFiles:
         # Read before the bytes, so that a file overwritten meanwhile does not match.
         digest = self._ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
-            return BlockMissingError(f"block {key.hex()} has a checksum {why}")  # the file stays
+            return BlockMissingError(f"{block_text(key)} has a checksum {why}")  # the file stays
         if self.verify is Verify.OFF:
             digest = None
         lacks_digest = digest is None and self.verify is Verify.REQUIRED
@@ -175,19 +175,19 @@ class BlockFiles:
             size_bytes = self._ops.fstat(fd).st_size
             if size_bytes != self._block_bytes:
                 return CorruptBlockError(
-                    f"block {key.hex()} has {size_bytes} bytes instead of {self._block_bytes}"
+                    f"{block_text(key)} has {size_bytes} bytes instead of {self._block_bytes}"
                 )
         if lacks_digest:
-            return BlockMissingError(f"block {key.hex()} has no checksum, and one is required")
+            return BlockMissingError(f"{block_text(key)} has no checksum, and one is required")
         done = self._fill(fd, row, beyond=not direct)
         if done != self._block_bytes:
             how = "ends" if done < self._block_bytes else "goes on"
             return CorruptBlockError(
-                f"block {key.hex()} {how} after {min(done, self._block_bytes)} bytes"
+                f"{block_text(key)} {how} after {min(done, self._block_bytes)} bytes"
             )
         if digest is not None:
             if self.digester.attribute_value(key, row) != digest:
-                return CorruptBlockError(f"block {key.hex()} has a wrong checksum")
+                return CorruptBlockError(f"{block_text(key)} has a wrong checksum")
             self.digest_cache.remember(key, digest)
         return None
 

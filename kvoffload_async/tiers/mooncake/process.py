@@ -33,7 +33,13 @@ from kvoffload_async.config import (
     parse_url,
     shown,
 )
-from kvoffload_async.errors import ConfigError, TierError, TierUnavailableError, drop_tracebacks
+from kvoffload_async.errors import (
+    CallTimeoutError,
+    ConfigError,
+    TierError,
+    TierUnavailableError,
+    drop_tracebacks,
+)
 from kvoffload_async.tiers.files.settings import IntegrityOptions
 from kvoffload_async.tiers.mooncake import helper
 from kvoffload_async.tiers.mooncake.cells import Geometry, Parts, SharedCells
@@ -167,6 +173,7 @@ class Helper:
         """
         self.cells = SharedCells(Geometry.of(settings.buffer_bytes, row_bytes), row_bytes)
         self.why_ended = ""
+        self._failure_kind = TierUnavailableError
         self.is_joined = False
         self._connection = connection
         self._settings = settings
@@ -256,11 +263,11 @@ class Helper:
             self.end("a transfer was cancelled")
             raise
 
-    def end(self, why: str) -> None:
-        """Kill the process, and fail all calls; idempotent."""
+    def end(self, why: str, kind: type[TierUnavailableError] = TierUnavailableError) -> None:
+        """Kill the process, and fail all calls with errors of a kind; idempotent."""
         if self.why_ended:
             return
-        self.why_ended = why
+        self.why_ended, self._failure_kind = why, kind
         self._process.kill()
         self._reaper.start()  # a thread, because the loop may end before the process
         self.cells.close_file()
@@ -326,7 +333,9 @@ class Helper:
     ) -> list[int]:
         self._last_number = number = self._last_number + 1
         timeout_s = self._settings.call_timeout_s
-        timer = self._loop.call_later(timeout_s, self.end, f"no reply within {timeout_s:g} s")
+        timer = self._loop.call_later(
+            timeout_s, self.end, f"no reply within {timeout_s:g} s", CallTimeoutError
+        )
 
         def ended() -> None:
             timer.cancel()
@@ -401,7 +410,7 @@ class Helper:
             call.answer.set_result(answer)
 
     def _failure(self) -> TierUnavailableError:
-        return TierUnavailableError(f"mooncake: helper {self.pid}: {self.why_ended}")
+        return self._failure_kind(f"mooncake: helper {self.pid}: {self.why_ended}")
 
 
 class _Link(asyncio.Protocol):

@@ -36,7 +36,7 @@ from kvoffload_async.tiers.mooncake.process import (
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of
-from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 
 _NO_HANDLE: Final = -200
 _NOT_FOUND: Final = -704
@@ -214,7 +214,7 @@ class MooncakeTier(AsyncTier):
         """Run a job in portions; an error of the store or helper fails all of it."""
         helper, place = self._opened()
         failures: Outcomes = {
-            i: TierError(f"block {key.hex()}: the key is too long for this tier")
+            i: TierError(f"{block_text(key)}: the key is too long for this tier")
             for i, key in enumerate(job.keys)
             if Envelopes.header_bytes(key) > HEAD_BYTES
         }
@@ -303,7 +303,7 @@ def _corrupt(failures: Outcomes) -> list[int]:
 
 def _error_of(status: int, key: OffloadKey) -> TierError:
     if status == _NOT_FOUND:
-        return BlockMissingError(f"block {key.hex()} is not stored")
+        return BlockMissingError(f"{block_text(key)} is not stored")
     if status == _NO_HANDLE:
         return TierFullError("the store is full")
     return TierUnavailableError(f"mooncake: the store returned status {status}")

@@ -24,10 +24,10 @@ from obstore import exceptions
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from kvoffload_async.errors import (
+    CallTimeoutError,
     ConfigError,
     TierError,
     TierFullError,
-    TierTimeoutError,
     TierUnavailableError,
 )
 from kvoffload_async.tiers.object.packs import Chains, Packs, head_bytes
@@ -338,7 +338,7 @@ class ObjectClient(RemoteClient):
         ) or any(sign in signs for sign in _REFUSALS):
             return RefusedError(text)
         if _TIMED_OUT in debugging or any(sign in signs for sign in _TOO_SLOW):
-            return TierTimeoutError(f"request timed out: {text}")
+            return CallTimeoutError(f"request timed out: {text}")
         return TierUnavailableError(f"{type(error).__name__}: {text}")
 
     async def close(self) -> None:

@@ -43,7 +43,7 @@ from kvoffload_async.tiers.files.digests import (
     create_digester,
 )
 from kvoffload_async.tiers.remote.client import Bytes, is_newer, namespace_name
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import OffloadKey, block_text
 
 Fact = TypeVar("Fact")
 
@@ -328,7 +328,7 @@ class Packs:
             ):
                 np.copyto(row, np.frombuffer(block, dtype=np.uint8))
             else:
-                bad[key] = CorruptBlockError(f"block {key.hex()}: wrong checksum in its pack")
+                bad[key] = CorruptBlockError(f"{block_text(key)}: wrong checksum in its pack")
         return bad
 
 

@@ -45,7 +45,7 @@ from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RemoteClient, Value
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
-from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 
 if TYPE_CHECKING:
     from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
@@ -369,7 +369,7 @@ class ObjectTier(RemoteTier):
                 self._memory.appeared([first])
                 if lost_at == first:
                     failures[rest.pop(0)] = TierUnavailableError(
-                        f"block {first.hex()}: another host's object appears and disappears"
+                        f"{block_text(first)}: another host's object appears and disappears"
                     )
                 lost_at = first
                 continue
@@ -534,7 +534,7 @@ class ObjectTier(RemoteTier):
         (value,) = await self._calls.run(partial(client.get, [name], most_bytes), deadline_s)
         indices = {job.keys[i]: i for i in wanted}
         if not isinstance(value, Value):
-            missing = BlockMissingError(f"block {name.hex()} is not stored")
+            missing = BlockMissingError(f"{block_text(name)} is not stored")
             return None, {indices[name]: missing} if name in indices else {}
         found = value
 
@@ -548,7 +548,7 @@ class ObjectTier(RemoteTier):
                 return (name,), {} if row is None else {name: error}
             table = self._packs.table(name, found.data)
             if table is None:
-                wrong = CorruptBlockError(f"block {name.hex()}: its pack has an invalid table")
+                wrong = CorruptBlockError(f"{block_text(name)}: its pack has an invalid table")
                 return (), dict.fromkeys(expected, wrong)
             bad = self._packs.unwrap(table, found.data, into)
             return table.keys, {key: bad.get(key) for key in table.keys if key in into}

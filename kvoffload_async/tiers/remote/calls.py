@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvoffload_async.errors import (
+    CallTimeoutError,
     ShardUnavailableError,
     TierError,
     TierTimeoutError,
@@ -257,7 +258,7 @@ class Calls:
         async def ask(server: Server) -> None:
             if asyncio.get_running_loop().time() < self._suspects[server]:
                 text = f"{self._client.place}: the server timed out recently"
-                failures[server] = self.fault_of(server, TierTimeoutError(text))
+                failures[server] = self.fault_of(server, CallTimeoutError(text))
                 return
             self.counters.health_checks += 1
             call = partial(self._client.check_server, server)
@@ -332,8 +333,11 @@ class Calls:
             self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
-            seconds = min(seconds, loop.time() - began_s)
-            failure = TierTimeoutError(f"{place} did not answer within {seconds:.3g} s")
+            passed_s = loop.time() - began_s
+            # Else the deadline of the job or the probe has passed, or the server hangs.
+            is_own = seconds == self._call_timeout_s and passed_s >= seconds - _LAG_S
+            kind = CallTimeoutError if is_own else TierTimeoutError
+            failure = kind(f"{place} did not answer within {min(seconds, passed_s):.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
             failure = self._said(error)
         else:

@@ -22,7 +22,7 @@ from kvoffload_async.tiers.files.digests import (
     IntegrityKey,
     create_digester,
 )
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import OffloadKey, block_text
 
 MAGIC: Final = b"KVOB"
 VERSION: Final = 1
@@ -134,11 +134,11 @@ class Envelopes:
         offset = _payload_offset(len(key))
         if len(value) != offset + self.block_bytes:
             return CorruptBlockError(
-                f"block {key.hex()}: {len(value)} bytes instead of {offset + self.block_bytes}"
+                f"{block_text(key)}: {len(value)} bytes instead of {offset + self.block_bytes}"
             )
         payload = value[offset:]
         if value[:offset] != self._header(key, self._digester.digest(key, payload)):
-            return CorruptBlockError(f"block {key.hex()}: wrong header or checksum")
+            return CorruptBlockError(f"{block_text(key)}: wrong header or checksum")
         np.copyto(row, np.frombuffer(payload, dtype=np.uint8))
         return None
 
@@ -157,7 +157,7 @@ class Envelopes:
         """Verify a block that is already in its row; returns the error, like `unwrap`."""
         if np.array_equal(header, self.header(key, row)):
             return None
-        return CorruptBlockError(f"block {key.hex()}: wrong header or checksum")
+        return CorruptBlockError(f"{block_text(key)}: wrong header or checksum")
 
     def _header(self, key: OffloadKey, digest: bytes) -> bytes:
         offset = _payload_offset(len(key))

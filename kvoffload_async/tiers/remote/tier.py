@@ -44,7 +44,7 @@ from kvoffload_async.tiers.remote.client import (
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
-from kvoffload_async.types import JobMetadata, Locality, OffloadKey
+from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 from kvoffload_async.waiting import Limiter
 
 _BLOCKS_A_CALL: Final = 1024
@@ -444,7 +444,7 @@ class RemoteTier(AsyncTier):
         failures: dict[int, TierError] = {}
         for i, value in values.items():
             if value is None:
-                failures[i] = BlockMissingError(f"block {keys[i].hex()} is not stored")
+                failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
             elif isinstance(value, TierError):
                 failures[i] = self._redacted(client, value)
             elif i in corrupt:
@@ -470,7 +470,7 @@ class RemoteTier(AsyncTier):
             self._counters.removed += was_there  # read the counter only after the await
         except TierError as error:
             self._counters.unremoved += 1
-            self._warn(self._unremoved, f"corrupt block {key.hex()} was not removed: {error}")
+            self._warn(self._unremoved, f"corrupt {block_text(key)} was not removed: {error}")
 
     def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
         """Return the maximum number of bytes transferred for some blocks of a job."""

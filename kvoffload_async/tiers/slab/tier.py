@@ -36,7 +36,7 @@ from kvoffload_async.tiers.slab.transfers import (
     create_transfers,
     in_order_of_places,
 )
-from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 
 _SMALL_JOBS_BYTES = 64 << 20
 """Limit on the bytes of concurrent small jobs per direction."""
@@ -161,7 +161,7 @@ class SlabTier(AsyncTier):
         store = self._opened()
         found = store.catalog.find(job.keys)
         failures: dict[int, TierError] = {
-            index: BlockMissingError(f"block {job.keys[index].hex()} is not stored")
+            index: BlockMissingError(f"{block_text(job.keys[index])} is not stored")
             for index, place in enumerate(found)
             if place is None
         }

@@ -30,7 +30,7 @@ from kvoffload_async.tiers.slab.journal import Journal, RecordTable, split_diges
 from kvoffload_async.tiers.slab.places import Run, SlotAddress, joined, segment_of
 from kvoffload_async.tiers.slab.records import PackedRun, put_records
 from kvoffload_async.tiers.slab.segments import Segments
-from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class LoadBatch(Batch):
 
     def _drop(self, index: int, what: str) -> None:
         key = self.blocks.keys[index]
-        self.failures[index] = CorruptBlockError(f"block {key.hex()} {what}")
+        self.failures[index] = CorruptBlockError(f"{block_text(key)} {what}")
         self._data_path.journal.note_removed((self.blocks.places[index],))
         self.corrupt.append(index)
 

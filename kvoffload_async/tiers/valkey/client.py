@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Final, cast
 from redis import exceptions
 
 from kvoffload_async.errors import (
+    CallTimeoutError,
     TierError,
     TierFullError,
-    TierTimeoutError,
     TierUnavailableError,
 )
 from kvoffload_async.tiers.remote.calls import run_together
@@ -198,7 +198,7 @@ class ValkeyClient(RemoteClient):
         if isinstance(error, _REFUSALS) or "CERTIFICATE_VERIFY_FAILED" in text:
             return RefusedError(text)
         if isinstance(error, exceptions.TimeoutError):
-            return TierTimeoutError(text)
+            return CallTimeoutError(text)
         return TierUnavailableError(text)
 
     async def close(self) -> None:
