@@ -1,8 +1,15 @@
-"""Tensors that play a device, slots beside them, and a model of every copy in plain arrays."""
+"""Tensors of a device, slots beside them, and a model of every copy in plain arrays.
+
+The device is simulated by host memory alone, or, if `Device.create_runtime` creates one, by a
+runtime with streams.
+"""
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -10,7 +17,9 @@ from hypothesis import strategies as st
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
-from kvoffload_async.transport.host import HostTransport
+from kvoffload_async.testing.cuda import SimulatedCuda
+from kvoffload_async.transport.cuda import CudaTransport
+from kvoffload_async.transport.host import HostEvent, HostTransport, TransferFaults
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
@@ -31,12 +40,11 @@ class Shape:
     dtype: torch.dtype = torch.uint8
     kind: str = "plain"
 
-    def tensor(self, blocks, device="cpu"):
+    def tensor(self, blocks, device="cpu", empty=torch.empty):
+        shape = (blocks, self.page_items + (3 if self.kind == "strided" else 0))
         if self.kind == "pairs":
-            return torch.zeros(2, blocks, self.page_items, dtype=self.dtype, device=device)
-        gap = 3 if self.kind == "strided" else 0
-        wide = torch.zeros(blocks, self.page_items + gap, dtype=self.dtype, device=device)
-        return wide[:, : self.page_items]
+            shape = (2, *shape)
+        return empty(shape, dtype=self.dtype, device=device).zero_()[..., : self.page_items]
 
 
 @dataclass(frozen=True)
@@ -73,21 +81,49 @@ def simple(direction, blocks, slots):
     return copies_of(direction, [Wanted(tuple(blocks), 0, tuple(slots))])
 
 
+class SimulatedTransport(CudaTransport):
+    """The device's transport with the faults of the host's."""
+
+    def __init__(self, *args, **options):
+        self.faults = {STORE: TransferFaults(), LOAD: TransferFaults()}
+        self.violations = []
+        super().__init__(*args, **options)
+
+    def _launch(self, transfer, staged):
+        hook = self.faults[transfer.copies.direction].before_copy
+        if hook is not None:
+            hook(transfer.copies)
+        super()._launch(transfer, staged)
+
+
+@dataclass(frozen=True)
+class Computing:
+    """A compute stream that is busy until `reach` is called, and an event behind its work."""
+
+    event: object
+    reach: Callable[[], None]
+
+
 @dataclass
 class Device:
     """Tensors, their layout, the slots, and a model of both in plain arrays."""
+
+    create_runtime: ClassVar = None
+    """Creates the runtime of each new device."""
 
     geometry: Geometry = field(default_factory=Geometry)
 
     def __post_init__(self):
         g = self.geometry
+        self.runtime = Device.create_runtime and Device.create_runtime()
+        empty = torch.empty if self.runtime is None else self.runtime.empty
         self.caches = {}
         names = []
         for group_at, group in enumerate(g.groups):
             names.append([])
             for shape_at, shape in enumerate(group):
                 name = f"g{group_at}l{shape_at}"
-                self.caches[name] = shape.tensor(g.blocks)
+                self.caches[name] = shape.tensor(g.blocks, empty=empty)
                 names[-1].append(name)
         pairs = g.groups[0][0].kind == "pairs"
         self.layout = register_kv_caches(self.caches, names, g.blocks_per_chunk, int(pairs))
@@ -141,9 +177,31 @@ class Device:
         )
 
     def transport(self, **options):
-        return HostTransport(
-            self.layout, self.view, cell_offset_bytes=self.geometry.cell_offset, **options
-        )
+        options = {"cell_offset_bytes": self.geometry.cell_offset, **options}
+        if self.runtime is None:
+            return HostTransport(self.layout, self.view, **options)
+        options = {"staging_bytes": 2 * self.layout.chunk_bytes, **options}
+        return SimulatedTransport(self.layout, self.view, runtime=self.runtime, **options)
+
+    def computing(self):
+        if self.runtime is None:
+            event = HostEvent(reached=False)
+            return Computing(event, event.reach)
+        stream = self.runtime.create_stream(self.layout.device)
+        hold = self.runtime.hold(stream)
+        event = self.runtime.create_event()
+        event.record(stream)
+        return Computing(event, hold.release)
+
+
+@contextlib.contextmanager
+def simulated(create_runtime=SimulatedCuda):
+    """Give every new device a runtime."""
+    before, Device.create_runtime = Device.create_runtime, create_runtime
+    try:
+        yield
+    finally:
+        Device.create_runtime = before
 
 
 FLAT = Geometry(((Shape(8), Shape(8)),))
