@@ -6,9 +6,11 @@ of `stream(...)`, operations on the device's tensors return at once and are queu
 somebody waits for them, in a thread that waits, in any order that streams and events allow:
 
 * A `Schedule` picks the order. Copies run in several steps, between those of other streams.
-* Memory is poisoned while uninitialised and as soon as it was released, in stream order: what reads
-  or writes it too late, or too early, reads or leaves wrong bytes.
-* A copy from or to pageable host memory, or without `non_blocking`, waits for its stream.
+* Memory is poisoned when allocated and when released, in the order of the stream that allocated it,
+  as by another user of the same memory: an operation that uses it too early, too late or on another
+  stream reads or leaves wrong bytes.
+* A copy from or to pageable host memory, between memory that is not contiguous, or without
+  `non_blocking`, waits for its stream.
 * A launch into a full stream waits for room. A `Hold` keeps a stream from going on.
 * Calls have the names of the CUDA runtime. `fail` injects an error into any of them; after a sticky
   one, and after an operation that fails while it runs, all calls fail.
@@ -107,7 +109,8 @@ class _Memory:
     """A range of memory that queued operations may use.
 
     Attributes:
-        content: Its bytes, not owned by whoever uses the memory.
+        content: Its bytes, at least one, not owned by whoever uses the memory.
+        num_bytes: Bytes asked for.
         stream: The stream that allocated it, for device memory.
         pending: Queued operations that use it.
         is_live: False when released, or no longer registered.
@@ -115,6 +118,7 @@ class _Memory:
 
     kind: _Kind
     content: Bytes
+    num_bytes: int
     address: int
     stream: SimulatedStream | None = None
     pending: int = 0
@@ -393,7 +397,7 @@ class SimulatedCuda:
             with self.calling("cudaHostRegister"):
                 pages = (ctypes.c_uint8 * num_bytes).from_address(address)
                 content = np.frombuffer(memoryview(pages), dtype=np.uint8)
-                self._registered[address] = _Memory(_Kind.REGISTERED, content, address)
+                self._registered[address] = _Memory(_Kind.REGISTERED, content, num_bytes, address)
         except RuntimeError:
             return _REFUSED
         return 0
@@ -644,7 +648,14 @@ class SimulatedCuda:
                 f"which {self.used_bytes} are in use"
             )
         self.used_bytes += like.nbytes
-        return self._own(_Kind.DEVICE, like, stream)
+        tensor = self._own(_Kind.DEVICE, like, stream)
+        self._poison(self._owned[tensor.untyped_storage().data_ptr()], stream)
+        return tensor
+
+    def _poison(self, memory: _Memory, stream: SimulatedStream) -> None:
+        """Overwrite memory in stream order, as another user of the same memory does."""
+        poison = partial(memory.content.fill, POISON)
+        self.enqueue(stream, _Operation("poison", deque([poison])))
 
     def _own(self, kind: _Kind, like: torch.Tensor, stream: SimulatedStream | None) -> torch.Tensor:
         """Return a poisoned tensor of its own memory, whose release is noticed."""
@@ -652,7 +663,7 @@ class SimulatedCuda:
         whole = np.full(num_bytes + _ALIGNMENT, POISON, dtype=np.uint8)
         begin = -whole.ctypes.data % _ALIGNMENT
         content = whole[begin : begin + num_bytes]
-        memory = _Memory(kind, content, content.ctypes.data, stream)
+        memory = _Memory(kind, content, like.nbytes, content.ctypes.data, stream)
         self._owned[memory.address] = memory
         owner = content[: like.nbytes] if like.nbytes else content
         weakref.finalize(owner, self._released.append, memory).atexit = False
@@ -669,9 +680,8 @@ class SimulatedCuda:
             memory.is_live = False
             del self._owned[memory.address]
             if memory.stream is not None:
-                self.used_bytes -= len(memory.content)
-                poison = partial(memory.content.fill, POISON)
-                self.enqueue(memory.stream, _Operation("poison", deque([poison])))
+                self.used_bytes -= memory.num_bytes
+                self._poison(memory, memory.stream)
             elif not memory.pending:
                 memory.content[:] = POISON
 
@@ -716,7 +726,8 @@ class SimulatedCuda:
         stream = self.current_stream()
         with self.calling("cudaMemcpyAsync" if is_transfer else "cudaLaunchKernel", stream):
             point = self.enqueue(stream, operation)
-        if is_transfer and not (all(memories) and operations.is_non_blocking(args, kwargs)):
+        is_plain = all(memories) and all(tensor.is_contiguous() for tensor in tensors)
+        if is_transfer and not (is_plain and operations.is_non_blocking(args, kwargs)):
             self.counts["synchronous copies"] += 1
             self.wait_for(point)
         return result

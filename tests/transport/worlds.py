@@ -6,13 +6,16 @@ runtime with streams.
 
 import asyncio
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from kvoffload_async.abc.tier import Direction
@@ -22,6 +25,12 @@ from kvoffload_async.transport.cuda import CudaTransport
 from kvoffload_async.transport.host import HostEvent, HostTransport, TransferFaults
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
+
+_SCHEDULES = {"dev": 30, "ci": 300, "nightly": 10_000, "mutation": 100}
+schedules_a_test = settings(
+    max_examples=_SCHEDULES[os.environ.get("KVOFFLOAD_HYPOTHESIS_PROFILE", "dev")]
+)
+"""Examples of a test of schedules, by profile."""
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 DEADLINE_S = 60.0
@@ -44,7 +53,7 @@ class Shape:
         shape = (blocks, self.page_items + (3 if self.kind == "strided" else 0))
         if self.kind == "pairs":
             shape = (2, *shape)
-        return empty(shape, dtype=self.dtype, device=device).zero_()[..., : self.page_items]
+        return empty(shape, dtype=self.dtype, device=device)[..., : self.page_items]
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,8 @@ class Device:
                 name = f"g{group_at}l{shape_at}"
                 self.caches[name] = shape.tensor(g.blocks, empty=empty)
                 names[-1].append(name)
+        if self.runtime is not None:
+            self.runtime.run_all()  # what allocating has queued
         pairs = g.groups[0][0].kind == "pairs"
         self.layout = register_kv_caches(self.caches, names, g.blocks_per_chunk, int(pairs))
         width = g.cell_offset + self.layout.chunk_bytes + 5
@@ -234,6 +245,14 @@ def wants(draw, geometry, *, aligned=False):
         parts.append(Wanted(blocks, first, tuple(slots[:chunks])))
         slots = slots[chunks:]
     return parts
+
+
+def until(condition):
+    """Wait for a condition that another thread brings about."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.001)
 
 
 def outcome_of(transfer):
