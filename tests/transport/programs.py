@@ -27,7 +27,7 @@ from kvoffload_async.testing.strategies import device_schedules
 from kvoffload_async.transport.cuda import CudaTransport
 
 GEOMETRIES = [
-    Geometry(((Shape(8),),)),
+    Geometry(((Shape(8),),), padding=0),
     Geometry(((Shape(8), Shape(16)),), blocks_per_chunk=2),
     Geometry(((Shape(6, kind="strided"),), (Shape(3),)), blocks_per_chunk=2, cell_offset=7),
 ]
@@ -109,10 +109,12 @@ class Caller:
     create: type[CudaTransport] = CudaTransport
     staging_chunks: int = 2
     may_fail: bool = False
+    deadline_s: float = DEADLINE_S
     errors: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self.runtime = self.device.runtime
+        self.stream = self.runtime.create_stream(self.device.layout.device)
         self.tables_bytes = self.runtime.used_bytes
         self.transport = self.create(
             self.device.layout,
@@ -126,11 +128,11 @@ class Caller:
         self.lock = threading.Lock()
 
     def compute(self, step):
-        """Write a new value into blocks, on the current stream."""
+        """Write a new value into blocks, on the caller's stream."""
         self.settle({(step.group, block) for block in step.blocks})
         self.number += 1
         value = self.number * 7 % 251
-        with self.runtime.stream(self.runtime.current_stream()):
+        with self.runtime.stream(self.stream):
             for table in self.device.layout.groups[step.group]:
                 for block in step.blocks:
                     table.pages[block].fill_(value)
@@ -144,7 +146,9 @@ class Caller:
         with self.lock:
             self.device.apply(step.direction, step.wanted)
         copies = copies_of(step.direction, step.wanted)
-        transfer = self.transport.submit(copies, self.transport.record_compute())
+        with self.runtime.stream(self.stream):
+            after = self.transport.record_compute()
+        transfer = self.transport.submit(copies, after)
         checked = threading.Event()
         transfer._ended.add_done_callback(lambda ended: self.check(step, ended.result(), checked))
         self.flying.append((checked, uses))
@@ -155,7 +159,7 @@ class Caller:
         """Wait for the transfers that use any of these slots and blocks."""
         for checked, others in list(self.flying):
             if not uses.isdisjoint(others):
-                if not checked.wait(DEADLINE_S):
+                if not checked.wait(self.deadline_s):
                     self.errors.append("a transfer does not end")
                 self.flying.remove((checked, others))
 
@@ -190,13 +194,14 @@ class Caller:
 
     def end(self):
         """Close, run what is left, and return what was wrong."""
-        if not self.transport.close(DEADLINE_S):
+        if not self.transport.close(self.deadline_s):
             self.errors.append("the transport does not close")
         runtime = self.runtime
         runtime.run_all()
         if not self.device.agrees():
             self.errors.append("slots or blocks changed after the end")
-        runtime.set_device(self.device.layout.device)  # takes in what was released
+        if runtime.has_failed:
+            self.errors.append("an operation failed on the device")
         for name in ("synchronous copies", "spinning waits"):
             if runtime.counts[name]:
                 self.errors.append(f"{runtime.counts[name]} {name}")
@@ -205,17 +210,21 @@ class Caller:
         return self.errors
 
 
-def run(program, create=CudaTransport):
+def run(program, create=CudaTransport, deadline_s=DEADLINE_S):
     """Return what was wrong with a program's transfers."""
     with simulated(lambda: SimulatedCuda(program.schedule, queue_length=program.queue_length)):
         caller = Caller(
-            Device(program.geometry), create, program.staging_chunks, bool(program.faults)
+            Device(program.geometry),
+            create,
+            program.staging_chunks,
+            may_fail=bool(program.faults),
+            deadline_s=deadline_s,
         )
     for fault in program.faults:
         caller.runtime.fail(fault.call, fault.at, is_performed=fault.is_performed)
-    for step in program.steps:
-        if isinstance(step, Compute):
-            caller.compute(step)
-        else:
-            caller.move(step)
+    try:
+        for step in program.steps:
+            caller.compute(step) if isinstance(step, Compute) else caller.move(step)
+    except Exception as error:  # noqa: BLE001 - of a transport with a defect
+        caller.errors.append(repr(error))
     return caller.end()

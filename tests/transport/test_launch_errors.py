@@ -3,127 +3,41 @@
 import gc
 import logging
 import threading
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from transport.worlds import (
-    DEADLINE_S,
-    LOAD,
-    STORE,
-    Device,
-    Geometry,
-    Shape,
-    outcome_of,
-    simple,
-    simulated,
-    until,
-)
+from transport.launches import BLOCKS, SLOTS, World, check_errors, check_errors_for_good, check_lost
+from transport.worlds import DEADLINE_S, LOAD, STORE, Device, outcome_of, simple, simulated, until
 
 from kvoffload_async.errors import ConfigError, TransportError
-from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing.cuda import CudaError, Progress, Schedule, SimulatedCuda
+from kvoffload_async.testing.cuda import CudaError, Progress, Schedule
 from kvoffload_async.transport.cuda import CudaTransport
-
-BLOCKS, SLOTS = (1, 2, 5, 7), (3, 4, 6, 9)
-REUSED = 0x77
-
-
-class World:
-    """A transfer in two pieces; what it uses is another's as soon as it has an outcome."""
-
-    def __init__(self, direction, schedule=None):
-        with simulated(lambda: SimulatedCuda(schedule)):
-            self.device = Device(Geometry(((Shape(8), Shape(16)),)))
-        self.runtime = self.device.runtime
-        self.buffer = PrimaryBuffer(24, self.device.view.shape[1])
-        self.rows = np.asarray(self.buffer.view)
-        self.rows[:] = self.device.rows
-        self.transport = CudaTransport(
-            self.device.layout,
-            self.buffer.view,
-            staging_bytes=2 * self.device.layout.chunk_bytes,
-            runtime=self.runtime,
-        )
-        self.direction = direction
-        self.after = self.transport.record_compute()
-        self.outcomes = []
-        self.ended = threading.Event()
-
-    def submit(self):
-        transfer = self.transport.submit(simple(self.direction, BLOCKS, SLOTS), self.after)
-        transfer._ended.add_done_callback(self.reuse)
-
-    def reuse(self, ended):
-        self.outcomes.append(ended.result())
-        self.rows[list(SLOTS)] = REUSED
-        for table in self.device.tables():
-            table.pages.numpy()[list(BLOCKS)] = REUSED
-        self.ended.set()
-
-    def is_reused(self):
-        """Whether nothing was written after the outcome."""
-        pages = [table.pages.numpy()[list(BLOCKS)] for table in self.device.tables()]
-        return all((part == REUSED).all() for part in [self.rows[list(SLOTS)], *pages])
-
-    def check_next(self):
-        """A later transfer moves its bytes."""
-        after = self.transport.record_compute()
-        assert outcome_of(self.transport.submit(simple(STORE, (0,), (0,)), after)).error is None
-        assert np.array_equal(self.rows[0, :8], self.device.tables()[0].pages.numpy()[0])
-
-    def close(self):
-        assert self.transport.close(DEADLINE_S)
-        self.runtime.run_all()
-        del self.rows
-        assert self.buffer.release()
-
-
-def count_calls(direction):
-    world = World(direction)
-    before = world.runtime.counts.total()
-    world.submit()
-    assert world.ended.wait(DEADLINE_S)
-    calls = world.runtime.counts.total() - before
-    world.close()
-    return calls
-
-
-CALLS = {direction: count_calls(direction) for direction in (STORE, LOAD)}
 
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 @pytest.mark.parametrize("is_performed", [False, True])
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(Progress.RANDOM, (3, 1, 2))])
 def test_an_error_at_any_call_is_one_outcome_after_the_last_copy(direction, is_performed, schedule):
-    for at in range(CALLS[direction]):
-        world = World(direction, schedule)
-        world.runtime.fail(at=at, is_performed=is_performed)
-        world.submit()
-        assert world.ended.wait(DEADLINE_S), at
-        (outcome,) = world.outcomes
-        assert "injected" in str(outcome.error), at
-        world.runtime.run_all()
-        assert world.is_reused(), at
-        world.check_next()
-        world.close()
+    check_errors(direction, schedule, is_performed=is_performed)
 
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
 def test_after_an_error_for_good_the_slots_stay_held_and_the_outcome_follows_the_close(direction):
-    for at in range(CALLS[direction]):
-        world = World(direction)
-        world.runtime.fail(at=at, is_sticky=True)
-        world.submit()
-        until(partial(getattr, world.transport, "_lost"))
-        assert not world.outcomes, at
-        assert not world.transport.close(DEADLINE_S)
-        (outcome,) = world.outcomes
-        assert "injected" in str(outcome.error), at
-        assert not world.transport.close(0), "for good"
-        del world.rows
-        assert not world.buffer.release(), "a copy may still run"
+    check_errors_for_good(direction)
+
+
+def test_slots_stay_held_if_a_single_wait_fails_that_is_needed():
+    check_lost()
+
+
+def test_an_event_that_cannot_be_created_fails_its_transfer_before_the_first_copy():
+    for at in (0, 1):
+        with World(STORE) as world:
+            world.runtime.fail("cudaEventCreate", at)
+            world.submit()
+            assert world.ended.wait(DEADLINE_S)
+            assert "injected" in str(world.outcomes[0].error)
+            assert not world.runtime.counts["cudaMemcpyAsync"]
 
 
 def test_a_device_that_is_lost_fails_all_transfers_at_once(caplog):
@@ -198,7 +112,7 @@ def test_a_failing_record_of_the_compute_stream_raises_and_harms_no_transfer():
     with pytest.raises(CudaError, match="injected"):
         world.transport.record_compute()
     world.check_next()
-    world.close()
+    world.check_closed()
 
 
 def test_a_thread_that_cannot_use_the_device_fails_its_transfers():

@@ -27,10 +27,13 @@ from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
 _SCHEDULES = {"dev": 30, "ci": 300, "nightly": 10_000, "mutation": 100}
-schedules_a_test = settings(
-    max_examples=_SCHEDULES[os.environ.get("KVOFFLOAD_HYPOTHESIS_PROFILE", "dev")]
-)
-"""Examples of a test of schedules, by profile."""
+
+
+def with_schedules(test):
+    """Give a test of schedules its number of examples in the profile."""
+    profile = os.environ.get("KVOFFLOAD_HYPOTHESIS_PROFILE", "dev")
+    return settings(max_examples=_SCHEDULES[profile])(test)
+
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 DEADLINE_S = 60.0
@@ -65,6 +68,7 @@ class Geometry:
     blocks_per_chunk: int = 1
     slots: int = 24
     cell_offset: int = 0
+    padding: int = 5
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class Device:
             self.runtime.run_all()  # what allocating has queued
         pairs = g.groups[0][0].kind == "pairs"
         self.layout = register_kv_caches(self.caches, names, g.blocks_per_chunk, int(pairs))
-        width = g.cell_offset + self.layout.chunk_bytes + 5
+        width = g.cell_offset + self.layout.chunk_bytes + g.padding
         self.memory = bytearray(g.slots * width)
         self.view = memoryview(self.memory).cast("B", (g.slots, width))
         self.rows = np.asarray(self.view)
@@ -247,9 +251,9 @@ def wants(draw, geometry, *, aligned=False):
     return parts
 
 
-def until(condition):
+def until(condition, timeout_s=DEADLINE_S):
     """Wait for a condition that another thread brings about."""
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s
         threading.Event().wait(0.001)
