@@ -24,7 +24,8 @@ class Step:
     """What a step does; numbers choose among what is possible.
 
     `flushed` jobs end before the step overwrites their blocks; `preempted` blocks are stored by
-    the step that overwrites them. `is_stalled`: a kernel does not end before the flush is late.
+    the step that overwrites them. `is_stalled`: a kernel does not end before the flushes of this
+    step and of the next one are late.
     """
 
     loads: tuple[int, ...] = ()
@@ -89,6 +90,7 @@ class Scheduler:
 
         transport.submit = counting
         self.worker = self.create(transport, flush_timeout_s=self.deadline_s)
+        self.hold = None
         self.jobs = {}
         self.late = set()
         self.job_id = 0
@@ -140,16 +142,19 @@ class Scheduler:
         targets = self.chosen(self.free_blocks(), step.loads)
         loads = dict(self.add(LOAD, block, next(slots)) for block in targets)
         computed = self.chosen(self.free_blocks(), step.computes)
-        hold = None
+        held, self.hold = self.hold, None
         if step.is_stalled:
-            hold = self.runtime.hold(self.runtime.default_stream)
-            self.worker._flush_timeout_s = STALLED_S
+            self.hold = self.runtime.hold(self.runtime.default_stream)
+        is_held = held is not None or self.hold is not None
+        self.worker._flush_timeout_s = STALLED_S if is_held else self.deadline_s
         flush = flushed | urgent.keys()
         may_go_on = self.worker.handle_preemptions(meta(loads, urgent, flush))
         late = {job_id for job_id in flush if job_id in self.worker._running}
         self.late |= {job_id for job_id in late if self.jobs[job_id].direction is STORE}
         if may_go_on != (late <= self.late):
             self.errors.append("a step goes on although a load is late, or waits for a store")
+        if held is not None:
+            held.release()
         self.worker.start_kv_transfers(meta(loads, urgent, flush))
         blocked = {self.jobs[job_id].block for job_id in late - self.late}
         ready = [b for b in freed - blocked if set(self.users(b)) <= flush]
@@ -161,10 +166,7 @@ class Scheduler:
         self.worker.prepare_store_kv(meta(loads, {**urgent, **deferred}, flush))
         if self.submitted != before:
             self.errors.append("a store competes with sampling")
-        if hold is not None:
-            hold.release()
-            self.worker._flush_timeout_s = self.deadline_s
-        if step.is_expedited:
+        if step.is_expedited and self.hold is None:
             self.load_now(next(slots))
 
     def load_now(self, slot):
@@ -218,6 +220,8 @@ class Scheduler:
 
     def end(self):
         """Shut down, run what is left, and return what was wrong."""
+        if self.hold is not None:
+            self.hold.release()
         if not self.worker.shutdown(self.deadline_s):
             self.errors.append("the worker does not shut down")
         self.take()
