@@ -70,7 +70,8 @@ class Transfer(ABC):
         """Await the end; cancelling the wait does not cancel the copies. Thread: loop.
 
         No byte may move any more when this returns or raises: an exception counts as a failed
-        transfer that has ended.
+        transfer that has ended. The exception is a transfer that failed as `Transport.close`
+        returned False.
         """
 
     @abstractmethod
@@ -84,10 +85,14 @@ class Transport(ABC):
     Guaranteed by the caller: slots and device blocks of a transfer stay unchanged until it has
     ended.
 
-    The implementation is responsible for: ordering each transfer after its compute event and after
-    the previous transfer of the same direction; a number of launches independent of layers times
-    blocks, if the device supports it; reporting a failure only as the outcome of its own transfer;
-    holding the slots' pages (`hold_pages`) until the last copy has ended and nothing is pinned.
+    The implementation is responsible for: ordering each transfer after its compute event; a number
+    of launches independent of layers times blocks, if the device supports it; reporting a failure
+    only as the outcome of its own transfer, after its last copy; holding the slots' pages
+    (`hold_pages`) until the last copy has ended and nothing is pinned. Transfers need not wait for
+    each other.
+
+    If a device no longer says whether the copies of a transfer run, the transfer has no outcome,
+    later ones fail at once, and `close` fails the transfer and returns False.
 
     Thread: the worker's, except for `Transfer.outcome`.
     """
@@ -102,7 +107,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Wait for both directions; return False on timeout: host memory must then stay mapped."""
+        """Wait for both directions; every transfer has an outcome if this returns in time.
+
+        Returns:
+            False on timeout, or if copies may still run: host and device memory must stay mapped.
+        """
 
 
 def group_copies(copies: BlockCopies, blocks_per_chunk: int) -> Sequence[GroupCopies]:

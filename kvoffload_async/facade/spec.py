@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
 
     from kvoffload_async.transport.layout import KVLayout
+    from kvoffload_async.transport.streams import DeviceRuntime
 
 
 class _Spec(ABC):
@@ -126,6 +127,7 @@ class _Spec(ABC):
         *,
         block_dim: int | None = None,
         worker_index: int = 0,
+        runtime: DeviceRuntime | None = None,
     ) -> Callable[[memoryview], Transport]:
         """Return a factory of the transport for the tensors' device; its argument is the buffer.
 
@@ -134,6 +136,7 @@ class _Spec(ABC):
             groups: See `register_kv_caches`.
             block_dim: See `register_kv_caches`.
             worker_index: Index of the worker's cell among the `num_workers` cells of a slot.
+            runtime: Runtime of the tensors' device; see `create_transport`.
 
         Raises:
             ConfigError: As `register_kv_caches`, or `worker_index` is out of range.
@@ -144,10 +147,10 @@ class _Spec(ABC):
                 f"{self.config.num_workers}"
             )
         layout = self.register_kv_caches(kv_caches, groups, block_dim=block_dim)
-        from kvoffload_async.transport.host import create_transport  # noqa: PLC0415 - torch
+        from kvoffload_async.transport.choice import create_transport  # noqa: PLC0415 - torch
 
         offset = worker_index * self.config.block_bytes
-        return partial(create_transport, layout, cell_offset_bytes=offset)
+        return partial(create_transport, layout, cell_offset_bytes=offset, runtime=runtime)
 
     def create_handlers(
         self,
@@ -157,6 +160,7 @@ class _Spec(ABC):
         block_dim: int | None = None,
         worker_index: int = 0,
         flush_timeout_s: float = 30.0,
+        runtime: DeviceRuntime | None = None,
     ) -> OffloadingConnectorWorker:
         """Return a new worker on the manager's buffer; shut it down before the manager.
 
@@ -166,12 +170,13 @@ class _Spec(ABC):
             block_dim: See `transport_maker`.
             worker_index: See `transport_maker`.
             flush_timeout_s: Timeout of the worker's `handle_preemptions` in seconds.
+            runtime: See `transport_maker`.
 
         Raises:
             ConfigError: As `transport_maker`, or the device is unusable.
         """
         create_transport = self.transport_maker(
-            kv_caches, groups, block_dim=block_dim, worker_index=worker_index
+            kv_caches, groups, block_dim=block_dim, worker_index=worker_index, runtime=runtime
         )
         transport = create_transport(self._get_kv_view())
         return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)

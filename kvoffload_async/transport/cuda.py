@@ -4,27 +4,28 @@ One thread per direction launches submitted transfers in order: a stream with a 
 that thread instead of the submitter (vLLM issue 29013), and a few pooled streams with a few
 transfers each keep the queues short. Each transfer waits on its stream for the caller's compute
 event, also before loads, because a pending zeroing would overwrite the loaded data (vLLM issues
-31341 and 50696), and for the previous transfer. One thread per stream waits for the ends in order,
-with the GIL released, and wakes the loop; Python callbacks on a stream could deadlock with the GIL.
+31341 and 50696). Transfers on different streams do not wait for each other. One thread per stream
+waits for the ends in order, with the GIL released, and wakes the loop; Python callbacks on a stream
+could deadlock with the GIL.
 
 Device memory allocated here is allocated, used and freed on the stream that uses it; the page
 tables belong to the caller, and are referenced until the last copy has ended.
 
-A store gathers blocks into staging memory with the layout of the slots, one operation per page
-table, and copies each run of adjacent slots at once; loads use the reverse order.
+If neither an event nor the stream says that the copies of a transfer have ended, the device is
+lost: the transfer keeps its slots, all others fail, and `close` returns False.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvoffload_async.abc.pages import hold_pages
@@ -37,239 +38,67 @@ from kvoffload_async.abc.transport import (
     TransferOutcome,
     Transport,
 )
-from kvoffload_async.errors import ConfigError, StateError, TransportError
-from kvoffload_async.transport.layout import KVLayout, PageTable
+from kvoffload_async.errors import (
+    ConfigError,
+    StateError,
+    TransportError,
+    drop_tracebacks,
+    text_of,
+)
+from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.transport.settling import SettlingTransfer
-from kvoffload_async.types import BlockIds
+from kvoffload_async.transport.staging import StagedCopies
+from kvoffload_async.transport.streams import (
+    CudaRuntime,
+    DeviceRuntime,
+    DeviceStream,
+    StreamEvent,
+)
 
-# One thread moves an element of a gather: bytes would take eight times as long as words.
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """A page table viewed as the widest possible words: `[num_blocks, page_words]`."""
-
-    pages: torch.Tensor
-    offset_words: int
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A part of a transfer that fits into staging memory, of one group.
-
-    Attributes:
-        group: Index of the group.
-        slots: The slots, one per row of staging memory.
-        begin: Start of its rows, places and blocks in the plan's index, `count` each.
-        count: Number of device blocks.
-        is_whole: Whether they fill all rows, in order.
-    """
-
-    group: int
-    slots: BlockIds
-    begin: int
-    count: int
-    is_whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One transfer, divided into extents.
-
-    Attributes:
-        extents: The extents, in order of copying.
-        index: All indices of the extents, int64, in one array to be copied to the device at once.
-    """
-
-    extents: Sequence[Extent]
-    index: npt.NDArray[np.int64]
-
-
-class StagedCopies:
-    """Copies between a layout's page tables and a worker's cells in the slots.
-
-    Thread: any, one at a time for each staging buffer.
-    """
-
-    def __init__(self, layout: KVLayout, host: torch.Tensor, cell_offset_bytes: int) -> None:
-        """Use the layout's tables, and `host`: the slots, uint8 `[num_slots, slot_bytes]`."""
-        self._blocks_per_chunk = layout.blocks_per_chunk
-        self._host = host
-        self._cell_offset_bytes = cell_offset_bytes
-        self._word_bytes, self._dtype = _widest_words(layout)
-        self._row_bytes = -(-layout.chunk_bytes // self._word_bytes) * self._word_bytes
-        # Includes gaps between a group's tables, but no bytes of other workers.
-        self._group_bytes = [
-            max(
-                (t.offset_bytes + t.page_bytes * layout.blocks_per_chunk for t in group),
-                default=0,
-            )
-            for group in layout.groups
-        ]
-        self._groups = [
-            [
-                _Words(table.pages.view(self._dtype), table.offset_bytes // self._word_bytes)
-                for table in group
-            ]
-            for group in layout.groups
-        ]
-
-    def create_staging(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Allocate staging memory of about this size, uint8 `[rows, row_bytes]`, rows >= 1."""
-        rows = max(1, size_bytes // self._row_bytes)
-        return torch.empty((rows, self._row_bytes), dtype=torch.uint8, device=device)
-
-    def plan(self, parts: Sequence[GroupCopies], staging_rows: int) -> Plan:
-        """Divide a transfer into extents of at most `staging_rows` slots."""
-        extents: list[Extent] = []
-        index: list[npt.NDArray[np.integer[Any]]] = []
-        begin = 0
-        for group, part in enumerate(parts):
-            rows, slots = _rows_of(part)
-            for first in range(0, len(slots), staging_rows):
-                mine = slots[first : first + staging_rows]
-                chosen = (rows >= first) & (rows < first + len(mine))
-                count = int(chosen.sum())
-                is_whole = count == len(mine) * self._blocks_per_chunk
-                extents.append(Extent(group, mine, begin, count, is_whole))
-                index += [(rows - first)[chosen], part.places[chosen], part.blocks[chosen]]
-                begin += 3 * count
-        joined = np.concatenate(index) if index else np.empty(0)
-        return Plan(extents, joined.astype(np.int64))
-
-    def perform(
-        self, direction: Direction, plan: Plan, index: torch.Tensor, staging: torch.Tensor
-    ) -> None:
-        """Queue a transfer's copies; `index` is the plan's, on the device."""
-        for extent in plan.extents:
-            where = index[extent.begin : extent.begin + 3 * extent.count].view(3, extent.count)
-            used = staging[: len(extent.slots), : self._group_bytes[extent.group]]
-            if direction is Direction.LOAD or not extent.is_whole:
-                # A partially stored chunk keeps the other bytes of its slot.
-                self._copy_rows(used, extent.slots, to_host=False)
-            for table in self._groups[extent.group]:
-                cells = self._cells_of(staging, table, len(extent.slots))
-                if direction is Direction.STORE:
-                    _gather(table.pages, cells, where, is_whole=extent.is_whole)
-                else:
-                    _scatter(table.pages, cells, where, is_whole=extent.is_whole)
-            if direction is Direction.STORE:
-                self._copy_rows(used, extent.slots, to_host=True)
-
-    def release(self) -> None:
-        """Release the reference to the slots' memory; its owner may unmap it now."""
-        self._host = torch.empty((0, 0), dtype=torch.uint8)
-
-    def _cells_of(self, staging: torch.Tensor, table: _Words, rows: int) -> torch.Tensor:
-        """Return a table's part of staging: words `[rows, blocks_per_chunk, page_words]`."""
-        words = staging.view(self._dtype)
-        page_words = table.pages.shape[1]
-        return words.as_strided(
-            (rows, self._blocks_per_chunk, page_words),
-            (words.stride(0), page_words, 1),
-            words.storage_offset() + table.offset_words,
-        )
-
-    def _copy_rows(self, staging: torch.Tensor, slots: BlockIds, *, to_host: bool) -> None:
-        """Copy between staging rows and slots, each run of adjacent slots in one call."""
-        begin, end = self._cell_offset_bytes, self._cell_offset_bytes + staging.shape[1]
-        # Copies are asynchronous only between contiguous memories: a run must not skip padding.
-        is_joined = staging.is_contiguous() and staging.shape[1] == self._host.shape[1]
-        for row, slot, count in _runs(slots, len(slots) if is_joined else 1):
-            device_rows = staging[row : row + count]
-            host_rows = self._host[slot : slot + count, begin:end]
-            if to_host:
-                host_rows.copy_(device_rows, non_blocking=True)
-            else:
-                device_rows.copy_(host_rows, non_blocking=True)
-
-
-def _gather(
-    pages: torch.Tensor, cells: torch.Tensor, where: torch.Tensor, *, is_whole: bool
-) -> None:
-    rows, places, blocks = where
-    if is_whole and cells.shape[1] == 1:
-        torch.index_select(pages, 0, blocks, out=cells[:, 0])
-    elif is_whole:
-        cells.copy_(pages.index_select(0, blocks).view(cells.shape))
-    else:
-        cells[rows, places] = pages.index_select(0, blocks)
-
-
-def _scatter(
-    pages: torch.Tensor, cells: torch.Tensor, where: torch.Tensor, *, is_whole: bool
-) -> None:
-    rows, places, blocks = where
-    source = cells.reshape(-1, cells.shape[2]) if is_whole else cells[rows, places]
-    pages.index_copy_(0, blocks, source)
-
-
-def _rows_of(part: GroupCopies) -> tuple[npt.NDArray[np.int64], BlockIds]:
-    """Return each device block's index among the part's slots, and those slots in order."""
-    is_new = np.ones(len(part.slots), dtype=bool)
-    is_new[1:] = part.slots[1:] != part.slots[:-1]
-    return np.cumsum(is_new, dtype=np.int64) - 1, part.slots[is_new]
-
-
-def _runs(slots: BlockIds, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, slot, count) for each run of consecutive, increasing slots."""
-    begin = 0
-    for end in range(1, len(slots) + 1):
-        is_cut = end == len(slots) or end - begin == longest or slots[end] != slots[end - 1] + 1
-        if is_cut:
-            yield begin, int(slots[begin]), end - begin
-            begin = end
-
-
-def _widest_words(layout: KVLayout) -> tuple[int, torch.dtype]:
-    """Return the widest words that fit all tables: their size and type."""
-    tables = [table for group in layout.groups for table in group]
-    return next(word for word in _WORDS if all(_is_aligned(table, word[0]) for table in tables))
-
-
-def _is_aligned(table: PageTable, word_bytes: int) -> bool:
-    pages = table.pages
-    numbers = (
-        table.page_bytes,
-        table.offset_bytes,
-        pages.stride(0),
-        pages.storage_offset(),
-        pages.data_ptr(),
-    )
-    return not any(number % word_bytes for number in numbers)
-
+logger = logging.getLogger(__name__)
 
 _STREAMS = 2
 _TRANSFERS_PER_STREAM = 4
+_START_FAILED_S = 5.0
+"""Seconds for the threads that were started to end, if another one cannot be started."""
 
 
 class CudaTransfer(SettlingTransfer):
-    """A transfer on a stream, between two timed events."""
+    """A transfer on a stream, between two timed events.
 
-    def __init__(self, direction: Direction, after: torch.cuda.Event) -> None:
+    Attributes:
+        failure: The error of its launch, after which some of its operations may still run.
+    """
+
+    def __init__(self, copies: BlockCopies, after: StreamEvent, runtime: DeviceRuntime) -> None:
         super().__init__()
-        self.direction = direction
+        self.copies = copies
         self.after = after
         self.parts: Sequence[GroupCopies] = ()
         self.num_bytes = 0
-        self.started = _new_event(timed=True)
+        self.started = runtime.create_event(timed=True)
         # Blocking: waiters sleep with the GIL released, instead of spinning.
-        self.copied = _new_event(timed=True, blocking=True)
+        self.copied = runtime.create_event(timed=True, blocking=True)
         self.failure: Exception | None = None
 
-    def settle(self) -> None:
-        """Wait until no operation of the transfer runs, and publish its outcome."""
+    def settle(self, stream: DeviceStream) -> None:
+        """Wait until no operation of the transfer runs, and publish its outcome.
+
+        Raises:
+            RuntimeError: Neither the event nor the stream could be waited for: operations may still
+                run, and nothing is published.
+        """
         seconds = None
-        try:
-            self.copied.synchronize()
-            if self.failure is None:
+        if self.failure is None:
+            try:
+                self.copied.synchronize()
                 seconds = self.started.elapsed_time(self.copied) / 1000
-        except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
-            self.failure = self.failure or error
+            except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
+                self.failure = error
         if self.failure is None:
             self.end(TransferOutcome(self.num_bytes, seconds))
         else:
+            stream.synchronize()  # the event need not be behind the last operation
             self.fail(self.failure)
 
 
@@ -282,7 +111,7 @@ class _StagedStream:
         room: Number of further transfers that may be launched.
     """
 
-    stream: torch.cuda.Stream
+    stream: DeviceStream
     staging: torch.Tensor
     launched: queue.SimpleQueue[CudaTransfer | None] = field(default_factory=queue.SimpleQueue)
     room: threading.Semaphore = field(
@@ -300,6 +129,8 @@ class CudaTransport(Transport):
         *,
         cell_offset_bytes: int = 0,
         staging_bytes: int = 64 << 20,
+        num_streams: int = _STREAMS,
+        runtime: DeviceRuntime | None = None,
     ) -> None:
         """Pin the primary's memory, create the streams and start their threads.
 
@@ -307,13 +138,17 @@ class CudaTransport(Transport):
             layout: The device's tensors.
             kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
             cell_offset_bytes: Offset of this worker's cell in a slot.
-            staging_bytes: Device memory for staging, on each of four streams.
+            staging_bytes: Device memory for staging, on each stream.
+            num_streams: Streams of each direction.
+            runtime: The device's runtime; by default CUDA's.
 
         Raises:
-            ConfigError: The tensors are not on a CUDA device, a slot is too small for a chunk, or
-                the memory cannot be allocated or pinned.
+            ConfigError: The tensors are not on the runtime's device, a slot is too small for a
+                chunk, or the memory cannot be allocated or pinned.
+            RuntimeError: A thread cannot be started.
         """
-        if layout.device.type != "cuda":
+        self._runtime: DeviceRuntime = CudaRuntime() if runtime is None else runtime
+        if layout.device.type != self._runtime.device_type:
             raise ConfigError(
                 f"kv_caches: the tensors are on {layout.device}; use the host transport"
             )
@@ -326,37 +161,49 @@ class CudaTransport(Transport):
         self._copies = StagedCopies(layout, self._host, cell_offset_bytes)
         try:
             self._streams = {
-                direction: [self._create_stream(staging_bytes) for _ in range(_STREAMS)]
+                direction: [self._create_stream(staging_bytes) for _ in range(num_streams)]
                 for direction in (Direction.LOAD, Direction.STORE)
             }
+            self._has_pinned = self._pin()
         except RuntimeError as error:
             raise ConfigError(
-                f"device: cannot allocate staging memory on {self._device}: {error}"
+                f"device: cannot create streams with staging memory on {self._device}, or pin the "
+                f"slots: {error}"
             ) from error
-        self._has_pinned = _pin(self._host)
         self._release_pages = hold_pages(kv_view, f"a transport of {self._device}")
         self._submitted: dict[Direction, queue.SimpleQueue[CudaTransfer | None]] = {
             direction: queue.SimpleQueue() for direction in self._streams
         }
-        self._threads: list[threading.Thread] = []
-        for direction, streams in self._streams.items():
-            name = f"kvoffload-cuda-{direction.name.lower()}"
-            self._start(name, self._launch_all, direction)
-            for index, staged in enumerate(streams):
-                self._start(f"{name}-{index}", self._settle_all, staged)
         self._closed = False
+        self._lost: str | None = None
+        """The error after which no wait says any more whether copies run."""
+        self._unsettled: list[CudaTransfer] = []
+        """Transfers whose copies may run for ever; `close` publishes their outcomes."""
+        self._threads: list[threading.Thread] = []
+        try:
+            for direction, streams in self._streams.items():
+                name = f"kvoffload-cuda-{direction.name.lower()}"
+                self._start(name, self._launch_all, direction)
+                for index, staged in enumerate(streams):
+                    self._start(f"{name}-{index}", self._settle_all, staged)
+        except BaseException:
+            self.close(_START_FAILED_S)
+            raise
 
     def record_compute(self) -> ComputeEvent:
-        event = _new_event()
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._runtime.create_event()
+        event.record(self._runtime.current_stream(self._device))
         return event
 
     def submit(self, copies: BlockCopies, after: ComputeEvent) -> Transfer:
-        if not isinstance(after, torch.cuda.Event):
+        if not self._runtime.is_event(after):
             raise StateError("the compute event belongs to another transport")
-        transfer = CudaTransfer(copies.direction, after)
+        transfer = CudaTransfer(copies, after, self._runtime)
         if self._closed:
             transfer.fail(TransportError("the transport is closed"))
+            return transfer
+        if self._lost is not None:
+            transfer.fail(self._lost_error())
             return transfer
         try:
             transfer.parts = self._layout.resolve(copies, self._num_slots)
@@ -377,9 +224,10 @@ class CudaTransport(Transport):
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return False
-        if self._has_pinned:
-            self._has_pinned = False
-            _cudart().cudaHostUnregister(self._host.data_ptr())
+        while self._unsettled:
+            self._unsettled.pop().fail(self._lost_error())
+        if self._lost is not None or not self._unpin():
+            return False
         self._host = torch.empty(0)
         self._copies.release()
         self._streams.clear()
@@ -389,81 +237,100 @@ class CudaTransport(Transport):
     # -- internal -------------------------------------------------------------------------------
 
     def _create_stream(self, staging_bytes: int) -> _StagedStream:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # untyped in torch
+        stream = self._runtime.create_stream(self._device)
         # Allocate on this stream; otherwise earlier users of the memory might still be running.
-        with torch.cuda.stream(stream):
-            return _StagedStream(stream, self._copies.create_staging(staging_bytes, self._device))
+        with self._runtime.stream(stream):
+            shape = self._copies.staging_shape(staging_bytes)
+            return _StagedStream(stream, self._runtime.empty(shape, torch.uint8, self._device))
 
     def _launch_all(self, direction: Direction) -> None:
         """Launch submitted transfers on the streams in turn. Thread: the direction's."""
-        torch.cuda.set_device(self._device)
+        self._use_device()
         streams = self._streams[direction]
-        previous: CudaTransfer | None = None
-        turn = 0
+        turns = itertools.cycle(streams)
         while (transfer := self._submitted[direction].get()) is not None:
-            staged = streams[turn % len(streams)]
-            turn += 1
+            if self._lost is not None:
+                transfer.fail(self._lost_error())
+                continue
+            staged = next(turns)
             staged.room.acquire()
             try:
-                self._launch(transfer, staged, previous)
+                self._launch(transfer, staged)
             except Exception as error:  # noqa: BLE001 - published as this transfer's outcome
                 transfer.failure = error
-            previous = transfer
             staged.launched.put(transfer)
         for staged in streams:
             staged.launched.put(None)
 
-    def _launch(
-        self, transfer: CudaTransfer, staged: _StagedStream, previous: CudaTransfer | None
-    ) -> None:
-        with torch.cuda.stream(staged.stream):
-            try:
-                staged.stream.wait_event(transfer.after)
-                if previous is not None:
-                    staged.stream.wait_event(previous.copied)
-                transfer.started.record(staged.stream)
-                plan = self._copies.plan(transfer.parts, staged.staging.shape[0])
-                if plan.extents:
-                    # From pinned memory, so that the copy does not synchronize the stream.
-                    pinned = torch.from_numpy(plan.index).pin_memory()
-                    index = pinned.to(self._device, non_blocking=True)
-                    self._copies.perform(transfer.direction, plan, index, staged.staging)
-            finally:
-                # Also after a failure: operations launched before it still move bytes.
-                transfer.copied.record(staged.stream)
+    def _launch(self, transfer: CudaTransfer, staged: _StagedStream) -> None:
+        plan = self._copies.plan(transfer.parts, staged.staging.shape[0])
+        with self._runtime.stream(staged.stream):
+            # The first record creates an event, which a device short of memory refuses: so before
+            # the first copy.
+            transfer.copied.record(staged.stream)
+            staged.stream.wait_event(transfer.after)
+            transfer.started.record(staged.stream)
+            if plan.extents:
+                # From pinned memory, so that the copy does not synchronize the stream.
+                pinned = self._runtime.pin_memory(torch.from_numpy(plan.index))
+                index = self._runtime.empty(pinned.shape, pinned.dtype, self._device)
+                index.copy_(pinned, non_blocking=True)
+                self._copies.perform(transfer.copies.direction, plan, index, staged.staging)
+            transfer.copied.record(staged.stream)
 
     def _settle_all(self, staged: _StagedStream) -> None:
         """Publish the outcomes of a stream's transfers, in order. Thread: the stream's."""
-        torch.cuda.set_device(self._device)
+        self._use_device()
         while (transfer := staged.launched.get()) is not None:
-            transfer.settle()
+            try:
+                transfer.settle(staged.stream)
+            except Exception as error:  # noqa: BLE001 - the outcome follows when closing
+                self._unsettled.append(transfer)
+                self._lose(error)
             staged.room.release()
+
+    def _use_device(self) -> None:
+        try:
+            self._runtime.set_device(self._device)
+        except Exception as error:  # noqa: BLE001 - fails all transfers, at once
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        self._lost = self._lost or text_of(error)
+        drop_tracebacks(error)
+        logger.error(
+            "%s is lost, and slots of its copies stay in use; restart this process: %s",
+            self._device,
+            self._lost,
+        )
+
+    def _lost_error(self) -> TransportError:
+        return TransportError(f"{self._device} is lost: {self._lost}")
+
+    def _pin(self) -> bool:
+        """Pin the slots; return False if another worker of this process has pinned them."""
+        if self._runtime.is_pinned(self._host):
+            return False
+        host = self._host
+        code = int(self._runtime.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        if code:
+            raise ConfigError(
+                f"cpu_bytes_to_use: {host.nbytes} bytes cannot be pinned (CUDA error "
+                f"{code}); use less, or raise the limit of locked memory"
+            )
+        return True
+
+    def _unpin(self) -> bool:
+        """Unpin the slots if this transport has pinned them; return False if that fails."""
+        if self._has_pinned:
+            code = int(self._runtime.cudart().cudaHostUnregister(self._host.data_ptr()))
+            if code:
+                logger.error("the slots stay pinned: they cannot be unpinned (CUDA error %d)", code)
+                return False
+            self._has_pinned = False
+        return True
 
     def _start(self, name: str, target: Callable[..., None], subject: object) -> None:
         thread = threading.Thread(target=target, args=(subject,), name=name, daemon=True)
-        self._threads.append(thread)
         thread.start()
-
-
-def _pin(host: torch.Tensor) -> bool:
-    """Pin the memory; return False if another worker of this process has pinned it."""
-    if host.is_pinned():
-        return False
-    code = int(_cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-    if code:
-        raise ConfigError(
-            f"cpu_bytes_to_use: {host.nbytes} bytes cannot be pinned (CUDA error {code}); use "
-            "less, or raise the limit of locked memory"
-        )
-    return True
-
-
-def _new_event(*, timed: bool = False, blocking: bool = False) -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(  # type: ignore[no-untyped-call]  # untyped in torch
-        enable_timing=timed, blocking=blocking
-    )
-    return event
-
-
-def _cudart() -> Any:  # noqa: ANN401 - torch does not type its binding of the CUDA runtime
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._threads.append(thread)

@@ -1,12 +1,21 @@
 """A worker whose copies have all ended, and broken nothing, when the test ends."""
 
+import contextlib
+
 import pytest
 from connector.workers import Computing
-from transport.worlds import DEADLINE_S, LOAD, STORE
+from transport.worlds import DEADLINE_S, LOAD, STORE, simulated
+
+
+@pytest.fixture(params=["host", "simulated"])
+def each_device(request):
+    """The device is host memory alone, or simulated with streams."""
+    with simulated() if request.param == "simulated" else contextlib.nullcontext():
+        yield request.param
 
 
 @pytest.fixture
-def world():
+def world(each_device):
     world = Computing(flush_timeout_s=DEADLINE_S)
     yield world
     world.finish()

@@ -240,6 +240,7 @@ def test_without_anything_to_flush_the_step_waits_for_nothing(world):
     assert world.worker.get_finished() == []
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_store_that_outlasts_its_flush_has_failed_for_its_blocks_may_be_overwritten():
     world = Computing(flush_timeout_s=MOMENT_S)
     world.is_computing = True
@@ -254,6 +255,7 @@ def test_a_store_that_outlasts_its_flush_has_failed_for_its_blocks_may_be_overwr
     assert ended(world.worker.get_finished()) == {3: True}
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_load_that_outlasts_its_flush_holds_the_step_back_and_keeps_its_own_result():
     world = Computing(flush_timeout_s=MOMENT_S)
     world.is_computing = True

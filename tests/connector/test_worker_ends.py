@@ -18,6 +18,7 @@ from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
 # -- the end ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("each_device")
 def test_shutting_down_ends_every_job_deferred_ones_included():
     world = Computing()
     world.worker.submit_load(1, job((1,), (1,)))
@@ -28,6 +29,7 @@ def test_shutting_down_ends_every_job_deferred_ones_included():
     assert world.worker.get_finished() == []
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_job_after_the_shutdown_fails():
     world = Computing()
     assert world.worker.shutdown(DEADLINE_S)
@@ -36,6 +38,7 @@ def test_a_job_after_the_shutdown_fails():
     assert ended(world.worker.get_finished()) == {1: False, 2: False}
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_hung_copy_is_given_up_in_time_and_reported_once():
     world = Computing()
     hung = threading.Event()

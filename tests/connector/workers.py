@@ -5,7 +5,6 @@ from transport.worlds import FLAT, STORE, Device, Wanted
 from kvoffload_async.abc.transport import Transfer, Transport
 from kvoffload_async.facade.connector.protocol import OffloadingConnectorMetadata, TransferJobSpec
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from kvoffload_async.transport.host import HostEvent
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
 
@@ -23,21 +22,28 @@ class Computing:
 
     def __init__(self, **options):
         self.device = Device(FLAT)
-        self.transport = self.device.transport(detects_overwrites=True)
+        is_host = self.device.runtime is None
+        self.transport = self.device.transport(**({"detects_overwrites": True} if is_host else {}))
         self.events = []
         self.is_computing = False
+        self._unfinished = []
+        self._record_idle = self.transport.record_compute
         self.transport.record_compute = self.record
         self.worker = OffloadingConnectorWorker(self.transport, **options)
 
     def record(self):
-        event = HostEvent(reached=not self.is_computing)
+        if self.is_computing:
+            self._unfinished.append(self.device.computing())
+            event = self._unfinished[-1].event
+        else:
+            event = self._record_idle()
         self.events.append(event)
         return event
 
     def finish(self):
         self.is_computing = False
-        for event in self.events:
-            event.reach()
+        for computing in self._unfinished:
+            computing.reach()
 
     def expect(self, direction, blocks, slots):
         self.device.apply(direction, [Wanted(tuple(blocks), 0, tuple(slots))])

@@ -11,8 +11,8 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.transport.choice import create_transport
 from kvoffload_async.transport.cuda import CudaTransport
-from kvoffload_async.transport.host import create_transport
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 

@@ -1,7 +1,9 @@
-"""The stand-in for an accelerator, before a small device; with native copies, and without."""
+"""A small device, its transport, and the implementations of the copies."""
+
+import contextlib
 
 import pytest
-from transport.worlds import DEADLINE_S, FLAT, Device
+from transport.worlds import DEADLINE_S, FLAT, Device, simulated
 
 from kvoffload_async.block_io import choice
 from kvoffload_async.transport import host
@@ -10,15 +12,30 @@ FLAT_BYTES = sum(shape.page_items for group in FLAT.groups for shape in group)
 """Of a device block."""
 
 
-@pytest.fixture(scope="module", params=["native", "python"])
-def moves(request):
-    """Which implementation copies; of the native one also what is large, and what is small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(choice.VARIABLE, {"native": "", "python": "0"}[request.param])
-        if choice.implementation().name != request.param:
+@contextlib.contextmanager
+def copying(implementation):
+    """Let copies be made by one implementation."""
+    device = simulated() if implementation == "simulated" else contextlib.nullcontext()
+    with device, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(choice.VARIABLE, {"python": "0"}.get(implementation, ""))
+        if implementation == "native" and choice.implementation().name != "native":
             pytest.skip("the native module was not built")
         patch.setattr(host, "LEAST_BYTES", 2 * FLAT_BYTES)
-        yield request.param
+        yield implementation
+
+
+@pytest.fixture(scope="module", params=["native", "python", "simulated"])
+def moves(request):
+    """Which implementation copies; of the native one also what is large, and what is small."""
+    with copying(request.param) as implementation:
+        yield implementation
+
+
+@pytest.fixture(scope="module", params=["native", "python"])
+def host_moves(request):
+    """As `moves`, without the simulated device."""
+    with copying(request.param) as implementation:
+        yield implementation
 
 
 @pytest.fixture
@@ -28,6 +45,6 @@ def device():
 
 @pytest.fixture
 def transport(device):
-    transport = device.transport(detects_overwrites=True)
+    transport = device.transport()
     yield transport
     assert transport.close(DEADLINE_S)

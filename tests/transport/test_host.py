@@ -1,86 +1,92 @@
-"""The stand-in for an accelerator: which bytes a transfer moves."""
+"""What only the host's transport does: native threads, timeouts, overwritten blocks."""
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transport.worlds import (
     DEADLINE_S,
     LOAD,
+    MOMENT_S,
     STORE,
-    Device,
-    copies_of,
-    geometries,
+    Wanted,
+    gate,
     outcome_of,
     simple,
-    wants,
 )
 
-from kvoffload_async.errors import ConfigError
-from kvoffload_async.transport.host import HostTransport
-from kvoffload_async.transport.layout import register_kv_caches
+from kvoffload_async.transport.host import HostEvent
 
-pytestmark = pytest.mark.usefixtures("moves")
+pytestmark = pytest.mark.usefixtures("host_moves")
 
 
-@st.composite
-def journeys(draw):
-    geometry = draw(geometries())
-    steps = st.tuples(st.sampled_from([STORE, LOAD]), wants(geometry))
-    return geometry, draw(st.lists(steps, min_size=1, max_size=4))
-
-
-@given(journeys())
-def test_every_transfer_moves_exactly_its_bytes(journey):
-    geometry, steps = journey
-    device = Device(geometry)
-    transport = device.transport()
-    for number, (direction, wanted) in enumerate(steps):
-        device.fill(number)
-        device.snapshot()
-        device.apply(direction, wanted)
-        copies = copies_of(direction, wanted)
-        outcome = outcome_of(transport.submit(copies, transport.record_compute()))
-        assert outcome.error is None
-        parts = device.layout.resolve(copies, geometry.slots)
-        assert outcome.num_bytes == device.layout.num_bytes(parts)
-        assert outcome.seconds >= 0
-        assert device.agrees()
+@pytest.fixture
+def transport(device):
+    transport = device.transport(detects_overwrites=True)
+    yield transport
     assert transport.close(DEADLINE_S)
 
 
-def test_a_slot_must_hold_a_chunk(device):
-    with pytest.raises(ConfigError, match="does not hold a chunk"):
-        HostTransport(device.layout, device.view, cell_offset_bytes=10)
-
-
-def test_the_bytes_of_every_dtype_pass_unchanged():
-    values = torch.randn(4, 3).to(torch.bfloat16)
-    other = values.to(torch.float8_e4m3fn)
-    for tensor in (values.clone(), other.clone()):
-        before = tensor.view(torch.uint8).clone()
-        layout = register_kv_caches({"l": tensor})
-        memory = memoryview(bytearray(4 * 64)).cast("B", (4, 64))
-        transport = HostTransport(layout, memory)
-        for direction in (STORE, LOAD):
-            outcome = outcome_of(
-                transport.submit(simple(direction, range(4), range(4)), transport.record_compute())
-            )
-            assert outcome.error is None
-            if direction is STORE:
-                tensor.view(torch.uint8).zero_()
-        assert torch.equal(tensor.view(torch.uint8), before)
-        assert transport.close(DEADLINE_S)
-
-
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_native_threads_copy_what_is_worth_waking_them(transport, moves, blocks, monkeypatch):
+def test_native_threads_copy_what_is_worth_waking_them(transport, host_moves, blocks, monkeypatch):
     copied = []
     copier = transport._directions[STORE].copier
-    if moves == "native":
+    if host_moves == "native":
         copy = copier._copies.copy
         monkeypatch.setattr(copier._copies, "copy", lambda b: copied.append(1) or copy(b))
     which = range(blocks)
     transfer = transport.submit(simple(STORE, which, which), transport.record_compute())
     assert outcome_of(transfer).error is None
-    assert len(copied) == (moves == "native" and blocks == 2)
+    assert len(copied) == (host_moves == "native" and blocks == 2)
+
+
+def test_an_event_that_is_never_reached_fails_its_transfer_and_no_other(device):
+    transport = device.transport(compute_timeout_s=MOMENT_S)
+    lost = transport.submit(simple(STORE, (1,), (1,)), HostEvent(reached=False))
+    behind = transport.submit(simple(STORE, (2,), (2,)), transport.record_compute())
+    assert "timed out" in str(outcome_of(lost).error)
+    assert outcome_of(behind).error is None
+    device.apply(STORE, [Wanted((2,), 0, (2,))])
+    assert device.agrees()
+    assert transport.close(DEADLINE_S)
+
+
+def test_overwriting_a_block_under_a_waiting_store_is_detected(device, transport):
+    stores = gate(transport, STORE)
+    first = transport.submit(simple(STORE, (1,), (1,)), transport.record_compute())
+    second = transport.submit(simple(STORE, (2, 3), (2, 3)), transport.record_compute())
+    assert stores.arrived.wait(DEADLINE_S)
+    device.caches["g0l1"][3, 5] ^= 1
+    stores.opened.set()
+    assert second.synchronize(DEADLINE_S)
+    assert first.synchronize(0)
+    assert transport.violations == ["device blocks [2, 3] changed during a store"]
+
+
+def test_overwriting_a_block_during_its_store_is_detected(device, transport):
+    computing = HostEvent(reached=False)
+    stores = gate(transport, STORE)
+    transfer = transport.submit(simple(STORE, (2,), (2,)), computing)
+    device.caches["g0l0"][2] = 1  # computing it, before the event: as it should be
+    computing.reach()
+    assert stores.arrived.wait(DEADLINE_S)
+    assert not transport.violations
+    device.caches["g0l0"][2] = 2
+    stores.opened.set()
+    assert transfer.synchronize(DEADLINE_S)
+    assert len(transport.violations) == 1
+
+
+def test_neither_loads_nor_untouched_stores_are_violations(device, transport):
+    for direction in (STORE, LOAD, STORE):
+        outcome_of(transport.submit(simple(direction, (1,), (1,)), transport.record_compute()))
+    assert not transport.violations
+
+
+def test_without_detection_nothing_is_hashed(device):
+    transport = device.transport()
+    stores = gate(transport, STORE)
+    transfer = transport.submit(simple(STORE, (2,), (2,)), transport.record_compute())
+    assert stores.arrived.wait(DEADLINE_S)
+    device.fill(3)
+    stores.opened.set()
+    assert transfer.synchronize(DEADLINE_S)
+    assert not transport.violations
+    assert transport.close(DEADLINE_S)

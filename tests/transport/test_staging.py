@@ -19,15 +19,19 @@ from transport.worlds import (
 
 from kvoffload_async.abc.transport import GroupCopies
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.transport.cuda import CudaTransport, StagedCopies
-from kvoffload_async.transport.host import HostTransport, create_transport
+from kvoffload_async.transport.choice import create_transport
+from kvoffload_async.transport.cuda import CudaTransport
+from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import KVLayout, PageTable, register_kv_caches
-
-CPU = torch.device("cpu")
+from kvoffload_async.transport.staging import StagedCopies
 
 
 def staged(device):
     return StagedCopies(device.layout, torch.from_numpy(device.rows), device.geometry.cell_offset)
+
+
+def staging_of(copies, size_bytes):
+    return torch.empty(copies.staging_shape(size_bytes), dtype=torch.uint8)
 
 
 def perform(copies, device, direction, wanted, staging):
@@ -41,7 +45,7 @@ def perform(copies, device, direction, wanted, staging):
 def test_every_transfer_moves_exactly_its_bytes(data):
     device = Device(data.draw(geometries()))
     copies = staged(device)
-    staging = copies.create_staging(data.draw(st.integers(1, 1000)), CPU)
+    staging = staging_of(copies, data.draw(st.integers(1, 1000)))
     for number in range(data.draw(st.integers(1, 4))):
         direction = data.draw(st.sampled_from([STORE, LOAD]))
         wanted = data.draw(wants(device.geometry, aligned=data.draw(st.booleans())))
@@ -55,7 +59,7 @@ def test_every_transfer_moves_exactly_its_bytes(data):
 def test_a_transfer_larger_than_staging_goes_in_pieces():
     device = Device(Geometry(((Shape(8),),), blocks_per_chunk=2))
     copies = staged(device)
-    staging = copies.create_staging(2 * 16, CPU)
+    staging = staging_of(copies, 2 * 16)
     assert staging.shape == (2, 16)
     wanted = [Wanted(tuple(range(10)), 0, (3, 4, 5, 9, 8))]
     device.apply(STORE, wanted)
@@ -67,7 +71,7 @@ def test_a_transfer_larger_than_staging_goes_in_pieces():
 
 def test_staging_holds_at_least_one_chunk():
     device = Device(Geometry(((Shape(8),),), blocks_per_chunk=2))
-    assert staged(device).create_staging(1, CPU).shape == (1, 16)
+    assert staging_of(staged(device), 1).shape == (1, 16)
 
 
 def test_only_the_piece_that_is_cut_keeps_the_rest_of_its_slot():
@@ -75,7 +79,7 @@ def test_only_the_piece_that_is_cut_keeps_the_rest_of_its_slot():
     copies = staged(device)
     wanted = [Wanted((0, 1, 2), 0, (3, 4))]
     device.apply(STORE, wanted)
-    plan = perform(copies, device, STORE, wanted, copies.create_staging(16, CPU))
+    plan = perform(copies, device, STORE, wanted, staging_of(copies, 16))
     assert [p.is_whole for p in plan.extents] == [True, False]
     assert device.agrees()
     assert (device.rows[4, 8:16] == 0xEE).all()
@@ -118,7 +122,7 @@ def test_neighbouring_slots_are_copied_in_one_piece_where_rows_have_no_padding()
     parts = device.layout.resolve(
         copies_of(STORE, [Wanted((0, 1, 2, 3, 4), 0, (4, 5, 6, 1, 2))]), 16
     )
-    staging = copies.create_staging(1000, CPU)
+    staging = staging_of(copies, 1000)
     plan = copies.plan(parts, staging.shape[0])
     copies.perform(STORE, plan, torch.from_numpy(plan.index), staging)
     pages = device.tables()[0].pages
@@ -162,7 +166,7 @@ def test_a_group_whose_tables_begin_behind_those_of_others_keeps_its_place(block
     layout = KVLayout(groups, blocks_per_chunk, 2 * place)
     host = torch.zeros(3, 2 * place, dtype=torch.uint8)
     copies = StagedCopies(layout, host, 0)
-    staging = copies.create_staging(1, CPU)
+    staging = staging_of(copies, 1)
     blocks = np.arange(4, dtype=np.int32)[:blocks_per_chunk]
     stored = pages.clone()
     nothing = GroupCopies(blocks[:0], blocks[:0], blocks[:0])

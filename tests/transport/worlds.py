@@ -1,18 +1,39 @@
-"""Tensors that play a device, slots beside them, and a model of every copy in plain arrays."""
+"""Tensors of a device, slots beside them, and a model of every copy in plain arrays.
+
+The device is simulated by host memory alone, or, if `Device.create_runtime` creates one, by a
+runtime with streams.
+"""
 
 import asyncio
+import contextlib
+import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
-from kvoffload_async.transport.host import HostTransport
+from kvoffload_async.testing.cuda import SimulatedCuda
+from kvoffload_async.transport.cuda import CudaTransport
+from kvoffload_async.transport.host import HostEvent, HostTransport, TransferFaults
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
+
+_SCHEDULES = {"dev": 30, "ci": 300, "nightly": 10_000, "mutation": 100}
+
+
+def with_schedules(test):
+    """Give a test of schedules its number of examples in the profile."""
+    profile = os.environ.get("KVOFFLOAD_HYPOTHESIS_PROFILE", "dev")
+    return settings(max_examples=_SCHEDULES[profile])(test)
+
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 DEADLINE_S = 60.0
@@ -31,12 +52,11 @@ class Shape:
     dtype: torch.dtype = torch.uint8
     kind: str = "plain"
 
-    def tensor(self, blocks, device="cpu"):
+    def tensor(self, blocks, device="cpu", empty=torch.empty):
+        shape = (blocks, self.page_items + (3 if self.kind == "strided" else 0))
         if self.kind == "pairs":
-            return torch.zeros(2, blocks, self.page_items, dtype=self.dtype, device=device)
-        gap = 3 if self.kind == "strided" else 0
-        wide = torch.zeros(blocks, self.page_items + gap, dtype=self.dtype, device=device)
-        return wide[:, : self.page_items]
+            shape = (2, *shape)
+        return empty(shape, dtype=self.dtype, device=device)[..., : self.page_items]
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,7 @@ class Geometry:
     blocks_per_chunk: int = 1
     slots: int = 24
     cell_offset: int = 0
+    padding: int = 5
 
 
 @dataclass(frozen=True)
@@ -73,25 +94,55 @@ def simple(direction, blocks, slots):
     return copies_of(direction, [Wanted(tuple(blocks), 0, tuple(slots))])
 
 
+class SimulatedTransport(CudaTransport):
+    """The device's transport with the faults of the host's."""
+
+    def __init__(self, *args, **options):
+        self.faults = {STORE: TransferFaults(), LOAD: TransferFaults()}
+        self.violations = []
+        super().__init__(*args, **options)
+
+    def _launch(self, transfer, staged):
+        hook = self.faults[transfer.copies.direction].before_copy
+        if hook is not None:
+            hook(transfer.copies)
+        super()._launch(transfer, staged)
+
+
+@dataclass(frozen=True)
+class Computing:
+    """A compute stream that is busy until `reach` is called, and an event behind its work."""
+
+    event: object
+    reach: Callable[[], None]
+
+
 @dataclass
 class Device:
     """Tensors, their layout, the slots, and a model of both in plain arrays."""
+
+    create_runtime: ClassVar = None
+    """Creates the runtime of each new device."""
 
     geometry: Geometry = field(default_factory=Geometry)
 
     def __post_init__(self):
         g = self.geometry
+        self.runtime = Device.create_runtime and Device.create_runtime()
+        empty = torch.empty if self.runtime is None else self.runtime.empty
         self.caches = {}
         names = []
         for group_at, group in enumerate(g.groups):
             names.append([])
             for shape_at, shape in enumerate(group):
                 name = f"g{group_at}l{shape_at}"
-                self.caches[name] = shape.tensor(g.blocks)
+                self.caches[name] = shape.tensor(g.blocks, empty=empty)
                 names[-1].append(name)
+        if self.runtime is not None:
+            self.runtime.run_all()  # what allocating has queued
         pairs = g.groups[0][0].kind == "pairs"
         self.layout = register_kv_caches(self.caches, names, g.blocks_per_chunk, int(pairs))
-        width = g.cell_offset + self.layout.chunk_bytes + 5
+        width = g.cell_offset + self.layout.chunk_bytes + g.padding
         self.memory = bytearray(g.slots * width)
         self.view = memoryview(self.memory).cast("B", (g.slots, width))
         self.rows = np.asarray(self.view)
@@ -141,9 +192,31 @@ class Device:
         )
 
     def transport(self, **options):
-        return HostTransport(
-            self.layout, self.view, cell_offset_bytes=self.geometry.cell_offset, **options
-        )
+        options = {"cell_offset_bytes": self.geometry.cell_offset, **options}
+        if self.runtime is None:
+            return HostTransport(self.layout, self.view, **options)
+        options = {"staging_bytes": 2 * self.layout.chunk_bytes, **options}
+        return SimulatedTransport(self.layout, self.view, runtime=self.runtime, **options)
+
+    def computing(self):
+        if self.runtime is None:
+            event = HostEvent(reached=False)
+            return Computing(event, event.reach)
+        stream = self.runtime.create_stream(self.layout.device)
+        hold = self.runtime.hold(stream)
+        event = self.runtime.create_event()
+        event.record(stream)
+        return Computing(event, hold.release)
+
+
+@contextlib.contextmanager
+def simulated(create_runtime=SimulatedCuda):
+    """Give every new device a runtime."""
+    before, Device.create_runtime = Device.create_runtime, create_runtime
+    try:
+        yield
+    finally:
+        Device.create_runtime = before
 
 
 FLAT = Geometry(((Shape(8), Shape(8)),))
@@ -176,6 +249,14 @@ def wants(draw, geometry, *, aligned=False):
         parts.append(Wanted(blocks, first, tuple(slots[:chunks])))
         slots = slots[chunks:]
     return parts
+
+
+def until(condition, timeout_s=DEADLINE_S):
+    """Wait for a condition that another thread brings about."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.001)
 
 
 def outcome_of(transfer):

@@ -11,7 +11,7 @@ from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.runtime.shared_region import SharedBuffer
-from kvoffload_async.transport.host import create_transport
+from kvoffload_async.transport.choice import create_transport
 from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.types import BlockIds, JobId, TransferResult
 

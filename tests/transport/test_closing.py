@@ -1,31 +1,22 @@
-"""The stand-in for an accelerator: how it ends."""
+"""How transports end: the host's and the simulated device's."""
 
 import threading
 
 import pytest
-from transport.worlds import (
-    DEADLINE_S,
-    FLAT,
-    LOAD,
-    MOMENT_S,
-    STORE,
-    Device,
-    gate,
-    outcome_of,
-    simple,
-)
+from transport.worlds import DEADLINE_S, LOAD, MOMENT_S, STORE, gate, outcome_of, simple
 
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.transport.host import HostEvent, HostTransport
 
 pytestmark = pytest.mark.usefixtures("moves")
 
 
 def test_closing_lets_both_directions_end(device):
     transport = device.transport()
-    computing = HostEvent(reached=False)
+    computing = device.computing()
     transfers = [
-        transport.submit(simple(d, (i,), (i,)), computing) for i in range(3) for d in (STORE, LOAD)
+        transport.submit(simple(d, (i,), (i,)), computing.event)
+        for i in range(3)
+        for d in (STORE, LOAD)
     ]
     timer = threading.Timer(MOMENT_S, computing.reach)
     timer.start()
@@ -54,10 +45,10 @@ def test_a_transfer_after_the_closing_fails(device):
     assert "closed" in str(outcome.error)
 
 
-def test_once_closed_it_holds_no_memory_and_until_then_it_does():
-    layout = Device(FLAT).layout
+def test_once_closed_it_holds_no_memory_and_until_then_it_does(device):
     buffer = PrimaryBuffer(4, 64)
-    transport = HostTransport(layout, buffer.view)
+    device.view = buffer.view
+    transport = device.transport()
     loads = gate(transport, LOAD)
     transport.submit(simple(LOAD, (1,), (1,)), transport.record_compute())
     assert loads.arrived.wait(DEADLINE_S)
@@ -65,7 +56,8 @@ def test_once_closed_it_holds_no_memory_and_until_then_it_does():
     buffer.view[3, 0] = 5
     assert not buffer.release()
     assert buffer.view[3, 0] == 5, "what is still to be copied stays as it is"
-    assert buffer.view.obj.holders == ["a host transport"]
+    (holder,) = buffer.view.obj.holders
+    assert "transport" in holder
     loads.opened.set()
     assert transport.close(DEADLINE_S)
     assert buffer.release()
