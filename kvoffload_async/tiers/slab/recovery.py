@@ -288,9 +288,9 @@ def by_use(scanned: Scan, rows: RecordRows) -> RecordRows:
 
 
 def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: Manifest) -> None:
-    """Move segments whose header does not match their name to the folder's refused ones.
+    """Move segments whose header does not match their file name to `found.refused`.
 
-    Unreadable segments are kept.
+    Segments that cannot be read are not moved.
     """
     for number, size in list(found.segments.items()):
         if not manifest.slots_in(size):
