@@ -107,11 +107,6 @@ class SharedBuffer(PrimaryBuffer):
         self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
         super().__init__(num_slots, stride_bytes, mapping=mapping)
 
-    @property
-    def has_name(self) -> bool:
-        """Whether the file still has a name: some participants have not arrived yet."""
-        return self._is_file_open and os.fstat(self._file).st_nlink > 0
-
     def notes(self, timeout_s: float = 30.0) -> list[bytes]:
         """Return every participant's note, by number; waits until all have arrived.
 

@@ -48,7 +48,7 @@ async def guarded(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs:
 
 
 def as_guarded(error: BaseException) -> TierUnavailableError:
-    """Return the error that replaces an exit requested by a tier."""
+    """Return the error that replaces a tier's SystemExit or KeyboardInterrupt."""
     return TierUnavailableError(f"a tier raised {text_of(error)}")
 
 

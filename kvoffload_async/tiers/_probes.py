@@ -106,7 +106,7 @@ _NOTHING: frozenset[OffloadKey] = frozenset()
 
 
 class Probes:
-    """The probes of one tier; the limit of concurrent ones includes hanging ones.
+    """The existence probes of one tier; hanging ones count against the limit of concurrent probes.
 
     Thread: loop.
     """

@@ -86,7 +86,7 @@ def test_nothing_is_remembered_for_no_time():
 
 
 def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
-    monkeypatch.setattr(memory_module, "MOST_ANSWERS", 10)
+    monkeypatch.setattr(memory_module, "MOST_KEYS", 10)
     now = [0.0]
     memory = ExistenceCache(10.0, 10.0, lambda: now[0])
     memory.appeared(K[:30])

@@ -5,6 +5,7 @@ from remote.fake_store import FakeClient, LibraryError, World
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.remote import existence
 from kvoffload_async.tiers.remote import tier as renewal_module
 from kvoffload_async.tiers.remote.client import RefusedError
 
@@ -105,7 +106,7 @@ def test_a_server_that_renews_nothing_is_not_asked_for_all_and_warned_of_once(ki
 def test_what_waits_is_bounded_and_batches_are(monkeypatch):
     monkeypatch.setattr(renewal_module, "_MOST_WAITING", 10)
     monkeypatch.setattr(renewal_module, "_BLOCKS_A_CALL", 4)
-    monkeypatch.setattr(renewal_module, "_MOST_REMEMBERED", 5)
+    monkeypatch.setattr(existence, "MOST_KEYS", 5)
     with World(ttl_s=TTL_S) as world:
         touch(world, K[:12])
         world.runner.advance(TTL_S / 16)

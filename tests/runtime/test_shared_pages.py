@@ -31,8 +31,7 @@ class Region:
             num_participants=2,
             directory=self.directory,
         )
-        if buffer.has_name:
-            (path,) = self.directory.iterdir()
+        for path in self.directory.iterdir():  # until the last one has joined
             self.file = os.open(path, os.O_RDONLY)
         return buffer
 

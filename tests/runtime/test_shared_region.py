@@ -25,12 +25,10 @@ def files(directory):
 def test_what_one_participant_writes_the_other_reads_and_the_name_goes_with_the_last(directory):
     first = join(directory, 0)
     assert first.is_creator
-    assert first.has_name
     assert len(files(directory)) == 1
     second = join(directory, 1)
     assert not second.is_creator
     assert files(directory) == []
-    assert not first.has_name
     assert first.view.shape == (SLOTS, STRIDE)
     first.view[SLOTS - 1, STRIDE - 1] = 7
     second.slot_flags[SLOTS - 1] = 9

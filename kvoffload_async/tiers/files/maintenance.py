@@ -115,7 +115,7 @@ class Verification(Generic[Bad]):
 
 
 IO_THREADS: Final = 4
-"""Threads in system calls at once; more would be slower on a local disk."""
+"""Number of threads that make system calls; more would be slower on a local disk."""
 
 Batch = TypeVar("Batch")
 Checked = TypeVar("Checked")

@@ -852,6 +852,10 @@ def _rename(source_fd: int, old: str, target_fd: int, new: str) -> None:
     os.rename(old, new, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
+_READ_BYTES: Final = 1 << 24
+"""Maximum bytes per call of `read_all`."""
+
+
 def write_all(ops: FileOps, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
     """Write all of `data`, in several calls if needed; return its length.
 
@@ -865,6 +869,17 @@ def write_all(ops: FileOps, fd: int, data: bytes | bytearray | memoryview, offse
         if written <= 0:
             raise OSError(errno.EIO, "a write made no progress")
         done += written
+    return done
+
+
+def read_all(ops: FileOps, fd: int, buffer: memoryview, offset: int = 0) -> int:
+    """Read until the buffer is full or the file ends; return the number of bytes read."""
+    done = 0
+    while done < len(buffer):
+        count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], offset + done)
+        if count == 0:
+            break
+        done += count
     return done
 
 

@@ -167,7 +167,10 @@ class HeadSearch:
         return 0 if self._begins_prompt else first
 
     def _look_as_wide_as_packed(self, first: int, end: int) -> None:
-        """Widen the boundary interval if a known object crosses a boundary: larger packs."""
+        """Double the interval of boundaries while a known object contains one.
+
+        The host that has stored the object uses larger packs.
+        """
         for key in self.keys[max(0, first - MOST_BLOCKS) : end]:
             while self._mean_blocks < MOST_BLOCKS and is_chunk_boundary(key, self._mean_blocks):
                 if self._chains.name_of(key) == key:

@@ -15,18 +15,20 @@ from kvoffload_async.tiers.remote.client import RemoteClient, Server
 from kvoffload_async.tiers.remote.settings import RemoteCounters
 from kvoffload_async.types import OffloadKey
 
-MOST_ANSWERS: Final = 1 << 18
-"""Maximum number of positive, and of negative, answers; the oldest are dropped first."""
+MOST_KEYS: Final = 1 << 18
+"""Maximum number of keys of an `ExpiringKeys`; the oldest are dropped first."""
 
 
-class _Answers:
+class ExpiringKeys:
     """Keys ordered by expiry, which is the order of insertion: all have the same lifetime."""
 
     def __init__(self, lifetime_s: float) -> None:
+        """Start empty; a lifetime of 0 keeps no key."""
         self._lifetime_s = lifetime_s
         self._expiry: dict[OffloadKey, float] = {}
 
     def add(self, keys: Iterable[OffloadKey], now_s: float) -> None:
+        """Add keys, or restart their lifetime; drop expired keys, and the oldest surplus ones."""
         if not self._lifetime_s:
             return
         expiry_s = now_s + self._lifetime_s
@@ -38,18 +40,21 @@ class _Answers:
             if expired_s > now_s:
                 break
             outdated += 1
-        surplus = max(outdated, len(self._expiry) - MOST_ANSWERS)
+        surplus = max(outdated, len(self._expiry) - MOST_KEYS)
         for key in list(islice(self._expiry, max(0, surplus))):
             del self._expiry[key]
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
+        """Remove keys."""
         for key in keys:
             self._expiry.pop(key, None)
 
     def clear(self) -> None:
+        """Remove all keys."""
         self._expiry.clear()
 
     def has(self, key: OffloadKey, now_s: float) -> bool:
+        """Return whether a key was added and has not expired."""
         return self._expiry.get(key, now_s) > now_s
 
     def __len__(self) -> int:
@@ -72,8 +77,8 @@ class ExistenceCache:
             absent_s: Lifetime of a negative answer in seconds; 0: not cached.
             clock: Returns monotonic seconds.
         """
-        self._present = _Answers(present_s)
-        self._absent = _Answers(absent_s)
+        self._present = ExpiringKeys(present_s)
+        self._absent = ExpiringKeys(absent_s)
         self._clock = clock
 
     def get(self, key: OffloadKey) -> bool | None:

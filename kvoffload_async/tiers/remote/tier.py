@@ -42,7 +42,7 @@ from kvoffload_async.tiers.remote.client import (
     Value,
     namespace_of,
 )
-from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber
+from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 from kvoffload_async.waiting import Limiter
@@ -51,7 +51,6 @@ _BLOCKS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 8
 """Concurrent renewal calls if each is for one block."""
 _MOST_WAITING: Final = 1 << 16
-_MOST_REMEMBERED: Final = 1 << 18
 _LONGEST_PAUSE_S: Final = 10.0
 
 
@@ -80,13 +79,12 @@ class Renewal:
             renew: Renews blocks in one call, and returns whether that succeeded; does not raise.
             renews_many: Whether one call can renew many blocks; otherwise each needs a call.
         """
-        self._ttl_s = ttl_s
         self._renew = renew
         self._blocks_a_call = _BLOCKS_A_CALL if renews_many else 1
         self._calls_at_once = 1 if renews_many else _CALLS_AT_ONCE
         self._failed_in_a_row = 0
         self._pause_s = min(ttl_s / 16, _LONGEST_PAUSE_S)
-        self._fresh_until: dict[OffloadKey, float] = {}
+        self._fresh = ExpiringKeys(ttl_s / 4)
         self._waiting: dict[OffloadKey, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -95,13 +93,7 @@ class Renewal:
 
     def written(self, keys: Iterable[OffloadKey]) -> None:
         """Record blocks that were just written or renewed."""
-        expiry_s = asyncio.get_running_loop().time() + self._ttl_s / 4
-        for key in keys:
-            self._fresh_until.pop(key, None)
-            self._fresh_until[key] = expiry_s
-        surplus = len(self._fresh_until) - _MOST_REMEMBERED
-        for key in list(islice(self._fresh_until, max(0, surplus))):
-            del self._fresh_until[key]
+        self._fresh.add(keys, asyncio.get_running_loop().time())
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
         """Record uses of blocks; those due for renewal are renewed soon."""
@@ -110,7 +102,7 @@ class Renewal:
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         for key in keys:
-            if self._fresh_until.get(key, now_s) > now_s or key in self._waiting:
+            if self._fresh.has(key, now_s) or key in self._waiting:
                 continue
             if len(self._waiting) >= _MOST_WAITING:
                 self.dropped += 1

@@ -29,7 +29,7 @@ _REGROW_S = 60.0
 """Seconds without growth after the disk was full."""
 
 _LEAST_SHARE = 16
-"""The smallest segment is this fraction of a full one, unless it is the only one."""
+"""A segment has at least a full one's slots divided by this, unless it is the only one."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -368,7 +368,7 @@ class Compaction:
 logger = logging.getLogger(__name__)
 
 _LEAST_SHARE = 32
-"""A journal with less than this fraction of its space left is compacted at opening."""
+"""A journal is compacted at opening if its space left is less than a checkpoint divided by this."""
 
 _POLL_S = 0.02
 """Seconds between checks whether an append that waits for space is still awaited."""

@@ -39,16 +39,16 @@ _MIN_LOG_UNITS = 32
 """Minimum log size, so that short journals are not compacted all the time."""
 
 _AHEAD_SHARE = 16
-"""At most this fraction of a store is kept free for adjacent allocation."""
+"""At most one slot in this many is kept free, for adjacent allocation."""
 
 _MOST_AHEAD = 256
-"""Maximum of slots kept free; more would not make eviction noticeably cheaper."""
+"""Maximum number of slots kept free; more would not make eviction noticeably cheaper."""
 
 _MOST_AHEAD_BYTES = 32 << 20
-"""Maximum of bytes kept free; adjacency does not help large blocks."""
+"""Maximum number of bytes kept free; adjacent slots do not speed up large blocks."""
 
 _LEAST_AHEAD = 16
-"""Minimum of slots kept free; fewer give no adjacent places."""
+"""Minimum number of slots kept free; with fewer, few free slots are adjacent."""
 
 
 _LEAST_STRIPE = 16
@@ -143,7 +143,7 @@ def journal_units(slots: int) -> int:
 
 
 def log_units(slots: int) -> int:
-    """Return the number of these units that are for the log."""
+    """Return how many of a journal's units are for the log, behind the checkpoint."""
     return max(_MIN_LOG_UNITS, slots // 2)
 
 

@@ -68,7 +68,7 @@ _LEAST_SEGMENTS: Final = 16
 """Minimum number of segments of a full store, unless small or given `segment_bytes`."""
 
 _LEAST_SEGMENT_BYTES: Final = 4 << 20
-"""Smallest segment by default; as long as a system call."""
+"""Smallest segment by default: the bytes of one system call."""
 
 _MOST_SEGMENT_BYTES: Final = 1 << 30
 """Largest segment by default."""

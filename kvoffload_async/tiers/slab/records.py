@@ -205,11 +205,6 @@ class Scan:
         return records
 
     @property
-    def num_before_damage(self) -> int:
-        """Number of valid records before the last gap in the frames."""
-        return int(np.searchsorted(self.rows, self.damage_at))
-
-    @property
     def is_damaged(self) -> bool:
         """Whether frames are missing."""
         return bool(self.lost_bytes or self.num_gaps)

@@ -23,7 +23,13 @@ import numpy.typing as npt
 import xxhash
 
 from kvoffload_async.tiers.files.identity import boot_id
-from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, disk_bytes, write_all
+from kvoffload_async.tiers.files.ops import (
+    FileOps,
+    NotRegularFileError,
+    disk_bytes,
+    read_all,
+    write_all,
+)
 from kvoffload_async.tiers.slab.layout import (
     BAD_JOURNAL,
     JOURNAL,
@@ -166,7 +172,6 @@ def _uses(body: memoryview, num_segments: int, check: int, seed: int) -> dict[in
     return uses if xxhash.xxh3_64_intdigest(body[:end], seed) == check else {}
 
 
-_READ_BYTES = 1 << 24
 MAX_MANIFEST_BYTES = 1 << 20
 _TEMPS = {NEXT_JOURNAL, *(name + TEMP_SUFFIX for name in (MANIFEST, JOURNAL, SESSION))}
 
@@ -283,9 +288,9 @@ def by_use(scanned: Scan, rows: RecordRows) -> RecordRows:
 
 
 def refuse_strange_segments(ops: FileOps, folder: str, found: Folder, manifest: Manifest) -> None:
-    """Move segments whose header does not match their name to the folder's refused ones.
+    """Move segments whose header does not match their file name to `found.refused`.
 
-    Unreadable segments are kept.
+    Segments that cannot be read are not moved.
     """
     for number, size in list(found.segments.items()):
         if not manifest.slots_in(size):
@@ -348,13 +353,7 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
         if max_bytes is not None:
             size_bytes = min(size_bytes, max_bytes)
         buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
-        done = 0
-        while done < len(buffer):
-            count = ops.pread_into(fd, buffer[done : done + _READ_BYTES], done)
-            if count == 0:
-                break
-            done += count
-        return buffer[:done]
+        return buffer[: read_all(ops, fd, buffer)]
     except MemoryError as error:  # a sparse file can have any size
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
     finally:

@@ -174,7 +174,7 @@ class Segments:
                 self._waits.remove(mine)
                 self._syncing.notify_all()
         with self._syncing:
-            others = self._waits.copy()  # one of these may have received the error for our bytes
+            others = self._waits.copy()  # one of these syncs may have got the error of our writes
             self._syncing.wait_for(lambda: not self._waits & others)
         if failures_before is not None and failures_before != self.sync_failures:
             raise OSError(errno.EIO, "a concurrent sync failed")

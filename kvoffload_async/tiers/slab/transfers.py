@@ -299,7 +299,7 @@ class Transfers:
         Raises:
             TierError: The whole batch failed.
         """
-        # In parallel with the load: checksums verify the bytes whatever the file names say.
+        # The check may run during the load, because the checksums of the blocks verify the bytes.
         now_s = self._loop.time()
         unchecked = self._unchecked(batch.segments, now_s)
         checking = self._checks.begin(unchecked) if unchecked else None

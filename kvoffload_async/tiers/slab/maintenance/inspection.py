@@ -25,7 +25,7 @@ from kvoffload_async.tiers.files.maintenance import (
     Verification,
     problem_of,
 )
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps, read_all
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
@@ -352,15 +352,12 @@ class SlotChecker:
 
     def _judge(self, fd: int, row: int, buffer: memoryview) -> Judgement:
         offset = self._manifest.offset_of(slot_of(self._places[row]))
-        done = 0
         try:
-            while done < len(buffer):
-                count = self._ops.pread_into(fd, buffer[done:], offset + done)
-                if count == 0:
-                    return Verdict.CORRUPT, f"ends after {done} bytes"
-                done += count
+            num_bytes = read_all(self._ops, fd, buffer, offset)
         except OSError as error:
             return _unreadable(error)
+        if num_bytes < len(buffer):
+            return Verdict.CORRUPT, f"ends after {num_bytes} bytes"
         return self._compare(row, buffer)
 
     def _compare(self, row: int, data: memoryview) -> Judgement:
