@@ -1,13 +1,16 @@
 """Baselines: the raw speed of copying, writing and reading the same bytes.
 
-A tier has two baselines. The plain baseline uses `pwritev` and `preadv` in a few large calls on
-several Python threads: extents of about `EXTENT_BYTES` in one file. Files are preallocated anew for
-every measurement.
+A tier has two baselines, and a third one on full stores. The plain baseline uses `pwritev` and
+`preadv` in a few large calls on several Python threads: extents of about `EXTENT_BYTES` in one
+file. Files are preallocated anew for every measurement.
 
 The native baseline uses the native engine alone: a tier's threads, system calls and checksums, but
 no tier. A job is one batch, as in a tier, with at most `in_flight` batches in flight. Extents are
 striped over as many files as there are threads, because the kernel serialises writes to one file;
 `slab` does the same.
+
+The recycling baseline has one file per block, as `fs` has. It makes the system calls that storing a
+block in the place of an evicted one takes, on several Python threads, without checksums.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -268,6 +271,92 @@ def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
         ended_s - (freed_s[i - in_flight] if i >= in_flight else 0.0)
         for i, ended_s in enumerate(job_ends_s)
     ]
+
+
+_FOLDERS: Final = 256
+_ATTRIBUTE: Final = "user.kvoffload.bench"
+_VALUES: Final = (b"0" * 17, b"1" * 17)
+
+
+class RecyclingBaseline(Baseline):
+    """System calls from Python threads that overwrite and rename files of evicted blocks."""
+
+    kind: ClassVar[str] = "recycling"
+
+    @contextmanager
+    def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
+        with self.place.new_directory() as directory, ExitStack() as stack:
+            files = _Files(directory, payload.bytes, jobs.block_bytes, stack)
+            starts = range(0, jobs.num_bytes, jobs.block_bytes)
+            for start in starts:
+                files.create(start)
+
+            def moved_by(call: Callable[[int], None]) -> Callable[[], Sample]:
+                return lambda: _timed(call, starts, plan.threads, jobs, plan.in_flight)
+
+            yield {"store": moved_by(files.recycle), "load": moved_by(files.read)}
+
+
+class _Files:
+    """Files of blocks in `_FOLDERS` folders, each with an attribute."""
+
+    def __init__(
+        self, directory: str, content: memoryview, block_bytes: int, stack: ExitStack
+    ) -> None:
+        """Make the folders; `stack` closes them."""
+        self._content = content
+        self._block_bytes = block_bytes
+        self._names: dict[int, tuple[int, str]] = {}
+        self._folders = []
+        for number in range(_FOLDERS):
+            path = Path(directory, f"{number:02x}")
+            path.mkdir()
+            self._folders.append(os.open(path, os.O_PATH | os.O_DIRECTORY))
+            stack.callback(os.close, self._folders[-1])
+
+    def create(self, start: int) -> None:
+        """Create the file of the block at an offset of the rows."""
+        folder, name = self._names[start] = self._new_name()
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        self._fill(file, start, _VALUES[0])
+
+    def recycle(self, start: int) -> None:
+        """Store a block under a new name, in the file that has its old name."""
+        old_folder, old_name = self._names[start]
+        folder, name = self._names[start] = self._new_name()
+        temp = f"{name}.tmp"
+        os.rename(old_name, temp, src_dir_fd=old_folder, dst_dir_fd=folder)
+        with suppress(FileNotFoundError):
+            os.stat("unverified", dir_fd=self._folders[0])
+            raise UnfitError(f"{name}: a file that does not exist was found")
+        file = os.open(temp, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+        if os.fstat(file).st_nlink != 1 or os.getxattr(file, _ATTRIBUTE) not in _VALUES:
+            raise UnfitError(f"{name}: the file is another one than was written")
+        self._fill(file, start, _VALUES[1])
+        os.rename(temp, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def read(self, start: int) -> None:
+        """Read a block into its row."""
+        folder, name = self._names[start]
+        row = self._content[start : start + self._block_bytes]
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            os.getxattr(file, _ATTRIBUTE)
+            _check(os.preadv(file, [row], 0), row)
+        finally:
+            os.close(file)
+
+    def _fill(self, file: int, start: int, value: bytes) -> None:
+        row = self._content[start : start + self._block_bytes]
+        try:
+            _check(os.pwritev(file, [row], 0), row)
+            os.setxattr(file, _ATTRIBUTE, value)
+        finally:
+            os.close(file)
+
+    def _new_name(self) -> tuple[int, str]:
+        key = os.urandom(32)
+        return self._folders[key[0]], f"{key.hex()}_g0.bin"
 
 
 STALL_S: Final = 60.0

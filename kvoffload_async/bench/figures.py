@@ -25,6 +25,7 @@ class Figure:
         of_baseline: Ratio of the median to the baseline's, if there is one: the native baseline,
             or the plain one if native code is not used.
         of_plain: Ratio to the plain baseline's median.
+        of_recycling: Ratio to the recycling baseline's median, on full stores.
         of_memcpy: Ratio to the median of copying within memory.
     """
 
@@ -33,6 +34,7 @@ class Figure:
     high: float
     of_baseline: float | None = None
     of_plain: float | None = None
+    of_recycling: float | None = None
     of_memcpy: float | None = None
 
 
@@ -143,11 +145,17 @@ def summarize(
         }
     passes: dict[str, Passes] = {}
     for name, beneath in baselines.items():
-        kinds = [raw[baseline.directory][baseline.kind] for baseline in beneath]
+        kinds = {baseline.kind: raw[baseline.directory][baseline.kind] for baseline in beneath}
+        reference = kinds[beneath[0].kind] if beneath else {}
         passes[name] = {
             what: _figures(
                 each,
-                _Beside(memcpy, kinds[0].get(what, {}), kinds[-1].get(what, {}))
+                _Beside(
+                    memcpy,
+                    reference.get(what, {}),
+                    kinds["plain"].get(what, {}),
+                    kinds.get("recycling", {}).get(what, {}),
+                )
                 if kinds
                 else _Beside(memcpy, memcpy),
             )
@@ -186,11 +194,12 @@ def size_text(num_bytes: int) -> str:
 
 
 class _Beside(NamedTuple):
-    """Reference figures: copying within memory, the baseline, the plain baseline."""
+    """Reference figures: copying within memory, the baseline, the plain and recycling ones."""
 
     memcpy: Mapping[str, Figure] = MappingProxyType({})
     baseline: Mapping[str, Figure] = MappingProxyType({})
     plain: Mapping[str, Figure] = MappingProxyType({})
+    recycling: Mapping[str, Figure] = MappingProxyType({})
 
 
 def _passes_of(samples: Samples, name: str) -> list[tuple[str, list[Sample]]]:
@@ -206,7 +215,7 @@ def _figures(samples: Sequence[Sample], beside: _Beside) -> dict[str, Figure]:
 def _figure(name: str, values: Sequence[float], beside: _Beside) -> Figure:
     middle = median(values)
     others = (each.get(BESIDE.get(name, name)) for each in beside)
-    of_memcpy, of_baseline, of_plain = (
+    of_memcpy, of_baseline, of_plain, of_recycling = (
         middle / other.median if other and other.median else None for other in others
     )
     return Figure(
@@ -215,6 +224,7 @@ def _figure(name: str, values: Sequence[float], beside: _Beside) -> Figure:
         high=max(values),
         of_baseline=of_baseline,
         of_plain=of_plain,
+        of_recycling=of_recycling,
         of_memcpy=of_memcpy,
     )
 

@@ -26,6 +26,7 @@ _MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
 _FLOOR_STYLES: Final = {
     "native": {"color": "black", "fmt": "--"},
     "plain": {"color": "dimgrey", "fmt": "-."},
+    "recycling": {"color": "darkgrey", "fmt": ":"},
 }
 
 

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvoffload_async.bench.baseline import Baseline, PlainBaseline
+from kvoffload_async.bench.baseline import Baseline, PlainBaseline, RecyclingBaseline
 from kvoffload_async.bench.contender import Contender, OwnTier, load_peer
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
@@ -101,18 +101,21 @@ def _baselines(
         stack.enter_context(place)
         place.check_room(max(plan.room_bytes, _capacity_bytes(contender, plan)))
         if place.device not in by_device:
-            by_device[place.device] = [kind(place) for kind in _baseline_kinds()]
+            by_device[place.device] = [kind(place) for kind in _baseline_kinds(plan)]
         baselines[contender.name] = by_device[place.device]
     return baselines
 
 
-def _baseline_kinds() -> list[type[Baseline]]:
-    if implementation().name != "native":
-        return [PlainBaseline]
-    # Imported here, because it needs the native module.
-    from kvoffload_async.bench.baseline import NativeBaseline  # noqa: PLC0415
+def _baseline_kinds(plan: Plan) -> list[type[Baseline]]:
+    kinds: list[type[Baseline]] = [PlainBaseline]
+    if implementation().name == "native":
+        # Imported here, because it needs the native module.
+        from kvoffload_async.bench.baseline import NativeBaseline  # noqa: PLC0415
 
-    return [NativeBaseline, PlainBaseline]
+        kinds.insert(0, NativeBaseline)
+    if plan.steady and not plan.direct_baseline:
+        kinds.append(RecyclingBaseline)
+    return kinds
 
 
 def _capacity_bytes(contender: Contender, plan: Plan) -> int:

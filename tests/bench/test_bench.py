@@ -94,7 +94,7 @@ def test_a_ratio_is_the_quotient_of_the_two_medians_that_it_names(bench, place):
                 assert figure[ratio] == pytest.approx(figure["median"] / parts[other]["median"])
         for passes in baselines.values():
             for name, figure in passes[what].items():
-                assert figure["of_baseline"] is figure["of_plain"] is None
+                assert figure["of_baseline"] is figure["of_plain"] is figure["of_recycling"] is None
                 memcpy = size["memcpy"][name]["median"]
                 assert figure["of_memcpy"] == pytest.approx(figure["median"] / memcpy)
 
@@ -200,8 +200,15 @@ def test_a_steady_tier_is_full_before_it_is_measured(bench, place, monkeypatch, 
     capacity = 2**20 if given else 160 * 1024 * 5 // 4 + 2**24
     fills = -(-capacity // (128 * 1024))
     assert count == 4096 + fills * 128 * 1024 + 160 * 1024
-    standing = report["sizes"][0]["contenders"]["slab"]
+    (size,) = report["sizes"]
+    standing, baselines = size["contenders"]["slab"], size["baselines"][str(place)]
     assert standing["failed_jobs"] == standing["wrong_blocks"] == 0
+    assert list(baselines) == [*KINDS, "recycling"]
+    for what in ("store", "load"):
+        speed = standing["passes"][what]["gib_per_s"]
+        for ratio, kind in (("of_recycling", "recycling"), ("of_plain", "plain")):
+            floor = baselines[kind][what]["gib_per_s"]["median"]
+            assert speed[ratio] == pytest.approx(speed["median"] / floor)
 
 
 @pytest.mark.slow

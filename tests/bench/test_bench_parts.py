@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.bench import baseline as baseline_module
-from kvoffload_async.bench.baseline import Payload, PlainBaseline, measure_memcpy
+from kvoffload_async.bench.baseline import (
+    Payload,
+    PlainBaseline,
+    RecyclingBaseline,
+    measure_memcpy,
+)
 from kvoffload_async.bench.contender import Place, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan
 from kvoffload_async.bench.rounds import drive, time_at_rest
@@ -139,6 +144,48 @@ def test_a_baseline_that_returns_other_bytes_is_no_baseline(tmp_path, monkeypatc
         pytest.raises(UnfitError, match="other bytes than were written"),
     ):
         PlainBaseline(place).measure(PLAN, payload, jobs)
+
+
+def test_the_recycling_baseline_overwrites_and_renames_the_same_files(tmp_path):
+    jobs = Jobs(3, 5, BLOCK)
+    with Payload(jobs.num_keys, BLOCK) as payload, Place(str(tmp_path), "here") as place:
+        baseline = RecyclingBaseline(place)
+        with baseline._open(PLAN, payload, jobs) as moves:
+            created = files_below(tmp_path)
+            assert len(created) == jobs.num_keys
+            payload.fill()
+            moves["store"]()
+            recycled = files_below(tmp_path)
+            assert sorted(created.values()) == sorted(recycled.values()), "no inode is new"
+            assert not created.keys() & recycled.keys()
+            assert {path.read_bytes() for path in recycled} == {
+                payload.truth[start : start + BLOCK].tobytes()
+                for start in range(0, jobs.num_bytes, BLOCK)
+            }
+        assert baseline.measure(PLAN, payload, jobs).keys() == {"store", "load"}
+        assert payload.wrong_rows(jobs.num_keys) == 0
+
+
+def files_below(folder):
+    """Return the inode of each file of a block."""
+    return {path: path.stat().st_ino for path in folder.rglob("*_g0.bin")}
+
+
+@pytest.mark.parametrize("defect", ["another link", "a marker"])
+def test_a_recycling_baseline_whose_checks_fail_is_no_baseline(tmp_path, defect):
+    jobs = Jobs(1, 1, BLOCK)
+    with (
+        Payload(1, BLOCK) as payload,
+        Place(str(tmp_path), "here") as place,
+        RecyclingBaseline(place)._open(PLAN, payload, jobs) as moves,
+    ):
+        ((file, _),) = files_below(tmp_path).items()
+        if defect == "another link":
+            os.link(file, file.with_suffix(".link"))
+        else:
+            (file.parents[1] / "00/unverified").touch()
+        with pytest.raises(UnfitError, match=r"the file is another one|was found"):
+            moves["store"]()
 
 
 def test_a_jobs_latency_begins_when_the_one_that_made_way_for_it_ends():

@@ -1,6 +1,9 @@
 """The shared count: what is granted, told, presumed, and what survives a crash."""
 
+import errno
+
 import pytest
+from faulty_files import FaultyFileOps
 from fs.counted import MANY, grown, living, opened, settle, state, walk
 
 from kvoffload_async.tiers.files.ops import FileOps
@@ -242,3 +245,29 @@ def test_the_largest_count_fits():
     assert again.reserved_bytes == usage.reserved_bytes
     assert again.writers[f"{2**22}-{5:012}"] == WriterCount(2**60, 3, 1, 7)
     assert again.is_complete
+
+
+def test_what_another_change_has_told_is_not_told_again(opened):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    usage.record(0, grown(10), usage.begin())
+    usage.record(0, grown(10), usage.begin())
+    before = len(ops.calls)
+    usage.tell()
+    assert usage.read().settled_bytes == 20
+    told = ops.counts(before)["lock"]
+    usage.tell()
+    assert ops.counts(before)["lock"] == told == 2
+
+
+def test_what_could_not_be_told_is_told_by_the_next_call(opened):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    usage.record(0, grown(10), usage.begin())
+    ops.fail(errno.EIO, on="pwrite", times=1)
+    with pytest.raises(OSError, match="Input/output"):
+        usage.tell()
+    before = len(ops.calls)
+    usage.tell()
+    assert ops.counts(before)["pwrite"] == 1
+    assert usage.read().settled_bytes == 10

@@ -392,6 +392,7 @@ class UnreportedUsage:
         self._former_ids: list[str] = []
         self.telling: DiskChange | None = None
         """The last change if it failed; it may have been made nevertheless."""
+        self._version = self._telling_version = self._told_version = 0
         self._begun = 0
         self._untold = DiskChange()
         self._mutex = threading.Lock()
@@ -401,23 +402,32 @@ class UnreportedUsage:
         with self._mutex:
             number = self._begun
             self._begun += 1
+            self._version += 1
             self.running.add(number)
         return number
 
     def end(self, operation: int) -> None:
         """End a disk operation."""
         with self._mutex:
+            self._version += 1
             self.running.discard(operation)
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve bytes, or release them if negative."""
         with self._mutex:
+            self._version += 1
             self.reserved_bytes = max(0, self.reserved_bytes + num_bytes)
 
     def add_untold(self, change: DiskChange) -> None:
         """Record a disk change, to be counted with the next change of the file."""
         with self._mutex:
+            self._version += 1
             self._untold += change
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the file has everything that was recorded before this call."""
+        return self._told_version == self._version
 
     def entry(self) -> WriterCount:
         """Return this writer's entry as of its next change."""
@@ -452,11 +462,13 @@ class UnreportedUsage:
             usage.writers.pop(name, None)
         with self._mutex:
             untold, self._untold = self._untold, DiskChange()
+            self._telling_version = self._version
         return untold
 
     def end_change(self) -> None:
         """Record that the change was made. Call with the file's lock held."""
         self.told += 1
+        self._told_version = self._telling_version
         self._former_ids.clear()
 
 
@@ -600,12 +612,13 @@ class UsageFile:
             own.end(operation)
 
     def tell(self) -> None:
-        """Count what was recorded.
+        """Count what was recorded, unless another change has done so.
 
         Raises:
             OSError: The file could not be changed; the next change catches up.
         """
-        self._change(_nothing)
+        if not self._own.is_told:
+            self._change(_nothing)
 
     def read(self) -> Usage:
         """Return the count."""
