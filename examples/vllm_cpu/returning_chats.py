@@ -7,6 +7,8 @@ first.
 
     python returning_chats.py [--setups none vllm-fs fs slab] [--concurrency 1 4] [--repeats 3]
         [--event none|hang|fill] [--capacity BYTES] [--json FILE] [--plot FILE.png]
+
+The processor time per prompt token is the figure that other programs on the machine change least.
 """
 
 import argparse
@@ -57,7 +59,9 @@ class Phase:
 
     Attributes:
         name: "turn 1" and so on, or "restart".
+        concurrency: Requests at a time.
         seconds: Wall time of the phase.
+        cpu_seconds: Processor time of the server meanwhile; other programs do not lengthen it.
         first_token_s: Seconds to the first token of each request.
         prompt_tokens: Tokens of all prompts.
         tier_hits: Prompt tokens that vLLM did not compute because a tier had their blocks.
@@ -68,7 +72,9 @@ class Phase:
     """
 
     name: str
+    concurrency: int
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     first_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     tier_hits: int = 0
@@ -84,13 +90,11 @@ class Run:
 
     Attributes:
         setup: A key of `SETUPS`.
-        concurrency: Requests at a time.
         phases: Its phases, in order.
         disk_bytes: Bytes on disk at the end.
     """
 
     setup: str
-    concurrency: int
     phases: list[Phase] = field(default_factory=list)
     disk_bytes: int = 0
 
@@ -128,8 +132,8 @@ def take_turn(
     server: Server, name: str, chats: Sequence[Chat], concurrency: int, event: Callable[[], None]
 ) -> Phase:
     """Let each conversation take a turn; `event` happens in the middle."""
-    phase = Phase(name)
-    before = server.counters()
+    phase = Phase(name, concurrency)
+    before, before_s = server.counters(), cpu_seconds(server.group)
     begun, lock = 0, threading.Lock()
 
     def ask(chat: Chat) -> tuple[float, int, tuple[int, ...]] | None:
@@ -149,6 +153,7 @@ def take_turn(
     with ThreadPoolExecutor(concurrency) as pool:
         answers = list(pool.map(ask, chats))
     phase.seconds = time.monotonic() - began_s
+    phase.cpu_seconds = cpu_seconds(server.group) - before_s
     for chat, answer in zip(chats, answers, strict=True):
         seconds, prompt_tokens, tokens = answer or (0.0, 0, ())
         phase.tokens.append(tokens)
@@ -163,14 +168,18 @@ def take_turn(
     return phase
 
 
-def measure(setup: str, concurrency: int, folder: Path, arguments: argparse.Namespace) -> Run:
-    """Run one setup, with a restart of the server before the last turn."""
-    run = Run(setup, concurrency)
+def measure(setup: str, folder: Path, arguments: argparse.Namespace) -> Run:
+    """Run one setup, with other conversations for each concurrency, and a restart at the end."""
+    run = Run(setup)
     folder.mkdir(parents=True)
+    count = arguments.chats
     options = ["--block-size", str(BLOCK_TOKENS), "--dtype", "float32"]
     options += ["--num-gpu-blocks-override", str(arguments.device_blocks)]
     options += ["--max-model-len", str((arguments.device_blocks - 1) * BLOCK_TOKENS)]
-    chats = [Chat(number, arguments) for number in range(arguments.chats)]
+    chats = {
+        concurrency: [Chat(1000 * concurrency + number, arguments) for number in range(count)]
+        for concurrency in arguments.concurrency
+    }
     with contextlib.ExitStack() as stack:
         url, event, undo = "", nothing, nothing
         if "valkey" in setup.lower():
@@ -189,17 +198,30 @@ def measure(setup: str, concurrency: int, folder: Path, arguments: argparse.Name
             transfer = transfer_config(spec, tier, arguments.host_blocks * BLOCK_BYTES)
         with Server(arguments.model, LOG, transfer, options) as server:
             server.complete("Hello")
-            for turn in range(1, arguments.turns + 1):
-                now = event if turn == EVENT_TURN else nothing
-                run.phases.append(take_turn(server, f"turn {turn}", chats, concurrency, now))
+            for concurrency, some in chats.items():
+                for turn in range(1, arguments.turns + 1):
+                    now = event if turn == EVENT_TURN else nothing
+                    run.phases.append(take_turn(server, f"turn {turn}", some, concurrency, now))
         undo()
         with Server(arguments.model, LOG, transfer, options) as server:
             server.complete("Hello")
-            run.phases.append(take_turn(server, "restart", chats, concurrency, nothing))
+            for concurrency, some in chats.items():
+                run.phases.append(take_turn(server, "restart", some, concurrency, nothing))
     run.disk_bytes = sum(
         path.stat().st_blocks * 512 for path in (folder / "kv").rglob("*") if path.is_file()
     )
     return run
+
+
+def cpu_seconds(group: int) -> float:
+    """Return the processor time of a process group so far, ended children included."""
+    ticks = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def nothing() -> None:
@@ -243,12 +265,21 @@ def valkey_server(
 
 
 def compare(runs: Sequence[Run], reference: Sequence[Run]) -> None:
-    """Count the answers that differ from those of the first run without a tier."""
-    known = next((run for run in (*reference, *runs) if run.setup == "none"), runs[0])
+    """Count the answers that differ from those of the first run without a tier.
+
+    A conversation with an unanswered request is not compared from there on: its prompts differ.
+    """
+    first = next((run for run in (*reference, *runs) if run.setup == "none"), runs[0])
+    known = {(phase.name, phase.concurrency): phase.tokens for phase in first.phases}
     for run in runs:
-        for phase, right in zip(run.phases, known.phases, strict=True):
-            pairs = zip(phase.tokens, right.tokens, strict=True)
-            phase.wrong = sum(bool(ours) and ours != theirs for ours, theirs in pairs)
+        ended: set[tuple[int, int]] = set()
+        for phase in run.phases:
+            right = known.get((phase.name, phase.concurrency), phase.tokens)
+            phase.wrong = 0
+            for chat, (ours, theirs) in enumerate(zip(phase.tokens, right, strict=True)):
+                if not ours:
+                    ended.add((phase.concurrency, chat))
+                phase.wrong += ours != theirs and (phase.concurrency, chat) not in ended
 
 
 def read_runs(file: Path) -> list[Run]:
@@ -263,8 +294,11 @@ def read_phase(phase: dict[str, Any]) -> Phase:
 
 def summary(runs: Sequence[Run], setup: str, concurrency: int, names: set[str]) -> dict[str, float]:
     """Return the figures of some phases of a setup, over all of its runs."""
-    mine = [run for run in runs if (run.setup, run.concurrency) == (setup, concurrency)]
-    phases = [[phase for phase in run.phases if phase.name in names] for run in mine]
+    mine = [run for run in runs if run.setup == setup]
+    phases = [
+        [one for one in run.phases if one.name in names and one.concurrency == concurrency]
+        for run in mine
+    ]
     every = [phase for some in phases for phase in some]
     waits = sorted(1000 * seconds for phase in every for seconds in phase.first_token_s)
     rates = [sum(p.prompt_tokens for p in some) / sum(p.seconds for p in some) for some in phases]
@@ -273,6 +307,7 @@ def summary(runs: Sequence[Run], setup: str, concurrency: int, names: set[str]) 
         "p50_ms": statistics.median(waits),
         "p95_ms": waits[min(len(waits) - 1, int(0.95 * len(waits)))],
         "prompt_tokens_per_s": statistics.median(rates),
+        "cpu_ms_per_token": 1000 * sum(phase.cpu_seconds for phase in every) / prompts,
         "tier_hits": sum(phase.tier_hits for phase in every) / prompts,
         "device_hits": sum(phase.device_hits for phase in every) / prompts,
         "failed": sum(phase.failed for phase in every),
@@ -283,12 +318,12 @@ def summary(runs: Sequence[Run], setup: str, concurrency: int, names: set[str]) 
 
 def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return a row of figures per concurrency, kind of turn and setup."""
-    turns = [phase.name for phase in runs[0].phases]
-    kinds = {"later turns": set(turns[1:-1]), "after a restart": {"restart"}}
+    names = {phase.name for phase in runs[0].phases}
+    kinds = {"later turns": names - {"turn 1", "restart"}, "after a restart": {"restart"}}
     return [
         {"concurrency": concurrency, "turns": kind, "setup": setup}
         | summary(runs, setup, concurrency, names)
-        for concurrency in dict.fromkeys(run.concurrency for run in runs)
+        for concurrency in dict.fromkeys(phase.concurrency for phase in runs[0].phases)
         for kind, names in kinds.items()
         for setup in dict.fromkeys(run.setup for run in runs)
     ]
@@ -298,12 +333,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
     heads = (
         *("at a time", "turns", "setup", "first token p50, p95", "prompt tokens/s"),
-        *("from a tier", "failed, wrong", "on disk"),
+        *("CPU per token", "from a tier", "failed, wrong", "on disk"),
     )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     lines += [
         f"| {row['concurrency']} | {row['turns']} | {SETUPS[row['setup']]} "
         f"| {row['p50_ms']:,.0f}, {row['p95_ms']:,.0f} ms | {row['prompt_tokens_per_s']:,.0f} "
+        f"| {row['cpu_ms_per_token']:.1f} ms "
         f"| {row['tier_hits']:.0%} | {row['failed']}, {row['wrong']} | {row['disk_mb']:,.0f} MB |"
         for row in rows
     ]
@@ -333,20 +369,20 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def run_all(arguments: argparse.Namespace, scratch: Path) -> list[Run]:
-    """Run every setup, alternating, `repeats` times."""
+    """Run every setup, alternating, `repeats` times; each run is written when it has ended."""
+    reference = [run for file in arguments.reference for run in read_runs(file)]
     runs: list[Run] = []
     for repeat in range(arguments.repeats):
-        for concurrency in arguments.concurrency:
-            shift = repeat % len(arguments.setups)
-            for setup in arguments.setups[shift:] + arguments.setups[:shift]:
-                folder = scratch / f"{setup}-{concurrency}-{repeat}"
-                runs.append(measure(setup, concurrency, folder, arguments))
-                shutil.rmtree(folder)
-                phases = ", ".join(
-                    f"{phase.name} {statistics.median(phase.first_token_s or [0]) * 1000:.0f} ms"
-                    for phase in runs[-1].phases
-                )
-                print(f"{repeat + 1}: {setup}, {concurrency} at a time: {phases}", flush=True)
+        shift = repeat % len(arguments.setups)
+        for setup in arguments.setups[shift:] + arguments.setups[:shift]:
+            folder = scratch / f"{setup}-{repeat}"
+            runs.append(measure(setup, folder, arguments))
+            shutil.rmtree(folder)
+            compare(runs, reference)
+            if arguments.json:
+                found = {"figures": figures_of(runs), "runs": [asdict(run) for run in runs]}
+                arguments.json.write_text(json.dumps(found, indent=1))
+            print(f"{repeat + 1} of {arguments.repeats}: {SETUPS[setup]}", flush=True)
     return runs
 
 
@@ -386,12 +422,8 @@ def main() -> None:
             runs = run_all(arguments, Path(scratch))
         except (OSError, ValueError, ServerError) as error:
             sys.exit(f"{type(error).__name__}: {error}")
-    compare(runs, [run for file in arguments.reference for run in read_runs(file)])
     rows = figures_of(runs)
     print(table(rows))
-    if arguments.json:
-        found = {"figures": rows, "runs": [asdict(run) for run in runs]}
-        arguments.json.write_text(json.dumps(found, indent=1))
     if arguments.plot:
         plot(rows, arguments.plot)
     if any(row["wrong"] for row in rows):

@@ -37,10 +37,10 @@ def test_a_served_prompt_is_judged_by_its_tokens_and_counters_and_not_by_times(r
 
 def run_of(chats, setup, tokens, waits):
     phases = [
-        chats.Phase(name, 2.0, waits, 100, 50, 0, tokens=tokens)
+        chats.Phase(name, 4, 2.0, 0.5, waits, 100, 50, 0, tokens=tokens)
         for name in ("turn 1", "turn 2", "restart")
     ]
-    return chats.Run(setup, 4, phases, disk_bytes=5_000_000)
+    return chats.Run(setup, phases, disk_bytes=5_000_000)
 
 
 def test_chats_are_compared_with_those_without_a_tier_and_unanswered_ones_are_not_wrong(recipe):
@@ -63,12 +63,14 @@ def test_chats_are_compared_with_those_without_a_tier_and_unanswered_ones_are_no
         "prompt_tokens_per_s": 50.0,
         "tier_hits": 0.5,
         "device_hits": 0.0,
+        "cpu_ms_per_token": 5.0,
         "failed": 0,
         "wrong": 1,
         "disk_mb": 5.0,
     }
-    assert "| 4 | later turns | KVOffloadSpec, fs | 500, 600 ms | 50 | 50% | 0, 1 | 5 MB |" in (
-        chats.table(rows)
+    assert (
+        "| 4 | later turns | KVOffloadSpec, fs | 500, 600 ms | 50 | 5.0 ms | 50% | 0, 1 | 5 MB |"
+        in (chats.table(rows))
     )
 
 
