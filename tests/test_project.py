@@ -106,6 +106,12 @@ def test_each_supported_vllm_has_constraints_that_meet_what_the_package_asks_for
         assert found[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
+def test_the_install_page_lists_every_extra():
+    section = read("docs/howto/install.md").partition("## Extras")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
+
+
 @pytest.mark.parametrize("version", VLLM_VERSIONS)
 def test_the_install_page_has_a_command_for_each_supported_vllm(version):
     page = read("docs/howto/install.md")

@@ -2,7 +2,8 @@
 
 One prompt of about 1,300 tokens, three times: cold; after the prefix cache was reset; and after
 the server was stopped and started again. Each time: how long the first token took, how many of the
-prompt's tokens came from the tier, and whether the answer is the same. Run `setup.sh` first.
+prompt's tokens came from the tier, and the answer. It fails if an answer differs, or if a warm
+prompt did not come from the tier; times are only shown. Run `setup.sh` first.
 
     python serve.py [--spec SPEC] [--tier TIER] [--option KEY=JSON ...] [--root-dir FOLDER]
 """
@@ -83,8 +84,6 @@ def complaints(cold: Answer, warm: dict[str, tuple[Answer, int]]) -> list[str]:
             found.append(f"{label}: other tokens than cold")
         if hits != cacheable:
             found.append(f"{label}: {hits} tokens came from the tier, not {cacheable}")
-        if answer.first_token_s > cold.first_token_s / 3:
-            found.append(f"{label}: the first token took more than a third of the cold one's time")
     return found
 
 

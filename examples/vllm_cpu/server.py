@@ -140,10 +140,14 @@ class Server:
 
     # -- asking ---------------------------------------------------------------------------------
 
-    def complete(self, prompt: str, max_tokens: int = 16) -> Answer:
-        """Complete a prompt with greedy decoding."""
-        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    def complete(self, prompt: str | Sequence[int], max_tokens: int = 16) -> Answer:
+        """Complete a prompt, a text or tokens, with greedy decoding."""
+        body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0}
+        body |= {
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         body |= {"return_token_ids": True, "ignore_eos": True}
         tokens: list[int] = []
         first_token_s, prompt_tokens = 0.0, 0

@@ -8,9 +8,10 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_world import make_config
 
-from kvoffload_async.integrations.vllm import KVOffloadSpec
+from kvoffload_async.integrations.vllm import HostTieringOffloadingSpec, KVOffloadSpec
 
 SMALL = {"cpu_bytes_to_use": "64KiB"}
 CONFIGURATIONS = [
@@ -36,8 +37,9 @@ def test_a_configuration_of_the_documentation_works(given, serving, tmp_path):
         world = make_config([], "kvoffload-test-docs")
         spec(replace(world, extra_config={**extra, **SMALL, "secondary_tiers": [tier]}))
     else:
+        assert spec in (TieringOffloadingSpec, HostTieringOffloadingSpec)
         assert serving(tier).tier.tier_type == tier["type"]
 
 
-def test_the_documentation_has_both_ways_into_vllm_and_vllms_own_tiers():
-    assert len(CONFIGURATIONS) == 3
+def test_the_documentation_has_both_ways_into_vllm_vllms_own_tiers_and_a_way_without_a_gpu():
+    assert len(CONFIGURATIONS) == 4

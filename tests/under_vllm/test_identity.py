@@ -1,6 +1,7 @@
 """Which blocks may be served: those of the same layout, of a model with the same content."""
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -363,3 +364,39 @@ def test_a_tier_in_memory_asks_for_no_identity(pair):
     here.fill(1)
     here.store(KEYS, [[1, 2, 3]])
     here.settle()
+
+
+# -- what people get wrong ----------------------------------------------------------------------
+
+
+def own(tier):
+    """Return the same tier as `KVOffloadSpec` is given it."""
+    return {key: tier[key] for key in tier if key != "module_path"} | {"type": "fs"}
+
+
+@pytest.mark.parametrize("key", ["fingerprint", "namespace", "trust_vllm_directory"])
+def test_an_identity_option_beside_the_tiers_is_refused_with_its_place(serving, pair, fs, key):
+    remedy = f'{key}: .* put it into the tier: .*"{key}"'
+    with pytest.raises(ConfigError, match=remedy):
+        pair([], extra={key: "v7"})
+    with pytest.raises(ConfigError, match=remedy):
+        serving(fs, extra={key: "v7"})
+
+
+def test_a_capacity_of_a_directory_shared_with_vllms_tier_is_warned_of(
+    serving, pair, trusting, caplog
+):
+    serving({**trusting, "capacity_bytes": "1 GiB"})
+    assert caplog.text.count("capacity_bytes: 1 GiB does not bound") == 1
+    caplog.clear()
+    pair([own(trusting) | {"capacity_bytes": "1 GiB"}])
+    assert caplog.text.count("does not bound what vLLM's own fs tier writes") == 1
+
+
+def test_a_capacity_beyond_the_free_space_is_warned_of(serving, pair, fs, caplog):
+    capacity = {"capacity_bytes": shutil.disk_usage(fs["root_dir"]).total - (1 << 20)}
+    serving(fs | capacity)
+    assert "is more than the filesystem" in caplog.text
+    caplog.clear()
+    pair([own(fs) | capacity])
+    assert "is more than the filesystem" in caplog.text

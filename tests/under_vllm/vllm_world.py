@@ -57,6 +57,7 @@ def make_config(
     groups=1,
     model="org/model",
     replicated_layout=False,
+    extra=(),
     **parallel,
 ):
     """Return vLLM's configuration of an engine with `slots` offload units."""
@@ -74,6 +75,7 @@ def make_config(
             * SLOT_BYTES
             * (1 if replicated_layout else sizes["world_size"]),
             "secondary_tiers": tiers,
+            **dict(extra),
         },
         engine_id=engine_id,
         model=config.OffloadingModelConfig(name=model, dtype="float16"),

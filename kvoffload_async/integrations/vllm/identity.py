@@ -221,6 +221,29 @@ logger = logging.getLogger(__name__)
 IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_directory"})
 """Keys of a tier's JSON that this module consumes."""
 
+
+def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
+    """Check that no identity option is beside the tiers; raises ConfigError."""
+    for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
+        raise ConfigError(
+            f"{key}: {extra_config[key]!r} in kv_connector_extra_config has no effect; put it into "
+            f'the tier: "secondary_tiers": [{{"type": ..., {json.dumps(key)}: ...}}]'
+        )
+
+
+def warn_of_capacity(tier_type: str, options: Mapping[str, Any]) -> None:
+    """Warn if a tier is to bound a directory that vLLM's own tier may use as well."""
+    capacity = options.get("capacity_bytes")
+    if capacity is not None:
+        logger.warning(
+            "%s: capacity_bytes: %s does not bound what vLLM's own fs tier writes to the directory "
+            "(trust_vllm_directory), and this tier evicts vLLM's blocks; leave capacity_bytes out "
+            "unless vLLM's tier no longer writes there",
+            tier_type,
+            capacity,
+        )
+
+
 _MAX_TEXT: Final = 200
 _VLLM_LAYOUT: Final = "LBHNC"
 """Order of dimensions requested by vLLM's connector: layer, block, head, token, content."""

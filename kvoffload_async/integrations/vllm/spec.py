@@ -32,10 +32,12 @@ from kvoffload_async.integrations.vllm.identity import (
     Identity,
     IdentityOptions,
     ModelContent,
+    check_place_of_options,
     identified,
     identify,
     of_this_process,
     takes_identity,
+    warn_of_capacity,
 )
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
@@ -209,6 +211,8 @@ class KVOffloadSpec(base.OffloadingSpec):
                 run_config = of_this_process(identity)
                 yield {**tier, "run_config": run_config, "rank": identity.rank}
                 continue
+            if options.trust_vllm_directory:
+                warn_of_capacity(tier["type"], tier)
             is_slab = tier["type"] == "slab"
             rank = self.config.parallel.data_parallel_index if is_slab else identity.rank
             directory = self._own_directory(tier, identity)
@@ -267,6 +271,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _options(self) -> OffloadConfig:
         given = dict(self.extra_config)
+        check_place_of_options(given)
         own = OffloadConfig.declared().keys() - _DECIDED
         reject_unknown(given, own | _VLLMS_OWN, "kv_connector_extra_config")
         options = {key: given[key] for key in given if key in own}

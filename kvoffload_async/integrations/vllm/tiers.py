@@ -46,8 +46,10 @@ from kvoffload_async.integrations.vllm.identity import (
     Identity,
     IdentityOptions,
     ModelContent,
+    check_place_of_options,
     identify,
     of_this_process,
+    warn_of_capacity,
 )
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
@@ -134,6 +136,7 @@ class VllmTier(tiering.SecondaryTierManager):
         """
         show_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        check_place_of_options(offloading_spec.config.extra_config)
         self._reject_unknown(options)
         self.identity_options = IdentityOptions.take_from(options)
         self._process_folder: ProcessFolder | None = None
@@ -427,6 +430,7 @@ class FsTier(VllmTier):
         is_shared = self.identity_options.trust_vllm_directory
         if is_shared:
             _check_common_name(offloading_spec, directory, identity)
+            warn_of_capacity(self.tier_type, options)
         directory = self.own_directory(directory, identity)
         self.file_mapper = Namespace(
             directory, identity.run_config, identity.rank, is_vllms=is_shared

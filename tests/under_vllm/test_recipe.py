@@ -1,0 +1,92 @@
+"""What the programs of `examples/vllm_cpu` find out about a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[2] / "examples" / "vllm_cpu"
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """Return what imports a program of the recipe, which is no package."""
+    pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(RECIPE))
+
+    def load(name):
+        return __import__(name)
+
+    yield load
+    for name in ("model", "returning_chats", "serve", "server"):
+        sys.modules.pop(name, None)
+
+
+def test_a_served_prompt_is_judged_by_its_tokens_and_counters_and_not_by_times(recipe):
+    serve = recipe("serve")
+    cold, slow = serve.Answer(1.0, 1312, (1, 2)), serve.Answer(99.0, 1312, (1, 2))
+    other = serve.Answer(0.1, 1312, (1, 3))
+    assert serve.complaints(cold, {"warm": (slow, 1280)}) == []
+    (wrong,) = serve.complaints(cold, {"warm": (other, 1280)})
+    assert "other tokens" in wrong
+    (missed,) = serve.complaints(cold, {"warm": (slow, 1152)})
+    assert "1152 tokens came from the tier, not 1280" in missed
+
+
+def run_of(chats, setup, tokens, waits):
+    phases = [
+        chats.Phase(name, 4, 2.0, 0.5, waits, 100, 50, 0, tokens=tokens)
+        for name in ("turn 1", "turn 2", "restart")
+    ]
+    return chats.Run(setup, phases, disk_bytes=5_000_000)
+
+
+def test_chats_are_compared_with_those_without_a_tier_and_unanswered_ones_are_not_wrong(recipe):
+    chats = recipe("returning_chats")
+    right = run_of(chats, "none", [(1, 2), (3, 4), (5, 6)], [0.1, 0.2, 0.3])
+    ours = run_of(chats, "fs", [(1, 2), (3, 9), ()], [0.4, 0.5, 0.6])
+    chats.compare([ours], [right])
+    assert [phase.wrong for phase in ours.phases] == [1, 1, 1]
+    rows = chats.figures_of([right, ours])
+    assert [(row["turns"], row["setup"]) for row in rows] == [
+        *(("later turns", "none"), ("later turns", "fs")),
+        *(("after a restart", "none"), ("after a restart", "fs")),
+    ]
+    assert rows[1] == {
+        "concurrency": 4,
+        "turns": "later turns",
+        "setup": "fs",
+        "p50_ms": 500.0,
+        "p95_ms": 600.0,
+        "prompt_tokens_per_s": 50.0,
+        "tier_hits": 0.5,
+        "device_hits": 0.0,
+        "cpu_ms_per_token": 5.0,
+        "failed": 0,
+        "wrong": 1,
+        "disk_mb": 5.0,
+    }
+    assert (
+        "| 4 | later turns | KVOffloadSpec, fs | 500, 600 ms | 50 | 5.0 ms | 50% | 0, 1 | 5 MB |"
+        in (chats.table(rows))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_conversations_that_return_come_from_a_tier_with_the_same_answers(recipe, tmp_path):
+    recipe("model")  # skips without it
+    found = tmp_path / "found.json"
+    command = [sys.executable, str(RECIPE / "returning_chats.py"), "--setups", "none", "slab"]
+    command += ["--chats", "3", "--turns", "2", "--first-tokens", "128", "--turn-tokens", "32"]
+    command += ["--device-blocks", "12", "--concurrency", "2", "--repeats", "1"]
+    command += ["--model", str(tmp_path / "model"), "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(found.read_text())["figures"]
+    hits = {(row["turns"], row["setup"]): row["tier_hits"] for row in rows}
+    assert hits["later turns", "slab"] > 0 < hits["after a restart", "slab"]
+    assert hits["later turns", "none"] == hits["after a restart", "none"] == 0
+    assert not any(row["failed"] or row["wrong"] for row in rows)
