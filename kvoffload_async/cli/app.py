@@ -116,7 +116,12 @@ class ReplayFlags(Flags):
         "on an event loop.",
         metavar="sync|async",
     )
-    device: str = flag("cpu", "Location of the simulated device memory.", metavar="cpu|cuda")
+    device: str = flag(
+        "cpu",
+        "Location of the device memory: the host, a CUDA device, or a simulated CUDA device, whose "
+        "streams run in a random order.",
+        metavar="cpu|cuda|simulated",
+    )
     device_blocks: int | None = flag(
         None,
         "Give the device N blocks and a prefix cache. Default: enough blocks for the concurrent "

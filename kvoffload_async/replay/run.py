@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Final
 
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.async_engine.transfers import EngineBounds
-from kvoffload_async.errors import InputError, OffloadError
+from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool
@@ -32,16 +33,21 @@ from kvoffload_async.replay.report import (
 )
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.runtime.loop import new_event_loop
+from kvoffload_async.runtime.machine import memory_limit
 from kvoffload_async.timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from kvoffload_async.transport.paged import PagedMemory
+    from kvoffload_async.transport.streams import DeviceRuntime
 
 
 SYNC: Final = "sync"
 ASYNC: Final = "async"
 ENGINES: Final = (SYNC, ASYNC)
-DEVICES: Final = ("cpu", "cuda")
+CPU: Final = "cpu"
+CUDA: Final = "cuda"
+SIMULATED: Final = "simulated"
+DEVICES: Final = (CPU, CUDA, SIMULATED)
 
 _DEFAULT_IO_TIMEOUT_S = 30.0
 _STALL_MARGIN_S = 30.0
@@ -50,6 +56,9 @@ _UNKNOWN_REQUEST_BLOCKS = 1024
 """Blocks reserved per request if the maximum is unknown, as in a pipe."""
 _BLOCKS_PER_STEP = 16
 """Blocks of a request computed per step on a device with limited blocks."""
+_SEED = 20
+_CHOICES = 9973
+"""Length of the random order of a simulated device, before it is repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,8 @@ class ReplayOptions:
     """Settings of a replay; see `Report` and `StepwiseDriver`.
 
     Attributes:
-        device: `"cpu"` or `"cuda"`: location of the device memory.
+        device: `"cpu"`: the device memory is on the host; `"cuda"`: on a CUDA device;
+            `"simulated"`: on a simulated CUDA device, whose streams run in a random order.
         device_blocks: Capacity of the device, which then caches blocks; None: enough for the
             requests, without caching.
         on_timeline: Receives the timelines of requests; needs `explain_requests`.
@@ -67,7 +77,7 @@ class ReplayOptions:
     """
 
     engine: str = SYNC
-    device: str = "cpu"
+    device: str = CPU
     device_blocks: int | None = None
     layers: int = 2
     concurrency: int = 1
@@ -202,7 +212,7 @@ def _replay_stepwise(
     spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
 ) -> Report:
     config = spec.config
-    memories = [_open_memory(spec, options, pool, worker) for worker in range(config.num_workers)]
+    memories = _open_memories(spec, options, pool)
     with _start_errors():
         manager = spec.get_manager()
     workers: Workers | None = None
@@ -237,9 +247,10 @@ async def _replay_awaited(
 ) -> Report:
     if spec.config.num_workers > 1:
         raise InputError("--engine async: it has one worker; give num_workers 1, or --engine sync")
-    memory = _open_memory(spec, options, pool, 0)
+    (memory,) = _open_memories(spec, options, pool)
     bounds = EngineBounds(waiting_calls=options.concurrency)
-    engine = OffloadEngine(spec.config, bounds=bounds, kv_caches=memory.kv_caches)
+    create_transport = spec.transport_maker(memory.kv_caches, runtime=memory.runtime)
+    engine = OffloadEngine(spec.config, create_transport, bounds)
     with _start_errors():
         await engine.__aenter__()
     try:
@@ -255,19 +266,70 @@ async def _replay_awaited(
     return run.report()
 
 
-def _open_memory(
-    spec: TieringOffloadingSpec, options: ReplayOptions, pool: FramePool, worker: int
-) -> PagedMemory:
-    from kvoffload_async.transport.paged import PagedMemory  # noqa: PLC0415 - loads torch
+def _open_memories(
+    spec: TieringOffloadingSpec, options: ReplayOptions, pool: FramePool
+) -> Sequence[PagedMemory]:
+    """Return the device memory of each worker.
 
-    return PagedMemory(
-        pool.num_frames,
-        spec.config.block_bytes,
-        layers=options.layers,
-        blocks_per_chunk=spec.config.blocks_per_chunk,
-        device=options.device,
-        salt=worker,
+    Raises:
+        ConfigError: The device does not exist, or lacks the memory; none is allocated then.
+    """
+    from kvoffload_async.transport.paged import (  # noqa: PLC0415 - loads torch
+        PagedMemory,
+        pages_bytes,
+        require_pages,
     )
+
+    config, layers = spec.config, options.layers
+    require_pages(config.block_bytes, layers, config.blocks_per_chunk)
+    runtime, free_bytes = _open_device(options.device)
+    needed = config.num_workers * pages_bytes(
+        pool.num_frames, config.block_bytes, layers, config.blocks_per_chunk
+    )
+    if free_bytes is not None and needed > free_bytes:
+        raise ConfigError(
+            f"--device-blocks: {pool.num_frames} blocks of {config.block_bytes} bytes for "
+            f"{config.num_workers} workers do not fit into the device's memory: they need {needed} "
+            f"bytes, and --device {options.device} has {free_bytes}; give fewer blocks"
+        )
+    return [
+        PagedMemory(
+            pool.num_frames,
+            config.block_bytes,
+            layers=layers,
+            blocks_per_chunk=config.blocks_per_chunk,
+            runtime=runtime,
+            salt=worker,
+        )
+        for worker in range(config.num_workers)
+    ]
+
+
+def _open_device(device: str) -> tuple[DeviceRuntime | None, int | None]:
+    """Return the runtime of a device, if it has one, and its free memory, if known."""
+    limit = memory_limit()
+    host_bytes = None if limit is None else limit.size_bytes
+    if device == CPU:
+        return None, host_bytes
+    if device == SIMULATED:
+        from kvoffload_async.testing.cuda import (  # noqa: PLC0415 - loads torch
+            Progress,
+            Schedule,
+            SimulatedCuda,
+        )
+
+        numbers = Random(_SEED)  # noqa: S311 - a reproducible order
+        schedule = Schedule(Progress.RANDOM, [numbers.randrange(12) for _ in range(_CHOICES)])
+        return SimulatedCuda(schedule), host_bytes
+    from kvoffload_async.transport.streams import CudaRuntime  # noqa: PLC0415 - loads torch
+
+    runtime = CudaRuntime()
+    if not runtime.is_available():
+        raise ConfigError(
+            f"--device {CUDA}: there is no CUDA device; give {CPU}, or {SIMULATED} for simulated "
+            "streams"
+        )
+    return runtime, runtime.free_bytes()
 
 
 @contextmanager

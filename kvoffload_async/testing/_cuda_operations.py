@@ -17,6 +17,9 @@ COPY = torch.ops.aten.copy_.default
 TO_HOST = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - the name of `item`
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # noqa: SLF001 - its name
 
+_INDEX = torch.ops.aten.index.Tensor
+_MASKS = (torch.bool, torch.uint8)
+
 _PIECES = 4
 """Maximum number of steps of a copy."""
 
@@ -54,22 +57,26 @@ def changed_argument(
 
 
 def shapes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
-    """Return what an operation returns, with tensors that have no memory.
+    """Return what an operation returns, for arguments of zeros: values need not be there yet.
 
-    Values of indices are not read: they need not be there yet.
+    Tensors without memory would do, but for many operations on them torch imports its compiler.
 
     Raises:
         NotImplementedError: The shapes depend on values.
     """
-    return function(*_without_memory(args), **_without_memory(kwargs))
+    given = tree_flatten((tuple(args), dict(kwargs)))[0]
+    has_masks = any(isinstance(each, torch.Tensor) and each.dtype in _MASKS for each in given[1:])
+    if torch.Tag.dynamic_output_shape in function.tags and (function is not _INDEX or has_masks):
+        raise NotImplementedError(f"{function}: the shape of its result depends on values")
+    return function(*_zeros_of(args), **_zeros_of(kwargs))
 
 
-def _without_memory(arguments: Any) -> Any:  # noqa: ANN401 - a tree of arguments
-    return tree_map_only(torch.Tensor, _like, arguments)
+def _zeros_of(arguments: Any) -> Any:  # noqa: ANN401 - a tree of arguments
+    return tree_map_only(torch.Tensor, _zeros_like, arguments)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
 
 def is_non_blocking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

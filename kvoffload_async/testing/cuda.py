@@ -538,8 +538,12 @@ class SimulatedCuda:
         if met is not None:
             self._faults.remove(met)
             if met.is_sticky:
-                self._sticky = str(met.error)
+                self._fail_for_good(str(met.error))
         return met
+
+    def _fail_for_good(self, reason: str) -> None:
+        self._sticky = self._sticky or reason
+        self.changed.notify_all()
 
     def _raise_if_failed(self) -> None:
         if self._sticky is not None:
@@ -615,7 +619,7 @@ class SimulatedCuda:
             with self._directly():
                 step()
         except Exception as error:  # noqa: BLE001 - the device reports it with the next call
-            self._sticky = self._sticky or f"{operation.name} failed on the device: {error}"
+            self._fail_for_good(f"{operation.name} failed on the device: {error}")
             operation.steps.clear()
 
     def _finish(self, operation: _Operation) -> None:

@@ -1,4 +1,4 @@
-"""A simulated paged device memory, one tensor per layer, with content that reveals misplacement.
+"""A paged device memory, one tensor per layer, with content that reveals misplacement.
 
 Word i (8 bytes) of block b is `mix(b) + i * odd`, modulo 2**64, counted over all layers. Every word
 depends on block and position, so that misplaced, shifted, partially copied and stale blocks are all
@@ -8,6 +8,7 @@ detected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.transport.streams import DeviceRuntime
 
 BlockNames = npt.NDArray[np.uint64]
 """Block ids that determine the contents, shape `[num_blocks]`."""
@@ -50,6 +52,7 @@ class PagedMemory:
     block, and never used.
 
     Attributes:
+        runtime: The device's runtime, or None.
         kv_caches: Layer name -> uint8 tensor, `[num_device_blocks, page_bytes]`.
     """
 
@@ -60,7 +63,7 @@ class PagedMemory:
         *,
         layers: int = 1,
         blocks_per_chunk: int = 1,
-        device: str = "cpu",
+        runtime: DeviceRuntime | None = None,
         salt: int = 0,
     ) -> None:
         """Allocate the memory.
@@ -70,20 +73,16 @@ class PagedMemory:
             block_bytes: Bytes of a block, divided among its device blocks and layers.
             layers: Number of tensors.
             blocks_per_chunk: Device blocks per frame.
-            device: `"cpu"` or `"cuda"`.
+            runtime: The device's runtime; None: the memory is on the host.
             salt: Varies the contents, for example by worker.
 
         Raises:
-            ConfigError: The device does not exist, lacks the memory, or a block is too small.
+            ConfigError: The device lacks the memory, or a block is too small.
         """
+        require_pages(block_bytes, layers, blocks_per_chunk)
         page_bytes = block_bytes // blocks_per_chunk
-        if page_bytes < layers:
-            raise ConfigError(
-                f"--layers: {layers} layers cannot share {page_bytes} bytes; give fewer"
-            )
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device cuda: there is no CUDA device; give cpu")
-        self._device = torch.device(device)
+        self.runtime = runtime
+        self._device = torch.device("cpu" if runtime is None else runtime.device_type)
         self._blocks_per_chunk = blocks_per_chunk
         self._salt = np.uint64(salt)
         self._layers: list[_Layer] = []
@@ -94,9 +93,7 @@ class PagedMemory:
             page_words = -(-size // _WORD_BYTES)
             words_per_frame = page_words * blocks_per_chunk
             try:
-                words = torch.empty(
-                    (num_frames + 1, words_per_frame), dtype=torch.int64, device=self._device
-                )
+                words = self._empty((num_frames + 1, words_per_frame), torch.int64)
             except (RuntimeError, MemoryError) as error:
                 raise ConfigError(
                     f"--device-blocks: {num_frames} blocks of {block_bytes} bytes do not fit into "
@@ -125,21 +122,23 @@ class PagedMemory:
 
     def compute(self, names: BlockNames, frames: Sequence[int]) -> None:
         """Write the contents of blocks into frames, as a model would; arguments are parallel."""
-        for rows, heads in self._batches(names, frames):
-            for layer in self._layers:
-                layer.words.index_copy_(0, rows, heads + layer.ramp)
+        with self._on_stream():
+            for rows, heads in self._batches(names, frames):
+                for layer in self._layers:
+                    layer.words.index_copy_(0, rows, heads + layer.ramp)
 
     def count_wrong(self, names: BlockNames, frames: Sequence[int]) -> int:
         """Return the number of frames without exactly the expected block."""
         wrong = 0
-        for rows, heads in self._batches(names, frames):
-            is_wrong = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
-            for layer in self._layers:
-                found = layer.words.index_select(0, rows)
-                found ^= heads + layer.ramp
-                found &= layer.mask
-                is_wrong |= found.any(dim=1)
-            wrong += int(is_wrong.sum())
+        with self._on_stream():
+            for rows, heads in self._batches(names, frames):
+                is_wrong = self._empty((len(rows),), torch.bool).zero_()
+                for layer in self._layers:
+                    found = layer.words.index_select(0, rows)
+                    found ^= heads + layer.ramp
+                    found &= layer.mask
+                    is_wrong |= found.any(dim=1)
+                wrong += int(is_wrong.sum())
         return wrong
 
     def _batches(
@@ -147,13 +146,42 @@ class PagedMemory:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Split blocks into batches: rows `[n]`, and first words `[n, 1]`."""
         size = max(1, _SCRATCH_BYTES // (self._layers[0].words.shape[1] * _WORD_BYTES))
-        rows = torch.tensor(frames, dtype=torch.int64, device=self._device)
+        rows = self._to_device(np.array(frames, dtype=np.uint64))
         heads = self._to_device(_mix(names) + self._salt)[:, None]
         for first in range(0, len(frames), size):
             yield rows[first : first + size], heads[first : first + size]
 
+    def _on_stream(self) -> AbstractContextManager[object]:
+        """Launch on the thread's current stream."""
+        if self.runtime is None:
+            return nullcontext()
+        return self.runtime.stream(self.runtime.current_stream(self._device))
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if self.runtime is None:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return self.runtime.empty(shape, dtype, self._device)
+
     def _to_device(self, words: npt.NDArray[np.uint64]) -> torch.Tensor:
-        return torch.from_numpy(words.view(np.int64)).to(self._device)
+        host = torch.from_numpy(words.view(np.int64))
+        if self.runtime is None:
+            return host
+        with self._on_stream():
+            on_device = self._empty(host.shape, host.dtype)
+            return on_device.copy_(self.runtime.pin_memory(host), non_blocking=True)
+
+
+def require_pages(block_bytes: int, layers: int, blocks_per_chunk: int) -> None:
+    """Raise ConfigError if a device block is too small for its layers."""
+    page_bytes = block_bytes // blocks_per_chunk
+    if page_bytes < layers:
+        raise ConfigError(f"--layers: {layers} layers cannot share {page_bytes} bytes; give fewer")
+
+
+def pages_bytes(num_frames: int, block_bytes: int, layers: int, blocks_per_chunk: int) -> int:
+    """Return the bytes that a `PagedMemory` allocates at most."""
+    page_bytes = block_bytes // blocks_per_chunk + layers * (_WORD_BYTES - 1)
+    return (num_frames + 1) * blocks_per_chunk * page_bytes
 
 
 def _mix(names: BlockNames) -> BlockNames:

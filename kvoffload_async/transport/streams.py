@@ -87,8 +87,8 @@ class DeviceRuntime(Protocol):
         """
         ...
 
-    def free_bytes(self, device: torch.device) -> int:
-        """Return the bytes of device memory that can be allocated."""
+    def free_bytes(self, device: torch.device | None = None) -> int:
+        """Return the bytes that can be allocated on a device, by default the thread's."""
         ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -108,6 +108,10 @@ class CudaRuntime:
     """The runtime of the installed torch; see `DeviceRuntime`."""
 
     device_type = "cuda"
+
+    def is_available(self) -> bool:
+        """Return whether there is a device."""
+        return torch.cuda.is_available()
 
     def set_device(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
@@ -132,7 +136,7 @@ class CudaRuntime:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    def free_bytes(self, device: torch.device) -> int:
+    def free_bytes(self, device: torch.device | None = None) -> int:
         return torch.cuda.mem_get_info(device)[0]
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

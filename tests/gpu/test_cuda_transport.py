@@ -1,4 +1,7 @@
-"""The transport on a device: bytes, order, many at once, failures, and how fast it is."""
+"""The transport on a CUDA device: bytes, order, many at once, failures.
+
+The same questions are asked of the simulated device, under many schedules, in `tests/transport`.
+"""
 
 import contextlib
 
@@ -7,14 +10,11 @@ import pytest
 import torch
 from transport.worlds import LOAD, STORE, Shape, Wanted, copies_of, outcome_of, simple
 
-from kvoffload_async.abc.tier import Direction
-from kvoffload_async.abc.transport import BlockCopies
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.transport.choice import create_transport
 from kvoffload_async.transport.cuda import CudaTransport
 from kvoffload_async.transport.layout import register_kv_caches
-from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,21 +156,6 @@ def test_a_load_is_ordered_after_a_delayed_zeroing():
         assert (cache[1] == 9).all()
 
 
-def test_transfers_of_a_direction_follow_each_other():
-    cache = torch.zeros(BLOCKS, 4096, dtype=torch.uint8, device="cuda")
-    with opened(register_kv_caches({"l": cache})) as (transport, buffer):
-        rows = rows_of(buffer)
-        for slot in range(SLOTS):
-            rows[slot] = slot
-        torch.cuda._sleep(SLEEP_CYCLES)
-        after = transport.record_compute()
-        transfers = [transport.submit(simple(LOAD, (0,), (s,)), after) for s in range(SLOTS)]
-        assert transfers[-1].synchronize(DEADLINE_S)
-        assert all(t.synchronize(0) for t in transfers)
-        assert (cache[0] == SLOTS - 1).all(), "the last one wins"
-        del rows
-
-
 def test_two_thousand_transfers_are_submitted_at_once_without_waiting():
     cache = torch.zeros(BLOCKS, 4096, dtype=torch.uint8, device="cuda")
     with opened(register_kv_caches({"l": cache})) as (transport, _buffer):
@@ -261,42 +246,3 @@ def test_pinned_pages_go_back_when_the_transport_is_closed_although_a_view_is_he
     assert not rows.any(), "unpinned, and then given back"
     del rows
     assert buffer.release()
-
-
-@pytest.mark.slow
-def test_throughput_against_one_large_pinned_copy(capsys):
-    """64 blocks of 2 MiB over 32 layers; figures are printed, nothing is asserted about them.
-
-    pytest tests/gpu -k throughput -s
-    """
-    layers, blocks, repeats = 32, 64, 20
-    page = 2 * MIB // layers
-    caches = {
-        f"l{i}": torch.empty(2 * blocks, page, dtype=torch.uint8, device="cuda")
-        for i in range(layers)
-    }
-    layout = register_kv_caches(caches)
-    plain = torch.empty(blocks * 2 * MIB, dtype=torch.uint8).pin_memory()
-    whole = torch.empty(blocks * 2 * MIB, dtype=torch.uint8, device="cuda")
-    order = np.random.default_rng(0).permutation(2 * blocks)[:blocks]
-    with opened(layout, slots=blocks, slot_bytes=2 * MIB) as (transport, _buffer):
-        device = GPULoadStoreSpec(as_block_ids(order), (blocks,), (0,))
-        host = CPULoadStoreSpec(as_block_ids(range(blocks)))
-        for direction in (Direction.STORE, Direction.LOAD):
-            copies = BlockCopies(direction, device, host)
-            ours = [run(transport, copies).seconds for _ in range(repeats)]
-            target, source = (plain, whole) if direction is STORE else (whole, plain)
-            theirs = []
-            for _ in range(repeats):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                target.copy_(source, non_blocking=True)
-                end.record()
-                end.synchronize()
-                theirs.append(begin.elapsed_time(end) / 1000)
-            mine, best = (blocks * 2 * MIB / np.median(t) / 2**30 for t in (ours, theirs))
-            with capsys.disabled():
-                print(  # noqa: T201 - the figures are the point
-                    f"\n{direction.name}: {mine:.1f} GiB/s; one pinned copy {best:.1f} GiB/s; "
-                    f"{100 * mine / best:.0f} %"
-                )

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.replay.device import FramePool
+from kvoffload_async.testing.cuda import SimulatedCuda
 from kvoffload_async.transport.paged import PagedMemory
 
 
@@ -114,10 +114,14 @@ def test_a_memory_that_cannot_be_had(options, message):
         PagedMemory(**{"num_frames": 1, "block_bytes": 4, **options})
 
 
-def test_no_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        PagedMemory(1, 4096, device="cuda")
+def test_a_memory_on_a_device_is_written_and_read_in_the_order_of_its_stream():
+    device = SimulatedCuda()
+    memory = PagedMemory(4, 4096, layers=2, runtime=device)
+    names = np.arange(10, 14, dtype=np.uint64)
+    memory.compute(names, [1, 2, 3, 4])
+    assert device.num_queued, "nobody has waited"
+    assert memory.count_wrong(names, [1, 2, 3, 4]) == 0
+    assert memory.count_wrong(names, [2, 1, 3, 4]) == 2
 
 
 class TestFrames:

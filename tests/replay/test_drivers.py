@@ -9,9 +9,12 @@ import pytest
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError, TransportError
+from kvoffload_async.replay import run
 from kvoffload_async.replay.fleet.plan import UnboundedCache
 from kvoffload_async.replay.run import ReplayOptions, replay
 from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.runtime.machine import Limit
+from kvoffload_async.testing.cuda import SimulatedStream
 from kvoffload_async.transport.host import HostTransport
 
 ENGINES = ["sync", "async"]
@@ -191,7 +194,47 @@ def test_what_is_no_engine_and_no_device(command, option):
 def test_a_device_that_is_not_there(command, engine, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     line = command.refusal("replay", "--device", "cuda", "--engine", engine)
-    assert "no CUDA device" in line
+    assert "there is no CUDA device; give cpu, or simulated" in line
+
+
+@both
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_blocks_that_the_device_cannot_hold_are_refused_before_any_is_allocated(
+    command, engine, device, monkeypatch
+):
+    monkeypatch.setattr(run, "memory_limit", lambda: Limit(1 << 20, "this machine's memory"))
+    monkeypatch.setattr("kvoffload_async.transport.paged.PagedMemory", None)
+    options = ("--device", device, "--device-blocks", 64, "--engine", engine)
+    line = command.refusal("replay", *options, "--block-bytes", "16KiB")
+    assert "--device-blocks: 64 blocks of 16384 bytes" in line
+    assert f"--device {device} has 1048576" in line
+
+
+@both
+def test_a_simulated_device_finds_what_the_host_finds(command, engine):
+    options = ("--limit", 40, "--engine", engine, "--block-bytes", "1KiB", "--tier", "example")
+    plain = command.figures(*options)
+    report = command.figures(*options, "--device", "simulated")
+    for figure in ("hits", "verified_blocks", "bytes_to_device"):
+        assert report[figure] == plain[figure]
+    assert_sound(report)
+
+
+def test_a_simulated_device_preempts_requests(command):
+    trace = command.trace([range(at, at + 20) for at in range(0, 200, 10)])
+    options = ("--device-blocks", 30, "--concurrency", 4, "--block-bytes", "1KiB")
+    report = command.figures(trace, "--device", "simulated", *options, "--primary-blocks", 60)
+    assert report["preemptions"] > 0
+    assert report["verified_blocks"] > 0
+    assert_sound(report)
+
+
+@both
+def test_a_simulated_device_shows_a_transport_that_waits_for_nothing(command, engine, monkeypatch):
+    monkeypatch.setattr(SimulatedStream, "wait_event", lambda *_: None)
+    options = ("--limit", 60, "--engine", engine, "--block-bytes", "1KiB")
+    report = command.figures("--device", "simulated", *options, exit_code=1)
+    assert report["corrupt_blocks"] > 0
 
 
 @both

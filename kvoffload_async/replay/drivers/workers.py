@@ -43,7 +43,7 @@ class Workers:
         self._blocks_per_chunk = spec.config.blocks_per_chunk
         self._copies: dict[JobId, _Copy] = {}
         self._workers: list[OffloadingConnectorWorker] = [
-            spec.create_handlers(memory.kv_caches, worker_index=index)
+            spec.create_handlers(memory.kv_caches, worker_index=index, runtime=memory.runtime)
             for index, memory in enumerate(memories)
         ]
 
