@@ -227,11 +227,19 @@ class RequestTimeline:
 
     def _lines(self) -> Iterator[tuple[float, str]]:
         finished_s = self.finished_s
+        most_blocks = 0
         for event in self.events:
             if finished_s is not None and event.at_s > finished_s:
                 yield finished_s, "finished by its owner; copies may go on"
                 finished_s = None
-            yield event.at_s, described(event)
+            text = described(event)
+            if isinstance(event, LookupEvent):
+                num_blocks = max((sum(a.values()) for a in event.answers.values()), default=0)
+                if 0 < num_blocks < most_blocks and not event.deferred:
+                    rest = _blocks(most_blocks - num_blocks)
+                    text += f"; {rest} after the first miss need no answer: a prefix ends there"
+                most_blocks = max(most_blocks, num_blocks)
+            yield event.at_s, text
         if finished_s is not None:
             yield finished_s, "finished by its owner"
         if self.ended_s is not None:

@@ -123,11 +123,16 @@ def command(tmp_path: Path) -> Command:
 @pytest.fixture
 def interrupted_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody presses Ctrl-C before the built-in workload's sixth request."""
+    interrupt_workload(monkeypatch, signal.SIGINT)
+
+
+def interrupt_workload(monkeypatch: pytest.MonkeyPatch, signal_number: int) -> None:
+    """Let a signal arrive before the built-in workload's sixth request."""
 
     def requests(_source: ChatWorkload) -> Iterator[list[int]]:
         for number in range(NUM_REQUESTS):
             if number == 5:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal_number)
             yield [number]
 
     monkeypatch.setattr(ChatWorkload, "_requests", requests)

@@ -40,7 +40,12 @@ def readme(text: str, report: Report) -> str:
 
     def line(found: re.Match[str]) -> str:
         what = found[1]
-        suffixes = {"slab": ", verified", "vllm-fs": ", unverified", "lmcache-fs": ", unverified"}
+        suffixes = {
+            "slab": ", verified",
+            "fs": ", verified",
+            "vllm-fs": ", unverified",
+            "lmcache-fs": ", unverified",
+        }
         cells = [
             _speeds(first, last, name, what, suffix if what == "load" else "")
             for name, suffix in suffixes.items()

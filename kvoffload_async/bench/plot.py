@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 _PANELS: Final = (
     ("store", "gib_per_s", "Store", "GiB/s"),
     ("load", "gib_per_s", "Load", "GiB/s"),
-    ("store", "submit_us_per_key", "Submitting a store", "us of the owner's thread per key"),
-    ("load", "submit_us_per_key", "Submitting a load", "us of the owner's thread per key"),
+    ("store", "owner_us_per_key", "Store, the owner's thread", "us per block"),
+    ("load", "owner_us_per_key", "Load, the owner's thread", "us per block"),
 )
+_LEGEND_COLUMNS: Final = 4
 _MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
 _FLOOR_STYLES: Final = {
     "native": {"color": "black", "fmt": "--"},
@@ -38,19 +39,36 @@ def check_suffix(path: Path) -> str | None:
 
 def draw(report: Report, path: Path) -> None:
     """Write the plot; raises OSError if the file cannot be written."""
-    canvas = Canvas(figsize=(11, 8), layout="constrained")
+    canvas = Canvas(figsize=(11, 8.6), layout="constrained")
+    shown: dict[str, Any] = {}
     for axes, (what, name, title, unit) in zip(canvas.subplots(2, 2).flat, _PANELS, strict=True):
         _draw_panel(axes, report, what, name, unit)
         axes.set_title(title)
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    # Outside the panels, where it hides no point.
+    canvas.legend(shown.values(), shown, loc="outside lower center", ncols=_LEGEND_COLUMNS)
     machine, rounds = report.machine, report.sizes[0].rounds
     canvas.suptitle(
         f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
         f"{machine['memory_bytes'] / GIB:.0f} GiB, {machine['system']}\n"
         f"kvoffload-async {machine['kvoffload_async']}, blocks are moved by: "
-        f"{machine['block_io'].split()[0]}; medians of {rounds} rounds, with extremes",
+        f"{machine['block_io'].split()[0]}; medians of {rounds} rounds{_with_extremes(report)}",
         fontsize="small",
     )
     canvas.savefig(path, dpi=120)
+
+
+def _with_extremes(report: Report) -> str:
+    """Return a text that explains the bars of the extremes, if there are any."""
+    figures = (
+        figure
+        for what, name, *_ in _PANELS
+        for _, _, line in _lines(report, what, name)
+        for figure in line
+        if figure is not None
+    )
+    return ", with extremes" if any(figure.low < figure.high for figure in figures) else ""
 
 
 def _draw_panel(axes: Axes, report: Report, what: str, name: str, unit: str) -> None:
@@ -73,7 +91,6 @@ def _draw_panel(axes: Axes, report: Report, what: str, name: str, unit: str) -> 
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(_minor_label)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend()
 
 
 def _lines(

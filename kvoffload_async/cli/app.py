@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,8 +16,16 @@ from rich.console import Console
 from rich.text import Text
 
 from kvoffload_async.block_io.choice import implementation
+from kvoffload_async.cli import vllm_config
 from kvoffload_async.cli.bench import BenchOptions, bench
-from kvoffload_async.cli.catalogue import common_options, geometry_table, option_table, tier_entries
+from kvoffload_async.cli.catalogue import (
+    common_options,
+    derived_settings,
+    geometry_table,
+    option_table,
+    tier_entries,
+    tiers_as_json,
+)
 from kvoffload_async.cli.command import command, flag, running
 from kvoffload_async.cli.ending import OneLineGroup, errors_as_one_line, finish
 from kvoffload_async.cli.output import (
@@ -30,6 +39,7 @@ from kvoffload_async.cli.replay_report import (
     PLOT,
     TimelineOutput,
     bar_per_pass,
+    check_explained,
     print_fleet,
     print_table,
     publish_pictures,
@@ -138,10 +148,10 @@ class ReplayFlags(Flags):
         metavar="N",
         min=1,
     )
-    spread: str = flag(
-        RANDOM,
+    spread: str | None = flag(
+        None,
         "Routing within a fleet: random, or affinity, to the process that has seen at least half "
-        "of the prompt.",
+        "of the prompt. Default: random.",
         metavar="random|affinity",
     )
     fleet_kill: int | None = flag(
@@ -190,13 +200,18 @@ def replay(given: ReplayFlags) -> None:
         check_page("--report", given.report, PLOT)
         _check_choice("--engine", given.engine, ENGINES)
         _check_choice("--device", given.device, DEVICES)
+        if given.fleet is None:
+            for option, value in (("--spread", given.spread), ("--fleet-kill", given.fleet_kill)):
+                if value is not None:
+                    raise InputError(f"{option} {value}: needs --fleet; give both, or neither")
         spec = timelines.recording(resolve(given, scratch), given.concurrency)
         num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if str(trace) == STDIN == str(given.config):
             raise InputError("TRACE and --config are both -; standard input can be read only once")
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} cannot be read more than once")
-        _check_choice("--spread", given.spread, SPREADS)
+        spread = given.spread or RANDOM
+        _check_choice("--spread", spread, SPREADS)
         options = ReplayOptions(
             concurrency=given.concurrency,
             verify=not given.no_verify,
@@ -209,12 +224,14 @@ def replay(given: ReplayFlags) -> None:
         )
         limit = given.limit
         open_source = partial(TraceFile, trace, limit) if trace else partial(ChatWorkload, limit)
+        if given.explain is not None and (trace is None or trace.is_file()):
+            check_explained(given.explain, open_source)
         reports: PassReports | FleetReport
         if given.fleet is not None:
             reports = replay_on_fleet(
                 spec,
                 open_source,
-                FleetOptions(size=given.fleet, spread=given.spread, kill_at=given.fleet_kill),
+                FleetOptions(size=given.fleet, spread=spread, kill_at=given.fleet_kill),
                 options,
                 passes=passes,
                 scratch=scratch,
@@ -246,19 +263,36 @@ def check_config(
             help="Engine configuration, JSON or YAML; - reads standard input.",
         ),
     ],
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the derived settings as JSON.")
+    ] = False,
 ) -> None:
     """Validate a configuration and print derived settings.
 
-    The command does not start an engine and creates no files.
+    The command does not start an engine and creates no files. It also accepts the JSON of vLLM's
+    --kv-transfer-config; then the model and the size of a block, which only vLLM knows, are not
+    checked.
     """
     with errors_as_one_line():
-        spec = TieringOffloadingSpec(read_config(file))
-        Console().print(geometry_table(spec))
+        config = read_config(file)
+        is_for_vllm = vllm_config.is_for_vllm(config)
+        spec = TieringOffloadingSpec(vllm_config.engine_part(config) if is_for_vllm else config)
+        figures = derived_settings(spec, is_for_vllm=is_for_vllm)
+        if as_json:
+            typer.echo(json.dumps(figures, indent=2))
+        else:
+            Console().print(geometry_table(figures))
 
 
 @app.command()
-def tiers() -> None:
+def tiers(
+    *, as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False
+) -> None:
     """List the registered tier types and their options."""
+    if as_json:
+        typer.echo(json.dumps(tiers_as_json(), indent=2))
+        return
     console = Console()
     for entry in tier_entries():
         console.print(Text.assemble((entry.name, "bold"), f": {entry.summary}"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -81,29 +82,86 @@ def _summaries(cls: type) -> dict[str, str]:
     return found
 
 
-def geometry_table(spec: TieringOffloadingSpec) -> Table:
-    """Return a table of a configuration's derived settings."""
+def derived_settings(spec: TieringOffloadingSpec, *, is_for_vllm: bool = False) -> dict[str, Any]:
+    """Return a configuration's derived settings, as JSON has them; without secrets.
+
+    Args:
+        spec: Made from the configuration.
+        is_for_vllm: Whether the sizes that follow from a block are unknown.
+    """
     config = spec.config
-    used_bytes = spec.num_blocks * spec.stride_bytes
+    sizes = {
+        "primary_blocks": spec.num_blocks,
+        "row_stride_bytes": spec.stride_bytes,
+        "block_bytes": config.block_bytes,
+        "num_workers": config.num_workers,
+        "used_bytes": spec.num_blocks * spec.stride_bytes,
+        "tokens_per_block": config.block_size * config.blocks_per_chunk,
+    }
+    return {
+        **(dict.fromkeys(sizes) if is_for_vllm else sizes),
+        "cpu_bytes_to_use": config.cpu_bytes_to_use,
+        "eviction_policy": config.eviction_policy,
+        "status_socket": config.status_socket,
+        "secondary_tiers": [
+            {key: without_secrets(value, key) for key, value in tier.items()}
+            for tier in config.secondary_tiers
+        ],
+    }
+
+
+def geometry_table(settings: Mapping[str, Any]) -> Table:
+    """Return a table of a configuration's derived settings; see `derived_settings`."""
     table = Table(title="Configuration", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("primary blocks", f"{spec.num_blocks:,}")
-    table.add_row("row stride", f"{spec.stride_bytes:,} bytes")
-    table.add_row("block", f"{config.block_bytes:,} bytes on {config.num_workers} worker(s)")
-    table.add_row("memory", f"{used_bytes:,} of {config.cpu_bytes_to_use:,} bytes")
-    table.add_row("tokens per block", f"{config.block_size * config.blocks_per_chunk:,}")
-    table.add_row("eviction policy", config.eviction_policy)
-    if config.status_socket is not None:
-        table.add_row("status socket", Text(config.status_socket))
-    for number, tier in enumerate(config.secondary_tiers, 1):
-        shown = {key: without_secrets(value, key) for key, value in tier.items() if key != "type"}
-        options = ", ".join(f"{key}={json.dumps(value)}" for key, value in shown.items())
+    memory = f"{settings['cpu_bytes_to_use']:,} bytes"
+    if settings["primary_blocks"] is None:
+        table.add_row("memory", memory)
+        table.add_row("not checked", "model, size of a block, and what depends on them: vLLM's")
+    else:
+        workers = f"on {settings['num_workers']} worker(s)"
+        table.add_row("primary blocks", f"{settings['primary_blocks']:,}")
+        table.add_row("row stride", f"{settings['row_stride_bytes']:,} bytes")
+        table.add_row("block", f"{settings['block_bytes']:,} bytes {workers}")
+        table.add_row("memory", f"{settings['used_bytes']:,} of {memory}")
+        table.add_row("tokens per block", f"{settings['tokens_per_block']:,}")
+    table.add_row("eviction policy", settings["eviction_policy"])
+    if settings["status_socket"] is not None:
+        table.add_row("status socket", Text(settings["status_socket"]))
+    for number, tier in enumerate(settings["secondary_tiers"], 1):
+        options = ", ".join(f"{k}={json.dumps(v)}" for k, v in tier.items() if k != "type")
         text = f"{tier['type']}: {options}" if options else str(tier["type"])
         table.add_row(f"secondary tier {number}", Text(text))
-    if not config.secondary_tiers:
+    if not settings["secondary_tiers"]:
         table.add_row("secondary tiers", "none")
     return table
+
+
+def tiers_as_json() -> dict[str, Any]:
+    """Return the registered tiers and their options, as JSON has them."""
+    return {
+        "tiers": [
+            {
+                "type": entry.name,
+                "summary": entry.summary,
+                "is_usable": entry.is_usable,
+                "options": list(map(_as_json, entry.options)),
+            }
+            for entry in tier_entries()
+        ],
+        "common_options": list(map(_as_json, common_options())),
+    }
+
+
+def _as_json(option: Option) -> dict[str, Any]:
+    is_required = option.default is REQUIRED
+    return {
+        "name": option.name,
+        "is_required": is_required,
+        "default": None if is_required else option.default,
+        "summary": option.summary,
+    }
 
 
 def option_table(options: Sequence[Option]) -> Table:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import typer
 from rich.console import Console
 
-from kvoffload_async.cli.ending import Interrupt, errors_as_one_line
+from kvoffload_async.cli.ending import EXIT_INTERRUPTED, Interrupt, errors_as_one_line
 from kvoffload_async.runtime.log_level import PACKAGE_LOGGER, level_from_environment
 
 
@@ -130,7 +130,8 @@ def _is_common(one: Field[Any]) -> bool:
 def running(options: CommandOptions) -> Iterator[tuple[Console, Interrupt]]:
     """Yield the console for progress and log, and whether Ctrl-C has asked the command to stop.
 
-    Expected errors end the command with one line and an exit status.
+    Expected errors end the command with one line and an exit status, and so do SIGTERM and SIGHUP,
+    after what the command does on Ctrl-C.
     """
     console = Console(stderr=True)
     with (
@@ -139,3 +140,5 @@ def running(options: CommandOptions) -> Iterator[tuple[Console, Interrupt]]:
         Interrupt() as interrupt,
     ):
         yield console, interrupt
+    if interrupt.status != EXIT_INTERRUPTED:
+        raise typer.Exit(interrupt.status)

@@ -1,10 +1,13 @@
 """How a command ends. Exit status: 0 success, 1 a check failed, 2 bad input, 130 interrupted.
 
-Ctrl-C only requests a stop, so it never interrupts a call of the engine.
+A signal only requests a stop, so it never interrupts a call of the engine, and temporary
+directories are removed. After SIGTERM and SIGHUP, the status is 128 plus the signal's number.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 import threading
@@ -18,37 +21,44 @@ from typer.core import TyperGroup
 
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
 
+EXIT_FAILED: Final = 1
+EXIT_BAD_INPUT: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+_STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interrupt:
-    """Context manager: the first SIGINT sets `is_requested`, a second one interrupts.
+    """Context manager: the first SIGINT, SIGTERM or SIGHUP sets `is_requested`.
 
-    If SIGINT is ignored, as for background jobs of a shell script, it stays ignored.
+    A second signal of the same kind has the effect that it had before. Signals that are ignored, as
+    SIGINT for background jobs of a shell script and SIGHUP after nohup, stay ignored.
+
+    Attributes:
+        is_requested: Whether a signal has arrived.
+        status: The exit status that the first signal calls for.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
-        self._previous: Any = None
-        self._is_installed = False
+        self.status = EXIT_INTERRUPTED
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        is_main = threading.current_thread() is threading.main_thread()  # required by `signal`
-        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-            self._is_installed = True
+        if threading.current_thread() is threading.main_thread():  # required by `signal`
+            for number in _STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
-        if self._is_installed:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
 
-    def _handle(self, _signal_number: int, _frame: FrameType | None) -> None:
-        self.is_requested = True
-        signal.signal(signal.SIGINT, self._previous)
-
-
-EXIT_FAILED: Final = 1
-EXIT_BAD_INPUT: Final = 2
-EXIT_INTERRUPTED: Final = 130
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if not self.is_requested:
+            self.is_requested, self.status = True, 128 + number
+        signal.signal(number, self._previous[number])
 
 
 def complain(message: object) -> None:
@@ -82,13 +92,33 @@ def errors_as_one_line() -> Iterator[None]:
         raise typer.Exit(EXIT_FAILED) from error
 
 
+_OUTPUT_ERRORS: Final = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE})
+
+
+def _output_failed(error: OSError) -> bool:
+    """Report that standard output could not be written; return False for another error.
+
+    A reader that has closed its pipe, such as `head`, has what it wanted: nothing is printed.
+    """
+    if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+        return False
+    # What is still buffered would fail again when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:
+        complain(f"standard output cannot be written: {error.strerror}; free space, or redirect it")
+    return True
+
+
 class OneLineGroup(TyperGroup):
     """A command group that prints usage errors as one line, like every other error."""
 
     def main(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401 - the base's signature
         try:
             status = super().main(*args, **{**extra, "standalone_mode": False})
+            sys.stdout.flush()
         except Exception as error:
+            if isinstance(error, OSError) and _output_failed(error):
+                sys.exit(EXIT_BAD_INPUT)
             # Recognised by its method: the error's package depends on typer's version.
             format_message = getattr(error, "format_message", None)
             if format_message is None:

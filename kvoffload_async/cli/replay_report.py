@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Final, Self
 
@@ -391,6 +392,21 @@ def print_fleet(report: FleetReport, console: Console) -> None:
 
 _MORE_REQUESTS: Final = 64
 """Timelines kept beside those in flight, for requests whose last copies have not ended."""
+
+
+def check_explained(number: int, open_source: Callable[[], RequestSource]) -> None:
+    """Check before a replay that it has a request of this number, the first of which is 0.
+
+    Raises:
+        InputError: It has not.
+    """
+    with closing(open_source()) as source:
+        count = sum(1 for _ in islice(source, number + 1))
+    if 0 < count <= number:
+        raise InputError(
+            f"--explain {number}: the replay has {count} requests; give a number from 0 to "
+            f"{count - 1}"
+        )
 
 
 class TimelineOutput:

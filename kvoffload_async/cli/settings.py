@@ -146,7 +146,7 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
     if flags.tiers:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
     elif flags.is_built_in and "secondary_tiers" not in config:
-        config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": scratch.path}]
+        config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": f"{scratch.path}/fs"}]
     if flags.status_socket is not None:
         config["status_socket"] = str(flags.status_socket.absolute())
     config.setdefault("model", MODEL)

@@ -29,6 +29,13 @@ from kvoffload_async.errors import (
     TierError,
     UnknownSlotError,
 )
+from kvoffload_async.testing._expectations import (
+    expect,
+    expect_failures,
+    expect_rows,
+    expect_untouched,
+    promise,
+)
 from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.harness import (
     DEADLINE_S,
@@ -80,59 +87,70 @@ class TierConformance:
 
     # -- the tier alone --------------------------------------------------------------------------
 
+    @promise("a block loads with the bytes that were stored, whatever the slots.")
     def test_a_stored_block_loads_with_equal_bytes(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
-            assert harness.store(K[:4], [3, 0, 5, 1]) == {}
-            assert harness.load(K[:4], [9, 7, 2, 4]) == {}
-            assert all(harness.holds(k, s) for k, s in zip(K[:4], [9, 7, 2, 4], strict=True))
+            expect_failures("store of K[0..3]", harness.store(K[:4], [3, 0, 5, 1]), {})
+            expect_failures("load of K[0..3]", harness.load(K[:4], [9, 7, 2, 4]), {})
+            expect_rows("load of K[0..3]", harness, dict(zip([9, 7, 2, 4], K[:4], strict=True)))
 
+    @promise(
+        "a block that the tier does not have "
+        "fails with BlockMissingError; the others of the job load."
+    )
     def test_a_missing_block_fails_alone_and_as_missing(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             harness.store(K[:2])
             failures = harness.load([K[2], K[0], K[3], K[1]])
-            assert sorted(failures) == [0, 2]
-            assert all(isinstance(error, BlockMissingError) for error in failures.values())
-            assert harness.holds(K[0], 1)
-            assert harness.holds(K[1], 3)
+            missing = {0: BlockMissingError, 2: BlockMissingError}
+            expect_failures("load of [K[2], K[0], K[3], K[1]]", failures, missing)
+            expect_rows("load beside missing blocks", harness, {1: K[0], 3: K[1]})
 
+    @promise("a block with wrong bytes fails with CorruptBlockError; the others of the job load.")
     def test_a_damaged_block_fails_alone_and_as_corrupt(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             harness.store(K[:3])
             if not self.damage(harness.tier, K[1]):
                 return
             failures = harness.load(K[:3])
-            assert sorted(failures) == [1]
-            assert isinstance(failures[1], CorruptBlockError)
-            assert harness.holds(K[0], 0)
-            assert harness.holds(K[2], 2)
+            expect_failures("load of K[0..2], K[1] damaged", failures, {1: CorruptBlockError})
+            expect_rows("load beside a damaged block", harness, {0: K[0], 2: K[2]})
 
+    @promise("storing a block that is present succeeds.")
     def test_a_present_block_is_stored_again_with_success(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             harness.store(K[:2])
-            assert harness.store(K[:3]) == {}
-            assert harness.load(K[:3], [6, 7, 8]) == {}
-            assert all(harness.holds(K[i], 6 + i) for i in range(3))
+            expect_failures("store of K[0..2], the first two again", harness.store(K[:3]), {})
+            expect_failures("load of K[0..2]", harness.load(K[:3], [6, 7, 8]), {})
+            expect_rows("load of K[0..2]", harness, {6 + i: K[i] for i in range(3)})
 
+    @promise("a job accesses only its own slots, and a store only reads them.")
     def test_other_slots_than_the_jobs_are_untouched(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             harness.store(K[:2], [4, 6])
             harness.load(K[:3], [8, 10, 12])
             others = set(range(self.num_slots)) - {4, 6, 8, 10, 12}
-            assert all(harness.is_untouched(slot) for slot in others)
-            assert harness.holds(K[0], 4), "a store must not change its slots"
-            assert harness.holds(K[1], 6), "a store must not change its slots"
+            expect_untouched("store from slots 4 and 6, load into 8, 10, 12", harness, others)
+            expect_rows("after the store of slots 4 and 6", harness, {4: K[0], 6: K[1]})
 
+    @promise("a job without blocks succeeds.")
     def test_an_empty_job_succeeds(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
-            assert harness.store([]) == {}
-            assert harness.load([]) == {}
+            expect_failures("store of no block", harness.store([]), {})
+            expect_failures("load of no block", harness.load([]), {})
 
+    @promise("contains() returns those of the keys that can be loaded.")
     def test_contains_tells_what_loads(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             harness.store(K[:3])
-            assert harness.contains([K[4], K[1], K[0]]) == {K[0], K[1]}
-            assert harness.contains([]) == frozenset()
+            found = harness.contains([K[4], K[1], K[0]])
+            expect("contains([K[4], K[1], K[0]]) after a store of K[0..2]", found, {K[0], K[1]})
+            expect("contains([])", harness.contains([]), frozenset())
 
+    @promise(
+        "capabilities.persistent says whether blocks survive a restart; "
+        "an exclusive tier announces them in open()."
+    )
     def test_blocks_survive_a_restart_exactly_if_persistent(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             harness.store(K[:3])
@@ -140,12 +158,17 @@ class TierConformance:
         with self._open(tier) as harness:
             if capabilities.exclusive:
                 found = harness.announced() & set(K)
-                assert found == (set(K[:3]) if capabilities.persistent else set())
+                kept = set(K[:3]) if capabilities.persistent else set()
+                expect("blocks announced by open() after a restart", found, kept)
             if capabilities.persistent:
-                assert harness.contains(K[:4]) == set(K[:3])
-                assert harness.load(K[:3]) == {}
-                assert all(harness.holds(K[i], i) for i in range(3))
+                expect("contains(K[0..3]) after a restart", harness.contains(K[:4]), set(K[:3]))
+                expect_failures("load of K[0..2] after a restart", harness.load(K[:3]), {})
+                expect_rows("load after a restart", harness, dict(enumerate(K[:3])))
 
+    @promise(
+        "the contents of a tier with capabilities.exclusive change only through "
+        "one instance: a second one is refused, or has other contents."
+    )
     def test_an_exclusive_tier_shares_its_contents_with_nobody(self, tier: TierFactory) -> None:
         with self._open(tier) as first:
             if not first.tier.capabilities.exclusive:
@@ -155,11 +178,16 @@ class TierConformance:
             except (ConfigError, TierError):
                 return  # refusing to share its storage is allowed
             with second:
-                assert first.store(K[:2]) == {}
+                expect_failures("store of K[0..1] by the first", first.store(K[:2]), {})
                 unannounced = [key for key in K[:2] if key not in second.announced()]
                 failures = second.load(unannounced)
-                assert sorted(failures) == list(range(len(unannounced)))
+                expect(
+                    "positions that fail in a load of the first's blocks by the second",
+                    sorted(failures),
+                    list(range(len(unannounced))),
+                )
 
+    @promise("bounds says how many jobs the tier can run at once.")
     def test_as_many_jobs_run_at_once_as_the_bounds_say(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             bounds = harness.tier.bounds
@@ -167,25 +195,33 @@ class TierConformance:
             loads = min(bounds.concurrent_loads, len(K), self.num_slots - len(K))
             harness.fill(K, range(len(K)))
             store_jobs = [harness.job([K[i]], [i], is_promotion=False) for i in range(stores)]
-            assert harness.run(_all(harness.tier.store, store_jobs)) == [{}] * stores
+            ended = harness.run(_all(harness.tier.store, store_jobs))
+            expect(f"failures of {stores} stores at once", ended, [{}] * stores)
             load_jobs = [
                 harness.job([K[i % stores]], [len(K) + i], is_promotion=True) for i in range(loads)
             ]
-            assert harness.run(_all(harness.tier.load, load_jobs)) == [{}] * loads
-            assert all(harness.holds(K[i % stores], len(K) + i) for i in range(loads))
+            ended = harness.run(_all(harness.tier.load, load_jobs))
+            expect(f"failures of {loads} loads at once", ended, [{}] * loads)
+            rows = {len(K) + i: K[i % stores] for i in range(loads)}
+            expect_rows(f"{loads} loads at once", harness, rows)
 
+    @promise("close() may be called after an open() that failed.")
     def test_closing_after_a_failed_open_is_harmless(self, tier: TierFactory) -> None:
         unopened = tier()
         asyncio.run(asyncio.wait_for(unopened.close(), self.timeout_s))
 
+    @promise("describe() returns one line for log and messages.")
     def test_it_describes_itself_in_one_line(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
             line = harness.tier.describe()
-            assert line
-            assert "\n" not in line
+            expect("lines of describe()", len(line.splitlines()), 1)
 
     # -- behind the manager ---------------------------------------------------------------------
 
+    @promise(
+        "every job ends with one result, whatever fails, hangs or is "
+        "cancelled, and a block that is reported as loaded has its bytes."
+    )
     def test_every_job_has_one_result_in_any_order_with_faults(self, tier: TierFactory) -> None:
         for seed in self.fault_seeds:
             faulty = FaultyTier(tier(), FaultPlan(seed, _FAULTS))
@@ -196,20 +232,26 @@ class TierConformance:
                     harness.on_loop(faulty.release)
                 orphaned = {result.job_id for result in harness.results if result.orphaned}
                 harness.wait_released(orphaned)
-                assert harness.shutdown().is_clean
+                report = harness.shutdown()
+                expect("jobs that run after the shutdown", report.unfinished_jobs, ())
+                expect("error of the shutdown", report.error, None)
 
+    @promise("blocks stored through the manager are found and loaded through it.")
     def test_the_manager_finds_what_it_stored(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             stored = harness.submit_store(K[:3], range(3))
             harness.wait()
-            assert harness.result_of(stored).success
-            assert self._lookup(harness, K[0]) is LookupResult.HIT
-            assert self._lookup(harness, K[9]) is LookupResult.MISS
+            expect("error of the store", harness.result_of(stored).error, None)
+            self._expect_lookup(harness, K[0], LookupResult.HIT)
+            self._expect_lookup(harness, K[9], LookupResult.MISS)
             loaded = harness.submit_load(K[:3], [10, 11, 12])
             harness.wait()
-            assert harness.result_of(loaded).success
-            assert all(harness.holds(K[i], 10 + i) for i in range(3))
+            expect("error of the load", harness.result_of(loaded).error, None)
+            expect_rows("load of K[0..2]", harness, {10 + i: K[i] for i in range(3)})
 
+    @promise(
+        "a load with a missing block has one result, which fails and names the blocks that landed."
+    )
     def test_a_missing_key_is_one_failed_result_with_the_others_landed(
         self, tier: TierFactory
     ) -> None:
@@ -220,37 +262,45 @@ class TierConformance:
             job = harness.submit_load([K[0], K[5], K[1]], [10, 11, 12])
             harness.wait()
             result = harness.result_of(job)
-            assert not result.success
-            assert result.successful_keys == frozenset(K[:2])
-            assert isinstance(result.error, BlockMissingError)
+            expect("success of a load of [K[0], K[5], K[1]]", result.success, False)
+            expect("blocks that landed", result.successful_keys, frozenset(K[:2]))
+            expect("class of the load's error", type(result.error), BlockMissingError)
 
+    @promise("a job without blocks has a result, too.")
     def test_an_empty_job_has_a_result(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             jobs = [harness.submit_store([], []), harness.submit_load([], [])]
             harness.wait()
-            assert all(harness.result_of(job).success for job in jobs)
+            errors = [harness.result_of(job).error for job in jobs]
+            expect("errors of the empty store and load", errors, [None, None])
 
+    @promise("drain_jobs() returns when every job has a result.")
     def test_many_jobs_drain_with_a_result_each(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             harness.fill(K, range(len(K)))
             for job_id, key in enumerate(K, 1000):
                 harness.submit(make_job(job_id, [key], [job_id - 1000], is_promotion=False))
-            assert harness.manager.drain_jobs(self.timeout_s)
-            assert len(harness.collect()) == len(K)
-            assert not harness.manager.has_pending_work()
+            drained = harness.manager.drain_jobs(self.timeout_s)
+            expect(f"drain_jobs({self.timeout_s:g})", drained, True)
+            expect("results of the drained jobs", len(harness.collect()), len(K))
+            expect("has_pending_work()", harness.manager.has_pending_work(), False)
 
+    @promise("every job ends with one result, in any order and number.")
     def test_no_job_of_many_is_forgotten(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             for seed in range(self.traffic_runs):
                 _Traffic(harness, random.Random(seed)).run(self.num_slots)
 
+    @promise("a job whose id is in use fails; the first one goes on.")
     def test_a_job_id_in_use_fails_and_the_first_job_goes_on(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             first = harness.submit_store(K[:1], [0])
             harness.submit(make_job(first.job_id, [K[1]], [1], is_promotion=False))
             harness.wait()
-            assert sorted(result.success for result in harness.results) == [False, True]
+            successes = sorted(result.success for result in harness.results)
+            expect("successes of two jobs with one id", successes, [False, True])
 
+    @promise("a job that names a key twice fails and moves no block.")
     def test_a_job_that_names_a_key_twice_fails_and_moves_nothing(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             harness.submit_store(K[:2], [0, 1])
@@ -259,12 +309,13 @@ class TierConformance:
             load = harness.submit_load([K[0], K[0]], [5, 6])
             harness.wait()
             for job in (store, load):
-                assert isinstance(harness.result_of(job).error, RepeatedKeyError)
-            assert self._lookup(harness, K[3]) is LookupResult.MISS
-            assert harness.is_untouched(5)
-            assert harness.is_untouched(6)
-            assert self._lookup(harness, K[0]) is LookupResult.HIT
+                error = harness.result_of(job).error
+                expect("class of the job's error", type(error), RepeatedKeyError)
+            self._expect_lookup(harness, K[3], LookupResult.MISS)
+            expect_untouched("a load that names K[0] twice", harness, {5, 6})
+            self._expect_lookup(harness, K[0], LookupResult.HIT)
 
+    @promise("a job that names a slot outside the primary fails and moves no block.")
     def test_a_job_that_names_a_slot_that_is_not_there_fails_and_moves_nothing(
         self, tier: TierFactory
     ) -> None:
@@ -279,11 +330,13 @@ class TierConformance:
             ]
             harness.wait()
             for job in jobs:
-                assert isinstance(harness.result_of(job).error, UnknownSlotError)
-            assert harness.is_untouched(1)
-            assert self._lookup(harness, K[1]) is LookupResult.MISS
-            assert self._lookup(harness, K[0]) is LookupResult.HIT
+                error = harness.result_of(job).error
+                expect("class of the job's error", type(error), UnknownSlotError)
+            expect_untouched("jobs with a slot that is not there", harness, {1})
+            self._expect_lookup(harness, K[1], LookupResult.MISS)
+            self._expect_lookup(harness, K[0], LookupResult.HIT)
 
+    @promise("a job with more keys than slots is refused at the call.")
     def test_unequal_lengths_are_refused_at_the_call(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             for is_promotion in (False, True):
@@ -293,26 +346,31 @@ class TierConformance:
                     continue
                 raise AssertionError("a job with two keys and one slot was accepted")
 
+    @promise("a job submitted after the shutdown fails at once.")
     def test_a_job_after_shutdown_fails_at_once(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             harness.shutdown()
             job = harness.submit_store(K[:1], [0])
             harness.collect()
-            assert isinstance(harness.result_of(job).error, TierClosedError)
+            error = harness.result_of(job).error
+            expect("class of the job's error", type(error), TierClosedError)
 
+    @promise("results can be collected after the shutdown.")
     def test_results_survive_shutdown(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
             for number in range(8):
                 harness.submit_store([K[number]], [number])
             harness.manager.on_schedule_end()
             harness.manager.shutdown(self.timeout_s)
-            assert not harness.results
+            expect("results before they are collected", harness.results, [])
             harness.collect()
-            assert harness.reported() == harness.submitted
+            expect("results per job", harness.reported(), harness.submitted)
 
+    @promise("a second shutdown returns the report of the first.")
     def test_shutdown_twice_is_shutdown_once(self, tier: TierFactory) -> None:
         with self._manage(tier()) as harness:
-            assert harness.manager.shutdown(self.timeout_s) is harness.manager.shutdown(0.0)
+            first, second = (harness.manager.shutdown(s) for s in (self.timeout_s, 0.0))
+            expect("report of the second shutdown is that of the first", second is first, True)
 
     # -- internal -------------------------------------------------------------------------------
 
@@ -323,6 +381,11 @@ class TierConformance:
         return ManagerHarness(
             tier, self.num_slots, self.slot_bytes, self.timeout_s, io_timeout_s=io_timeout_s
         )
+
+    def _expect_lookup(
+        self, harness: ManagerHarness, key: OffloadKey, expected: LookupResult
+    ) -> None:
+        expect(f"lookup of K[{K.index(key)}]", self._lookup(harness, key), expected)
 
     def _lookup(self, harness: ManagerHarness, key: OffloadKey) -> LookupResult:
         """Look up as a scheduler does: once per step until the answer is final."""
@@ -376,6 +439,6 @@ class _Traffic:
             landed = set(keys) if result.success else set(result.successful_keys or ())
             for key, slot in zip(keys, slots, strict=True):
                 if is_load and key in landed:
-                    assert self._harness.holds(key, slot), "loaded bytes are not those stored"
+                    expect_rows("a block reported as loaded", self._harness, {slot: key})
             if not result.orphaned:
                 self._free |= set(slots)

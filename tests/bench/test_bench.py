@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 from bench.witnesses import SMALL
 
+from kvoffload_async.bench import Plan, run_bench
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.facade.disk import FileSystemTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -356,3 +357,25 @@ def test_a_plot_is_a_picture(command):
     assert result.exit_code == 0, result.output
     assert path.read_bytes().startswith(b"\x89PNG")
     assert json.loads((command.directory / "bench.json").read_text())["sizes"]
+
+
+def test_the_legend_of_a_plot_is_outside_the_panels_and_hides_no_point(monkeypatch, tmp_path):
+    plot = pytest.importorskip("kvoffload_async.bench.plot")
+    drawn = []
+
+    class Kept(plot.Canvas):
+        def __init__(self, **options):
+            super().__init__(**options)
+            drawn.append(self)
+
+    monkeypatch.setattr(plot, "Canvas", Kept)
+    small = {"keys_per_job": 1, "one_job": 2, "in_flight": 2, "rounds": 1, "threads": 2}
+    plan = Plan.parse("4KiB,8KiB", "8KiB", **small)
+    plot.draw(run_bench(plan, [{"type": "example"}]), tmp_path / "bench.png")
+    (canvas,) = drawn
+    (legend,) = canvas.legends
+    box = legend.get_window_extent()
+    assert [text.get_text() for text in legend.get_texts()].count("example") == 1
+    for axes in canvas.axes:
+        assert axes.get_legend() is None
+        assert not box.overlaps(axes.get_tightbbox())

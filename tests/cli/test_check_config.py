@@ -1,9 +1,13 @@
 """What `check-config` refuses: whatever opening would, and what would misbehave afterwards."""
 
+import ast
 import json
 import os
+from pathlib import Path
 
 import pytest
+
+from kvoffload_async.cli import vllm_config
 
 MODEL = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
 
@@ -213,3 +217,86 @@ def test_the_bench_checks_the_same(command):
         "bench", "--block-bytes", "1MiB", "--tier", "slab:segment_bytes=64KiB"
     )
     assert "segment_bytes: 65536 is less than a slot of 1048576" in message
+
+
+# -- JSON, and vLLM's -----------------------------------------------------------------------------
+
+
+def test_the_derived_settings_are_printed_as_json_without_secrets(command, tmp_path):
+    config = command.config(
+        cpu_bytes_to_use="64KiB",
+        block_bytes=4096,
+        model="org/model",
+        secondary_tiers=[
+            {"type": "fs", "root_dir": str(tmp_path / "fs")},
+            {"type": "valkey", "url": "valkey://user:s3cret@host:1/0"},
+        ],
+    )
+    result = command.run("check-config", config, "--json")
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.stdout)
+    assert (settings["primary_blocks"], settings["block_bytes"]) == (16, 4096)
+    assert [tier["type"] for tier in settings["secondary_tiers"]] == ["fs", "valkey"]
+    assert "s3cret" not in result.stdout
+
+
+def of_vllm(spec_name, *tiers, **extra):
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": spec_name,
+            "cpu_bytes_to_use": "1MiB",
+            "secondary_tiers": list(tiers),
+            **extra,
+        },
+    }
+
+
+OURS = {"module_path": "kvoffload_async.integrations.vllm"}
+
+
+def test_the_json_for_vllm_is_accepted_and_says_what_was_not_checked(command, tmp_path):
+    whole = of_vllm("KVOffloadSpec", fs(tmp_path / "fs"), block_size=64, offload_prompt_only=True)
+    result = command.run("check-config", command.config(**whole))
+    assert result.exit_code == 0, result.output
+    assert "not checked" in result.stdout
+    vllms_own = {"type": "fs", "root_dir": "/of/vllms/own"}
+    ours = {"type": "FsTier", "root_dir": "relative", **OURS}
+    tiers = of_vllm("TieringOffloadingSpec", vllms_own, ours)
+    result = command.run("check-config", command.config(**tiers), "--json")
+    settings = json.loads(result.stdout)
+    (tier,) = settings["secondary_tiers"]
+    assert tier["type"] == "fs"
+    assert tier["root_dir"].endswith("/relative")
+    assert settings["primary_blocks"] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (of_vllm("KVOffloadSpec", {"type": "fs"}), "secondary_tiers[0]: root_dir: missing"),
+        (of_vllm("KVOffloadSpec", surprise=1), "unknown key 'surprise'"),
+        (of_vllm("KVOffloadSpec", fingerprint="f"), "put it into the tiers"),
+        (of_vllm("KVOffloadSpec", {"type": "fs", "model": "m"}), "model: follows from vLLM"),
+        (of_vllm("TieringOffloadingSpec", {"type": "fs"}), "nothing here is of this package"),
+        ({"kv_connector": "OffloadingConnector"}, "kv_connector_extra_config: missing"),
+        (
+            of_vllm("TieringOffloadingSpec", {"type": "SlabTier", "root_dir": "/srv", **OURS}),
+            "capacity_bytes: missing",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_json_for_vllm_is_named(command, config, why):
+    assert why in command.refusal("check-config", command.config(**config))
+
+
+def test_the_names_that_belong_to_vllm_are_those_of_the_integration():
+    integration = Path(vllm_config.__file__).parents[1] / "integrations" / "vllm" / "spec.py"
+    constants = {
+        node.target.id: node.value
+        for node in ast.parse(integration.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.AnnAssign)
+    }
+    assert ast.literal_eval(constants["_VLLMS_OWN"]) == vllm_config._VLLMS
+    assert ast.literal_eval(constants["_UNDER_VLLM"]) == vllm_config._TIERS

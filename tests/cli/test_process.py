@@ -99,6 +99,20 @@ def test_ctrl_c_ends_in_order_with_the_figures_so_far(tmp_path, json_flag):
     assert report["corrupt_blocks"] == report["leaked_pins"] == 0
 
 
+@pytest.mark.parametrize("arguments", [["tiers"], ["tiers", "--json"]])
+def test_a_full_standard_output_is_one_line(arguments):
+    command = [sys.executable, "-m", "kvoffload_async", *arguments]
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=DEADLINE_S
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "kvoffload: error: standard output cannot be written: No space left on device; "
+        "free space, or redirect it\n"
+    )
+
+
 @pytest.mark.slow
 def test_as_nohup_and_a_script_start_it_it_goes_on_to_the_end(tmp_path):
     """Both ignore signals: the one that a closed terminal sends, the other Ctrl-C."""

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import threading
 
 import pytest
 from observe.test_trace_events import valid
@@ -11,6 +13,7 @@ from kvoffload_async.cli.ending import complain
 from kvoffload_async.cli.replay_report import TimelineOutput
 from kvoffload_async.timeline import Note, RequestTimeline
 
+DEADLINE_S = 100.0
 TRACE = [[1, 2, 3], [1, 2, 4], [5, 6]]
 
 
@@ -44,6 +47,8 @@ def test_every_request_of_every_pass_is_in_the_trace_file(command, tmp_path):
     [
         (("--trace-out", "-"), "--trace-out -: expected a file"),
         (("--trace-out", "/nowhere/trace.json"), "the directory does not exist"),
+        (("--explain", 9), "--explain 9: the replay has 3 requests; give a number from 0 to 2"),
+        (("--explain", 1, "--limit", 1), "--explain 1: the replay has 1 requests"),
     ],
 )
 def test_what_cannot_be_had_is_said(command, arguments, said):
@@ -54,7 +59,6 @@ def test_what_cannot_be_had_is_said(command, arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--explain", 9), "--explain 9: the replay had no such request"),
         (("--trace-out", "/dev/full"), "--trace-out /dev/full: cannot be written"),
     ],
 )
@@ -90,3 +94,16 @@ def test_a_file_stays_as_it_was_when_something_else_is_wrong(command, tmp_path):
     )
     assert result.exit_code == 2
     assert out.read_text() == "of yesterday"
+
+
+def test_a_trace_that_can_be_read_only_once_is_judged_after_the_replay(command):
+    text = command.trace(TRACE).read_text()
+    pipe = command.directory / "pipe"
+    os.mkfifo(pipe)
+    feeder = threading.Thread(target=pipe.write_text, args=(text,))
+    feeder.start()
+    result = command.run("replay", pipe, "--tier", "example", "--explain", "9")
+    feeder.join(DEADLINE_S)
+    assert result.exit_code == 2
+    assert "--explain 9: the replay had no such request" in result.stderr
+    assert "hit ratio" in result.stdout

@@ -52,6 +52,17 @@ def test_a_request_that_has_ended_says_so():
     ]
 
 
+def test_a_lookup_that_ends_at_the_first_miss_says_why_it_counts_fewer_blocks():
+    first = {"primary": {"miss": 9}, "fs": {"unknown": 9}}
+    events = (
+        LookupEvent(1.0, 1.0, 1, first, 9),
+        LookupEvent(2.0, 2.0, 1, {"primary": {"miss": 1}, "fs": {"miss": 1}}, 0),
+    )
+    text = " ".join(str(RequestTimeline("r1", 1.0, None, None, events)).split())
+    assert text.count("need no answer") == 1
+    assert "fs: 1 not found; 8 blocks after the first miss need no answer: a prefix ends" in text
+
+
 def test_no_line_is_wider_than_a_terminal():
     reason = "fs: load of 8 blocks for request r1 (job 7) timed out after 1.0 s, " * 4
     events = (LOAD, JobEnded(11.0, LOAD, 1, 1 << 20, 0.9, error=reason))

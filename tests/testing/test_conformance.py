@@ -124,8 +124,74 @@ class Damaging(TierConformance):
 @pytest.mark.parametrize(("tier", "name"), BROKEN, ids=lambda x: getattr(x, "__name__", x))
 def test_a_tier_that_breaks_the_contract_fails_the_test_that_names_it(tier, name):
     SHARED.clear()
-    with pytest.raises((AssertionError, ExceptionGroup, OSError, RuntimeError)):
+    with pytest.raises((AssertionError, ExceptionGroup, OSError, RuntimeError)) as failure:
         getattr(Damaging(), name)(tier)
+    (note,) = failure.value.__notes__
+    assert note.startswith("The contract of AsyncTier promises: ")
+
+
+@pytest.mark.parametrize(
+    ("tier", "name", "text"),
+    [
+        (
+            WrongBytes,
+            "test_a_stored_block_loads_with_equal_bytes",
+            r"expected in slot 9 the content of block K\[0\], which has \d+ in byte 0, got \d+ in",
+        ),
+        (
+            SilentlyMissing,
+            "test_a_missing_block_fails_alone_and_as_missing",
+            r"\{0: 'BlockMissingError', 2: 'BlockMissingError'\}, by position in the job, got \{\}",
+        ),
+        (
+            AllOrNothing,
+            "test_a_missing_block_fails_alone_and_as_missing",
+            r"got \{0: BlockMissingError\('none'\), 1: BlockMissingError",
+        ),
+        (
+            TouchesAnotherSlot,
+            "test_other_slots_than_the_jobs_are_untouched",
+            r"expected no other slot to be written, got slots \[60\]",
+        ),
+        (
+            ContainsEverything,
+            "test_contains_tells_what_loads",
+            r"expected \{K\[0\], K\[1\]\}, got \{K\[0\], K\[1\], K\[4\]\}",
+        ),
+        (
+            Forgetful,
+            "test_blocks_survive_a_restart_exactly_if_persistent",
+            r"announced by open\(\) after a restart: expected \{K\[0\], K\[1\], K\[2\]\}, got \{\}",
+        ),
+    ],
+)
+def test_a_failure_says_what_was_expected_and_what_came(tier, name, text):
+    with pytest.raises(AssertionError, match=text):
+        getattr(Damaging(), name)(tier)
+
+
+def test_an_error_of_the_tier_is_not_hidden_by_the_memory_that_its_frames_hold():
+    class Failing(ExampleTier):
+        async def load(self, job):
+            row = self._rows[job.block_ids[0]]
+            raise ZeroDivisionError(len(row))
+
+    with pytest.raises(ZeroDivisionError):
+        TierConformance().test_a_stored_block_loads_with_equal_bytes(Failing)
+
+
+def test_every_test_of_the_suite_names_the_promise_that_it_tests():
+    class BrokenFactory(Exception):
+        pass
+
+    def factory():
+        raise BrokenFactory
+
+    tests = [name for name in vars(TierConformance) if name.startswith("test_")]
+    for name in tests:
+        with pytest.raises(BrokenFactory) as failure:
+            getattr(TierConformance(), name)(factory)
+        assert "promises" in "".join(failure.value.__notes__)
 
 
 def test_a_tier_that_detects_damage_block_by_block_passes():
@@ -184,7 +250,7 @@ def test_a_tier_that_loses_blocks_under_load_fails_the_test_with_faults():
     class Short(TierConformance):
         fault_seeds = range(1)
 
-    with pytest.raises(AssertionError, match="loaded bytes"):
+    with pytest.raises(AssertionError, match="a block reported as loaded: expected in slot"):
         Short().test_every_job_has_one_result_in_any_order_with_faults(Torn)
 
 

@@ -62,7 +62,7 @@ class Equipment:
                 "--tier valkey:url=valkey://HOST"
             )
         if not self._own:
-            self._own.append(_slab(config, scratch))
+            self._own.append(_slab(config, scratch / _SLAB))
         self._pass = uuid.uuid4().hex
 
     @property
@@ -111,12 +111,12 @@ class Equipment:
         return Path(tier["root_dir"]) / f"fleet-{self._pass}-{pass_name}-{member}"
 
 
-def _slab(config: OffloadConfig, scratch: Path) -> Mapping[str, Any]:
+def _slab(config: OffloadConfig, folder: Path) -> Mapping[str, Any]:
     blocks_bytes = _SLAB_PRIMARIES * config.cpu_bytes_to_use
     segment_bytes = max(_LEAST_SEGMENT_BYTES, blocks_bytes // _SLAB_SEGMENTS)
     return {
         "type": _SLAB,
-        "root_dir": str(scratch),
+        "root_dir": str(folder),
         "capacity_bytes": blocks_bytes + blocks_bytes // _SLAB_SEGMENTS + _SLAB_OVERHEAD_BYTES,
         "segment_bytes": segment_bytes,
     }
