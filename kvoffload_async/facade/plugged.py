@@ -57,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+OnEvents = Callable[[SecondaryTierManager, Sequence[OffloadingEvent]], object]
+"""Takes a tier and its events."""
+
 MOST_LOOKUPS: Final = 1024
 """Maximum number of lookups that wait for probes; further ones find nothing beyond the index."""
 _IDLE_S: Final = 60.0
@@ -299,7 +302,7 @@ class PluggedTiers:
         tiers: Sequence[Mapping[str, Any]],
         rows: memoryview,
         config: OffloadConfig | None = None,
-        on_events: Callable[[Sequence[OffloadingEvent]], object] | None = None,
+        on_events: OnEvents | None = None,
     ) -> None:
         """Open the tiers; blocks, at most for the tiers' `open_timeout_s`.
 
@@ -309,7 +312,7 @@ class PluggedTiers:
                 stay valid until `close` has returned, and as long as it reports unfinished jobs.
             config: Gives the tiers their model, fingerprint and geometry.
             on_events: Called with the events of tiers with `enable_kv_events`, in order. Thread:
-                this object's.
+                this object's, perhaps before this constructor returns.
 
         Raises:
             ConfigError: A tier's configuration is unusable; nothing is left running.
@@ -608,7 +611,7 @@ class PluggedTiers:
             for end in port.ends(now_s):
                 calls += self._take(port, end, now_s)
             if self._on_events is not None and (events := list(port.manager.take_events())):
-                calls.append(partial(self._on_events, events))
+                calls.append(partial(self._on_events, port.manager, events))
         while self._pins and now_s >= self._pins[0].deadline_s:
             self._unpin(tuple(self._pins[0].keys))
         waiting, self._lookups = self._lookups, []

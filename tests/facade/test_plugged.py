@@ -285,7 +285,8 @@ def test_closing_ends_every_call_and_says_what_still_runs(plug, rows, gates):
 def test_events_are_passed_on_and_an_error_there_holds_up_nothing(plug, rows, caplog):
     seen = []
 
-    def take(events):
+    def take(manager, events):
+        assert manager.tier_type == "example"
         seen.extend((event.removed, *event.keys) for event in events)
         raise ValueError("the host's own")
 
