@@ -311,8 +311,9 @@ class PluggedTiers:
             rows: The primary, shape `[num_slots, slot_bytes]`, item size 1 byte. The memory must
                 stay valid until `close` has returned, and as long as it reports unfinished jobs.
             config: Gives the tiers their model, fingerprint and geometry.
-            on_events: Called with the events of tiers with `enable_kv_events`, in order. Thread:
-                this object's, perhaps before this constructor returns.
+            on_events: Called with the events of tiers with `enable_kv_events`, in order; with those
+                of a transfer before it ends. Thread: this object's, perhaps before this constructor
+                returns.
 
         Raises:
             ConfigError: A tier's configuration is unusable; nothing is left running.
@@ -608,10 +609,11 @@ class PluggedTiers:
         calls: list[Callable[[], object]] = []
         now_s = self._runner.now_s()
         for port in self._ports:
-            for end in port.ends(now_s):
-                calls += self._take(port, end, now_s)
+            ends = list(port.ends(now_s))
             if self._on_events is not None and (events := list(port.manager.take_events())):
                 calls.append(partial(self._on_events, port.manager, events))
+            for end in ends:
+                calls += self._take(port, end, now_s)
         while self._pins and now_s >= self._pins[0].deadline_s:
             self._unpin(tuple(self._pins[0].keys))
         waiting, self._lookups = self._lookups, []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvoffload_async.errors import naming_shortage
 from kvoffload_async.integrations.lmcache.keys import Keys, StoreId
@@ -17,12 +18,6 @@ _KEYS_AT_ONCE: Final = 4096
 
 Tell = Callable[[list[Any], list[int]], object]
 """Takes keys and the sizes of their objects."""
-
-
-class _News(NamedTuple):
-    store_id: StoreId
-    events: Sequence[OffloadingEvent]
-    is_counted: bool
 
 
 class UsageTeller:
@@ -51,7 +46,7 @@ class UsageTeller:
         self._num_salts = 0
         self._untold: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
         """Blocks with a salt that is not known -> how many tiers have them, if they are counted."""
-        self._news: SimpleQueue[_News | bool] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-usage", daemon=True)
         with naming_shortage("the thread for LMCache's usage counts cannot be started"):
             self._thread.start()
@@ -66,26 +61,23 @@ class UsageTeller:
             events: Events of a tier.
             is_counted: Whether the tier announces removals.
         """
-        self._news.put(_News(store_id, events, is_counted))
+        for event in events:
+            self._calls.put(partial(self._take, store_id, event, is_counted=is_counted))
 
     def salts_changed(self) -> None:
         """Tell of objects with a salt that has become known."""
         if len(self._keys.salts) != self._num_salts:
             self._num_salts = len(self._keys.salts)
-            self._news.put(True)
+            self._calls.put(self._tell_untold)
 
     def close(self) -> None:
         """Tell what is left, and end the thread."""
-        self._news.put(False)
+        self._calls.put(None)
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (news := self._news.get()) is not False:
-            if isinstance(news, _News):
-                for event in news.events:
-                    self._take(news.store_id, event, is_counted=news.is_counted)
-            else:
-                self._tell_untold()
+        while (call := self._calls.get()) is not None:
+            call()
 
     def _take(self, store_id: StoreId, event: OffloadingEvent, *, is_counted: bool) -> None:
         untold = self._untold[store_id]
