@@ -13,6 +13,7 @@ import os
 import select
 import sys
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -244,7 +245,9 @@ def install(monkeypatch):
         api = sys.modules["lmcache.v1.distributed.api"]
         sys.modules["lmcache.v1.distributed"].api = api
         monkeypatch.delitem(sys.modules, ADAPTER, raising=False)
-    adapter = importlib.import_module(ADAPTER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of LMCache's own imports
+        adapter = importlib.import_module(ADAPTER)
     if not HAS_LMCACHE:
         monkeypatch.setitem(sys.modules, ADAPTER, adapter)
     found = {
