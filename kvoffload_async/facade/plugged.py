@@ -526,12 +526,19 @@ class PluggedTiers:
             if not asked:
                 break
             port.state.health.now_s = now_s
-            if port.state.skips_load(lookup.context, now_s) is None:
+            counters = port.state.counters
+            if (reason := port.state.skips_load(lookup.context, now_s)) is not None:
+                counters.skipped_lookups[reason] += len(asked)
+            else:
                 answers = self._ask(port, asked, lookup)
                 if LookupResult.RETRY in answers:
                     return False
                 found = zip(asked, answers, strict=False)  # the answers may end at a miss
-                lookup.found.update(key for key, answer in found if answer is LookupResult.HIT)
+                hits = [key for key, answer in found if answer is LookupResult.HIT]
+                lookup.found.update(hits)
+                counters.lookups += len(answers)
+                counters.hits += len(hits)
+                counters.misses += len(answers) - len(hits)
             lookup.port += 1
         self._forget(lookup)
         return True
