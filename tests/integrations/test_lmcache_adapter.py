@@ -181,6 +181,7 @@ def test_objects_come_back_in_place_or_through_own_rows(start, memory, is_regist
     assert host.load(keys, targets) == [True] * 4 + [False] * 2
     assert [target[0] for target in targets] == [1, 2, 3, 4, 0, 0]
     assert all((target == target[0]).all() for target in targets)
+    host.usage()
     assert sorted(map(repr, host.told["accessed"])) == sorted(map(repr, keys[:4]))
     opened = host.open_store()
     # Loads go on to the staging rows only for what is not in place.

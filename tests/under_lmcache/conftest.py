@@ -69,6 +69,7 @@ class LmcacheServer(ServerProcess):
         command = [
             *(COMMAND, "server", "--port", self.port, "--http-port", self.http_port),
             *("--l1-size-gb", "0.5", "--eviction-policy", "LRU", "--chunk-size", "256"),
+            *("--supported-transfer-mode", "engine_driven"),
             *("--shm-name", f"kvoffload-{self.port}", "--l2-adapter", adapter),
         ]
         environment = {**os.environ, **ENVIRONMENT}

@@ -83,7 +83,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._done_loads: dict[int, Bitmap] = {}
         self._cannot_delete = self._cannot_encode = False
         self._is_closing = self._is_closed = False
-        self._usage = UsageTeller(self._keys, self._notify_keys_stored, self._notify_keys_deleted)
+        self._usage = UsageTeller(self._keys, self)
         self._fds = [create_event_notifier() for _ in range(3)]
         self._store_fd, self._lookup_fd, self._load_fd = self._fds
 
@@ -177,8 +177,8 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             with self._lock:
                 self._done_loads[task_id] = _bitmap(loaded)
             accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
-            if accessed and not self._is_closed:
-                self._notify_keys_accessed(accessed)
+            if accessed:
+                self._usage.accessed(accessed)
             self._notify(self._load_fd)
 
         answer = _Answer(encoded, report)

@@ -29,20 +29,20 @@ class UsageTeller:
     Thread-safe.
     """
 
-    def __init__(self, keys: Keys, stored: Tell, deleted: Tell) -> None:
+    def __init__(self, keys: Keys, adapter: Any) -> None:  # noqa: ANN401 - LMCache's base class
         """Start the thread.
 
         Args:
             keys: Decodes keys.
-            stored: Called with objects that a tier has from now on.
-            deleted: Called with objects that a tier has no longer.
+            adapter: Has the methods that tell LMCache, `_notify_keys_stored` and so on.
 
         Raises:
             TierUnavailableError: The thread cannot be started.
         """
         self._keys = keys
-        self._stored = stored
-        self._deleted = deleted
+        self._stored: Tell = adapter._notify_keys_stored  # noqa: SLF001 - what adapters call
+        self._deleted: Tell = adapter._notify_keys_deleted  # noqa: SLF001 - as above
+        self._accessed: Callable[[list[Any]], object] = adapter._notify_keys_accessed  # noqa: SLF001
         self._num_salts = 0
         self._untold: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
         """Blocks with a salt that is not known -> how many tiers have them, if they are counted."""
@@ -63,6 +63,10 @@ class UsageTeller:
         """
         for event in events:
             self._calls.put(partial(self._take, store_id, event, is_counted=is_counted))
+
+    def accessed(self, objects: list[Any]) -> None:
+        """Tell that objects were loaded."""
+        self._calls.put(partial(self._accessed, objects))
 
     def salts_changed(self) -> None:
         """Tell of objects with a salt that has become known."""
