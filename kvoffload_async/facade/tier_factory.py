@@ -48,15 +48,17 @@ from kvoffload_async.runtime.buffer import row_stride_bytes
 
 
 @contextmanager
-def naming_tier(index: int, tier_config: Mapping[str, Any]) -> Iterator[None]:
-    """Prefix messages of errors with the tier's position in the configuration.
+def naming_tier(
+    index: int, tier_config: Mapping[str, Any], key: str = "secondary_tiers"
+) -> Iterator[None]:
+    """Prefix messages of errors with the tier's position in the list that `key` names.
 
     Raises:
         ConfigError: The configuration is unusable, or the tier's module cannot be imported.
         TierUnavailableError: The tier is unavailable, or raised an unexpected error.
         TierTimeoutError: The tier did not open in time.
     """
-    prefix = f"secondary_tiers[{index}]: "
+    prefix = f"{key}[{index}]: "
     try:
         yield
     except TimeoutError as error:

@@ -36,6 +36,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     naming_shortage,
 )
+from kvoffload_async.facade.plugged import OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 from kvoffload_async.facade.tier_group import BreakerLog
@@ -57,7 +58,7 @@ from kvoffload_async.integrations.vllm.surroundings import surroundings_of
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey, make_offload_key
+from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, make_offload_key
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class VllmTier(tiering.SecondaryTierManager):
             own["enable_kv_events"] = False
         options |= own
         self._drain_timeout_s = io_timeout_s + _DRAIN_GRACE_S
-        self._overdue: dict[JobId, JobResult] = {}
+        self._overdue = OverdueJobs()
         self._finished: list[tiering.JobResult] = []
         self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
         with naming_shortage("the event loop of the tier cannot be started"):
@@ -386,15 +387,14 @@ class VllmTier(tiering.SecondaryTierManager):
         """Collect ended jobs; hold back an overdue job until its copy has ended."""
         self._tier.poll_tier()
         now_s = time.monotonic()
-        for job, result in self._state.jobs.take_ended():
-            self._state.health.job_ended(job, result, now_s)
-            if result.orphaned:
-                self._overdue[result.job_id] = result
-                self._counted[OVERDUE_JOBS, (self.tier_type,)] += 1
-            else:
+        jobs = self._state.jobs
+        for job, result, is_at_rest in self._overdue.take(jobs.take_ended(), jobs.take_released()):
+            if not (is_at_rest and result.orphaned):  # else it counted when it became overdue
+                self._state.health.job_ended(job, result, now_s)
+            if is_at_rest:
                 self._report(job.keys, result)
-        for record in self._state.jobs.take_released():
-            self._report(record.job.keys, self._overdue.pop(record.job.job_id))
+            else:
+                self._counted[OVERDUE_JOBS, (self.tier_type,)] += 1
 
     def _report(self, keys: tuple[OffloadKey, ...], result: JobResult) -> None:
         self._finished.append(convert.job_result(result, keys))

@@ -1,0 +1,688 @@
+"""Tiers for a host that calls from threads of its own, such as LMCache or SGLang.
+
+`PluggedTiers` drives `SecondaryTierManager`s without a planner. Any thread may call; one lock
+guards the managers, and is held for decisions only, never for I/O. The event loop's thread takes in
+what the tiers report and completes the futures that the calls returned, so callbacks of the futures
+wake the host without another change of threads.
+
+A copy cannot be cancelled. A transfer over its deadline has *ended*, as failed, while its copy may
+still access its rows; it is *at rest* when no byte moves any more. A host whose own memory is the
+primary must wait for rest before it reuses the memory. A host that copies from and to rows of this
+package can act at the end, and keeps only the rows until rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeVar
+
+from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.config import OffloadConfig
+from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.errors import (
+    BlockMissingError,
+    ConfigError,
+    TierBusyError,
+    TierClosedError,
+    TierUnavailableError,
+    naming_shortage,
+)
+from kvoffload_async.facade.external import closed, is_external
+from kvoffload_async.facade.places import check_places
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.owned import guard_forks
+from kvoffload_async.statistics import TierStatistics
+from kvoffload_async.types import (
+    BlockIds,
+    JobId,
+    JobMetadata,
+    JobResult,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OnEvents = Callable[[SecondaryTierManager, Sequence[OffloadingEvent]], object]
+"""Takes a tier and its events."""
+
+MOST_LOOKUPS: Final = 1024
+"""Maximum number of lookups that wait for probes; further ones find nothing beyond the index."""
+
+_inbox_of = attrgetter("manager.link.inbox")
+
+
+class JobEnd(NamedTuple):
+    """A job that has a result.
+
+    Attributes:
+        job: The job.
+        result: Its result.
+        is_at_rest: Whether its copy has ended. An overdue job is reported twice: at its deadline,
+            and when its copy has ended.
+    """
+
+    job: JobMetadata
+    result: JobResult
+    is_at_rest: bool
+
+    @property
+    def is_late_rest(self) -> bool:
+        """Whether this is the second report of an overdue job."""
+        return self.is_at_rest and self.result.orphaned
+
+
+class OverdueJobs:
+    """Matches results of overdue jobs with the ends of their copies.
+
+    Not thread-safe; call only from the owner's thread.
+    """
+
+    def __init__(self) -> None:
+        """Start without overdue jobs."""
+        self._results: dict[JobId, JobResult] = {}
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __iter__(self) -> Iterator[JobId]:
+        """Iterate over the jobs whose copies still run."""
+        return iter(self._results)
+
+    def take(
+        self, ended: Iterable[tuple[JobMetadata, JobResult]], released: Iterable[JobRecord]
+    ) -> Iterator[JobEnd]:
+        """Yield the reports of a ledger's `take_ended`, then of its `take_released`."""
+        for job, result in ended:
+            if result.orphaned:
+                self._results[result.job_id] = result
+            yield JobEnd(job, result, is_at_rest=not result.orphaned)
+        for record in released:
+            yield JobEnd(record.job, self._results.pop(record.job.job_id), is_at_rest=True)
+
+
+class Ended(NamedTuple):
+    """How a transfer ended.
+
+    Attributes:
+        keys: The keys that were transferred: loaded, or stored in at least one tier.
+        error: The first error of a key that was not transferred; None if there is none.
+    """
+
+    keys: frozenset[OffloadKey]
+    error: Exception | None = None
+
+
+class Transfer:
+    """A store or load that was submitted to the tiers.
+
+    Attributes:
+        keys: Its keys.
+        block_ids: Its rows of the primary, parallel to `keys`.
+        ended: Completed at its end, at the latest at the jobs' deadline, with an `Ended`.
+        at_rest: Completed with None when its rows may be reused; not before `ended`.
+    """
+
+    __slots__ = (
+        *("_errors", "_has_ended", "_jobs", "_landed", "_moving"),
+        *("at_rest", "block_ids", "ended", "keys"),
+    )
+
+    def __init__(self, keys: tuple[OffloadKey, ...], block_ids: BlockIds) -> None:
+        self.keys = keys
+        self.block_ids = block_ids
+        self.ended: Future[Ended] = Future()
+        self.at_rest: Future[None] = Future()
+        self._jobs = self._moving = 0
+        """Jobs without a result; jobs whose copies may run."""
+        self._has_ended = False
+        self._landed: set[OffloadKey] = set()
+        self._errors: list[Exception] = []
+
+    def add_job(self) -> None:
+        """Record a submitted job."""
+        self._jobs += 1
+        self._moving += 1
+
+    def take(self, end: JobEnd) -> None:
+        """Record the result of a job, or that its copy has ended."""
+        if not end.is_late_rest:
+            self._jobs -= 1
+            landed = end.job.keys if end.result.success else end.result.successful_keys or ()
+            self._landed.update(landed)
+            if end.result.error is not None:
+                self._errors.append(end.result.error)
+        self._moving -= end.is_at_rest
+
+    def refuse(self, error: Exception) -> None:
+        """Record that a tier was not used."""
+        self._errors.append(error)
+
+    def missing(self) -> list[int]:
+        """Return the positions of the keys that were not transferred so far."""
+        return [index for index, key in enumerate(self.keys) if key not in self._landed]
+
+    def completions(self) -> Iterator[Callable[[], object]]:
+        """Yield the calls that complete the futures now, each once."""
+        if not self._jobs and not self._has_ended:
+            self._has_ended = True
+            is_whole = len(self._landed) == len(self.keys)
+            error = None if is_whole or not self._errors else self._errors[0]
+            ended = Ended(frozenset(self._landed), error)
+            yield partial(self.ended.set_result, ended)
+        if not self._moving:
+            yield partial(self.at_rest.set_result, None)
+
+
+class _Lookup:
+    """A lookup that waits for probes."""
+
+    __slots__ = ("context", "deadline_s", "found", "future", "keys", "port", "stops_at_miss")
+
+    def __init__(
+        self, keys: Sequence[OffloadKey], deadline_s: float, *, stops_at_miss: bool
+    ) -> None:
+        self.context = ReqContext("lookup")
+        self.keys = keys
+        self.found: set[OffloadKey] = set()
+        self.port = 0
+        """Number of the tier that is asked."""
+        self.deadline_s = deadline_s
+        self.stops_at_miss = stops_at_miss
+        self.future: Future[list[bool]] = Future()
+
+
+class _Pins:
+    """Keys that one call has pinned.
+
+    Attributes:
+        keys: Those that are still pinned.
+        deadline_s: When their pins expire.
+    """
+
+    __slots__ = ("deadline_s", "keys")
+
+    def __init__(self, keys: Iterable[OffloadKey], deadline_s: float) -> None:
+        self.keys = set(keys)
+        self.deadline_s = deadline_s
+
+
+class _Port:
+    """One tier.
+
+    Attributes:
+        manager: Drives the tier.
+        state: The tier's state.
+        overdue: Its jobs with a result whose copies still run.
+        transfers: Job -> its transfer, and the numbers of the tiers that a load asks next.
+    """
+
+    def __init__(self, manager: SecondaryTierManager) -> None:
+        if is_external(manager):
+            closed(manager)
+            raise ConfigError(
+                f"type: {type(manager).__name__} overrides methods of SecondaryTierManager, which "
+                "only a TieringOffloadingManager can drive; give an AsyncTier"
+            )
+        self.manager = manager
+        self.state = manager.tier_state
+        self.overdue = OverdueJobs()
+        self.transfers: dict[JobId, tuple[Transfer, int]] = {}
+
+    def ends(self, now_s: float) -> Iterator[JobEnd]:
+        """Take in the tier's reports, and yield the jobs that ended or came to rest."""
+        self.state.health.now_s = now_s
+        self.manager.poll_tier()
+        state = self.state
+        if not state.jobs.ended and not state.jobs.released:
+            return
+        ended = state.take_ended(now_s)
+        for job, result in ended:
+            if job.is_promotion and not result.orphaned:
+                state.promotion_slots -= len(job.keys)  # the planner's part
+        yield from self.overdue.take(ended, state.take_released())
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """What a manager needs of a spec."""
+
+    runtime: Bridge
+    config: OffloadConfig | None
+
+
+def check_tiers(tiers: Sequence[Mapping[str, Any]], config: OffloadConfig | None = None) -> None:
+    """Check configurations of tiers without creating anything.
+
+    Args:
+        tiers: See `PluggedTiers`.
+        config: See `PluggedTiers`.
+
+    Raises:
+        ConfigError: A configuration is unusable; the message begins with `tier[` and its position.
+        TierUnavailableError: A tier's filesystem cannot be reached.
+    """
+    places = []
+    for index, tier in enumerate(tiers):
+        with naming_tier(index, tier, "tier"):
+            found = SecondaryTierFactory.check_config(tier, config)
+        places += [(f"tier[{index}]: ", place) for place in found]
+    check_places(places)
+
+
+class PluggedTiers:
+    """Secondary tiers under a host, in the order in which they are looked up and loaded from.
+
+    Stores go to every tier. A load asks the first tier that may have a key, then the next one. A
+    tier whose breaker is open, or that is closed, has no blocks and takes none.
+
+    Thread-safe. The futures are completed on the event loop's thread, so that their callbacks must
+    return at once, or, if nothing has to be awaited, on the calling thread.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Mapping[str, Any]],
+        rows: memoryview,
+        config: OffloadConfig | None = None,
+        on_events: OnEvents | None = None,
+    ) -> None:
+        """Open the tiers; blocks, at most for the tiers' `open_timeout_s`.
+
+        Args:
+            tiers: Configuration of each tier, as for `SecondaryTierFactory`.
+            rows: The primary, shape `[num_slots, slot_bytes]`, item size 1 byte. The memory must
+                stay valid until `close` has returned, and as long as it reports unfinished jobs.
+            config: Gives the tiers their model, fingerprint and geometry.
+            on_events: Called with the events of tiers with `enable_kv_events`, in order; with those
+                of a transfer before it ends. Thread: the loop's, perhaps before this constructor
+                returns.
+
+        Raises:
+            ConfigError: A tier's configuration is unusable; nothing is left running.
+            TierUnavailableError: A tier's storage cannot be reached.
+            TierTimeoutError: A tier did not open in time.
+        """
+        self._lock = threading.Lock()
+        self._job_ids = count()
+        self._context = ReqContext("host")
+        self._lookups: list[_Lookup] = []
+        self._pins: deque[_Pins] = deque()
+        """By deadline."""
+        self._pins_of: dict[OffloadKey, deque[_Pins]] = {}
+        self._on_events = on_events
+        self._is_open = self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = math.inf
+        self._report: CloseReport | None = None
+        with naming_shortage("the event loop of the tiers cannot be started"):
+            self._host = RuntimeHost(self._progressed)
+        self._runner = self._host.bridge.runner
+        self._ports: list[_Port] = []
+        try:
+            spec = _Spec(self._host.bridge, config)
+            for index, tier in enumerate(tiers):
+                with naming_tier(index, tier, "tier"):
+                    manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)
+                    self._ports.append(_Port(manager))
+            self._pinning = [port for port in self._ports if port.manager.tier.capabilities.pins]
+            self._is_open = True
+            self._runner.notify()
+        except BaseException:
+            for port in self._ports:
+                port.manager.shutdown()
+            self._host.close()
+            raise
+        guard_forks(self, _report=CloseReport())
+
+    # -- calls of the host ----------------------------------------------------------------------
+
+    def lookup(
+        self, keys: Sequence[OffloadKey], timeout_s: float, *, stops_at_miss: bool = False
+    ) -> Future[list[bool]]:
+        """Look up which keys can probably be loaded. Non-blocking.
+
+        Args:
+            keys: The keys, without duplicates; those of one prompt in prompt order.
+            timeout_s: Seconds after which a key without an answer counts as absent.
+            stops_at_miss: Whether only the leading run matters; keys after it may count as absent.
+
+        Returns:
+            For each key, whether it was found.
+        """
+        now_s = self._runner.now_s()
+        lookup = _Lookup(keys, now_s + timeout_s, stops_at_miss=stops_at_miss)
+        with self._lock:
+            is_done = self._is_closed or self._advance(lookup, now_s)
+            if not is_done and len(self._lookups) < MOST_LOOKUPS:
+                self._lookups.append(lookup)
+                self._wake()  # for its deadline
+            else:
+                self._forget(lookup)
+                is_done = True
+        if is_done:
+            self._answer(lookup)
+        return lookup.future
+
+    def store(self, keys: Sequence[OffloadKey], block_ids: BlockIds) -> Transfer:
+        """Store rows in every tier. Non-blocking.
+
+        Args:
+            keys: The keys, without duplicates.
+            block_ids: The rows, parallel to `keys`; unchanged until the transfer is at rest.
+        """
+        transfer = Transfer(tuple(keys), block_ids)
+        with self._lock:
+            now_s = self._runner.now_s()
+            for port in self._ports:
+                if self._is_closed or not port.state.takes_store(now_s):
+                    transfer.refuse(self._refusal(port, "stores"))
+                else:
+                    self._submit(port, transfer, range(len(keys)), now_s)
+            calls = self._hand_over(transfer)
+        _make(calls)
+        return transfer
+
+    def load(self, keys: Sequence[OffloadKey], block_ids: BlockIds) -> Transfer:
+        """Load blocks into rows. Non-blocking.
+
+        Args:
+            keys: The keys, without duplicates.
+            block_ids: The rows, parallel to `keys`; not accessed until the transfer is at rest.
+        """
+        transfer = Transfer(tuple(keys), block_ids)
+        with self._lock:
+            self._load_from(0, transfer, self._runner.now_s())
+            calls = self._hand_over(transfer)
+        _make(calls)
+        return transfer
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Record a use of blocks, the first block of a prompt first. Non-blocking."""
+        with self._lock:
+            if not self._is_closed:
+                for port in self._ports:
+                    port.manager.touch(keys, self._context)
+                self._host.bridge.flush()
+
+    def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
+        """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.
+
+        Args:
+            keys: The keys, without duplicates. Their pins are counted.
+            timeout_s: Seconds until the pins expire; the same for all calls.
+        """
+        with self._lock:
+            if self._pinning and not self._is_closed:
+                pins = _Pins(keys, self._runner.now_s() + timeout_s)
+                self._pins.append(pins)
+                for key in keys:
+                    self._pins_of.setdefault(key, deque()).append(pins)
+                self._call_tiers("pin", self._pinning, keys)
+                self._wake()  # for the deadline
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove one pin, the oldest, from each key that has one. Non-blocking; never fails."""
+        with self._lock:
+            self._unpin(keys)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> bool:
+        """Remove blocks that are not in use; their removal is announced. Non-blocking.
+
+        Returns:
+            Whether every tier can remove blocks.
+        """
+        with self._lock:
+            able = [port for port in self._ports if port.manager.tier.capabilities.discards]
+            if not self._is_closed:
+                self._call_tiers("discard", able, keys)
+            return len(able) == len(self._ports)
+
+    def stats(self) -> list[TierStatistics]:
+        """Return the statistics of each tier, also after closing."""
+        with self._lock:
+            return [port.manager.stats() for port in self._ports]
+
+    @property
+    def managers(self) -> list[SecondaryTierManager]:
+        """The tiers' managers; to be read only."""
+        return [port.manager for port in self._ports]
+
+    def close(self, timeout_s: float) -> CloseReport:
+        """Refuse new transfers, wait for running ones, fail the rest, close the tiers; idempotent.
+
+        Every transfer has ended afterwards; one whose copy still runs is not at rest.
+
+        Args:
+            timeout_s: Seconds for running transfers to end, for all tiers together.
+
+        Returns:
+            The unfinished jobs, whose rows must stay allocated, and the first error.
+        """
+        with self._lock:
+            if self._is_closed:
+                return self._report or CloseReport()
+            self._is_closed = True
+        deadline_s = time.monotonic() + timeout_s
+        reports = [
+            port.manager.shutdown(max(0.0, deadline_s - time.monotonic())) for port in self._ports
+        ]
+        calls = self._collect()
+        for lookup in self._lookups:
+            self._forget(lookup)
+            calls.append(partial(self._answer, lookup))
+        self._lookups.clear()
+        _make(calls)
+        self._host.close()
+        errors = (report.error for report in reports if report.error is not None)
+        unfinished = tuple(job for report in reports for job in report.unfinished_jobs)
+        self._report = CloseReport(unfinished, next(errors, None))
+        return self._report
+
+    # -- inside: the lock is held -----------------------------------------------------------------
+
+    def _unpin(self, keys: Iterable[OffloadKey]) -> None:
+        gone = []
+        for key in keys:
+            if pins := self._pins_of.get(key):
+                pins.popleft().keys.discard(key)
+                gone.append(key)
+                if not pins:
+                    del self._pins_of[key]
+        while self._pins and not self._pins[0].keys:
+            self._pins.popleft()
+        if gone and not self._is_closed:
+            self._call_tiers("unpin", self._pinning, gone)
+
+    def _call_tiers(self, hook: str, ports: Iterable[_Port], keys: Sequence[OffloadKey]) -> None:
+        """Call a hook of tiers on the loop, after what was handed over before."""
+        for port in ports:
+            self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
+
+    def _advance(self, lookup: _Lookup, now_s: float) -> bool:
+        """Ask the tiers in order; False if a tier's probe is awaited."""
+        while lookup.port < len(self._ports):
+            port = self._ports[lookup.port]
+            asked = [key for key in lookup.keys if key not in lookup.found]
+            if not asked:
+                break
+            port.state.health.now_s = now_s
+            counters = port.state.counters
+            if (reason := port.state.skips_load(lookup.context, now_s)) is not None:
+                counters.skipped_lookups[reason] += len(asked)
+            else:
+                answers = self._ask(port, asked, lookup)
+                if LookupResult.RETRY in answers:
+                    return False
+                found = zip(asked, answers, strict=False)  # the answers may end at a miss
+                hits = [key for key, answer in found if answer is LookupResult.HIT]
+                lookup.found.update(hits)
+                counters.lookups += len(answers)
+                counters.hits += len(hits)
+                counters.misses += len(answers) - len(hits)
+            lookup.port += 1
+        self._forget(lookup)
+        return True
+
+    def _ask(
+        self, port: _Port, keys: Sequence[OffloadKey], lookup: _Lookup
+    ) -> Sequence[LookupResult]:
+        """Look keys up in a tier's index, and start the probe that it wants."""
+        ask = partial(port.state.lookup_many, keys, lookup.context)
+        answers = ask(stop_at_miss=lookup.stops_at_miss)
+        if LookupResult.RETRY in answers:
+            port.manager.on_schedule_end()
+            answers = ask(stop_at_miss=lookup.stops_at_miss)  # the step's end may have decided
+        return answers
+
+    def _forget(self, lookup: _Lookup) -> None:
+        for port in self._ports:
+            port.state.finish_request(lookup.context)
+
+    def _load_from(self, first: int, transfer: Transfer, now_s: float) -> None:
+        """Submit a load of what is missing to the first tier, from `first` on, that may have it."""
+        for number in range(first, len(self._ports)):
+            port, missing = self._ports[number], transfer.missing()
+            if self._is_closed or port.state.skips_load(self._context, now_s) is not None:
+                transfer.refuse(self._refusal(port, "loads"))
+                continue
+            absent = set(port.state.lacks([transfer.keys[index] for index in missing]))
+            if absent:
+                transfer.refuse(BlockMissingError(f"{port.state.name} has no such block"))
+            if wanted := [index for index in missing if transfer.keys[index] not in absent]:
+                self._submit(port, transfer, wanted, now_s, following=number + 1)
+                return
+
+    def _refusal(self, port: _Port, direction: str) -> Exception:
+        if self._is_closed:
+            return TierClosedError(f"tier {port.state.name} is closed")
+        if port.state.is_available and direction == "stores" and port.state.health.stores.is_closed:
+            return TierBusyError(f"tier {port.state.name} is slow: back-pressure")
+        return TierUnavailableError(f"tier {port.state.name} is suspended: no {direction}")
+
+    def _submit(
+        self,
+        port: _Port,
+        transfer: Transfer,
+        indices: Sequence[int],
+        now_s: float,
+        following: int = 0,
+    ) -> None:
+        """Submit a job of a transfer; `following` is 0 for a store."""
+        is_whole = len(indices) == len(transfer.keys)
+        job = JobMetadata(
+            next(self._job_ids),
+            transfer.keys if is_whole else tuple(transfer.keys[index] for index in indices),
+            transfer.block_ids if is_whole else transfer.block_ids[list(indices)],
+            bool(following),
+            self._context,
+            now_s,
+        )
+        transfer.add_job()
+        port.transfers[job.job_id] = transfer, following
+        if following:
+            port.state.reserve_slots(len(job.keys))
+        port.state.take_on(job)
+        if port.state.jobs.ended:  # it was refused
+            self._wake()
+
+    def _hand_over(self, transfer: Transfer) -> list[Callable[[], object]]:
+        """Hand over submitted jobs; return the calls that complete a transfer without any."""
+        if not self._is_closed:
+            self._host.bridge.flush()
+        return list(transfer.completions())
+
+    def _collect(self) -> list[Callable[[], object]]:
+        """Take in the tiers' reports; return the calls to make without the lock."""
+        calls: list[Callable[[], object]] = []
+        now_s = self._runner.now_s()
+        for port in self._ports:
+            ends = list(port.ends(now_s))
+            if self._on_events is not None and (events := list(port.manager.take_events())):
+                calls.append(partial(self._on_events, port.manager, events))
+            for end in ends:
+                calls += self._take(port, end, now_s)
+        while self._pins and now_s >= self._pins[0].deadline_s:
+            self._unpin(tuple(self._pins[0].keys))
+        waiting, self._lookups = self._lookups, []
+        for lookup in waiting:
+            if self._advance(lookup, now_s) or now_s >= lookup.deadline_s:
+                self._forget(lookup)
+                calls.append(partial(self._answer, lookup))
+            else:
+                self._lookups.append(lookup)
+        return calls
+
+    def _take(self, port: _Port, end: JobEnd, now_s: float) -> list[Callable[[], object]]:
+        """Record the end of a job; continue a load with the next tier."""
+        job_id = end.job.job_id
+        transfer, following = port.transfers[job_id]
+        transfer.take(end)
+        if end.is_at_rest:
+            del port.transfers[job_id]
+            # Not after an overdue job: the transfer has ended.
+            if following and not end.is_late_rest and transfer.missing():
+                self._load_from(following, transfer, now_s)
+        return self._hand_over(transfer)
+
+    def _wake(self) -> None:
+        self._runner.notify()
+
+    # -- the loop's thread ------------------------------------------------------------------------
+
+    def _progressed(self) -> None:
+        """Take in reports, and call again at the next deadline."""
+        with self._lock:
+            if not self._is_open or self._is_closed:
+                return
+            calls = self._collect()
+            if any(map(_inbox_of, self._ports)):
+                self._wake()
+            deadlines = [lookup.deadline_s for lookup in self._lookups]
+            deadlines += [pins.deadline_s for pins in islice(self._pins, 1)]
+            if deadlines:
+                self._call_at(min(deadlines))
+        _make(calls)
+
+    def _call_at(self, deadline_s: float) -> None:
+        """Call `_progressed` at a time, unless it is called before."""
+        if deadline_s < self._timer_at_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            loop = asyncio.get_running_loop()
+            self._timer_at_s = deadline_s
+            self._timer = loop.call_later(deadline_s - self._runner.now_s(), self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer, self._timer_at_s = None, math.inf
+        self._progressed()
+
+    @staticmethod
+    def _answer(lookup: _Lookup) -> None:
+        lookup.future.set_result([key in lookup.found for key in lookup.keys])
+
+
+def _make(calls: Iterable[Callable[[], object]]) -> None:
+    """Complete futures, without the lock: their callbacks may call this object again."""
+    for call in calls:
+        try:
+            call()
+        except Exception:  # of the host's code; the other futures must be completed
+            logger.exception("the host failed to take in an event of its tiers")

@@ -1,0 +1,115 @@
+"""Tells LMCache which objects the tiers have, from the tiers' events, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final
+
+from kvoffload_async.errors import naming_shortage
+from kvoffload_async.integrations.lmcache.keys import Keys, StoreId
+from kvoffload_async.types import OffloadingEvent, OffloadKey
+
+_CLOSE_S: Final = 5.0
+_KEYS_AT_ONCE: Final = 4096
+
+Tell = Callable[[list[Any], list[int]], object]
+"""Takes keys and the sizes of their objects."""
+
+
+class UsageTeller:
+    """Tells which objects were stored and removed.
+
+    Objects of tiers that do not announce removals are told with a size of 0, because their sum
+    would only grow. Objects whose salt is not known yet are told when a request has named it.
+
+    Thread-safe.
+    """
+
+    def __init__(self, keys: Keys, adapter: Any) -> None:  # noqa: ANN401 - LMCache's base class
+        """Start the thread.
+
+        Args:
+            keys: Decodes keys.
+            adapter: Has the methods that tell LMCache, `_notify_keys_stored` and so on.
+
+        Raises:
+            TierUnavailableError: The thread cannot be started.
+        """
+        self._keys = keys
+        self._stored: Tell = adapter._notify_keys_stored  # noqa: SLF001 - what adapters call
+        self._deleted: Tell = adapter._notify_keys_deleted  # noqa: SLF001 - as above
+        self._accessed: Callable[[list[Any]], object] = adapter._notify_keys_accessed  # noqa: SLF001
+        self._num_salts = 0
+        self._untold: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
+        """Blocks with a salt that is not known -> how many tiers have them, if they are counted."""
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvoffload-usage", daemon=True)
+        with naming_shortage("the thread for LMCache's usage counts cannot be started"):
+            self._thread.start()
+
+    def take(
+        self, store_id: StoreId, events: Sequence[OffloadingEvent], *, is_counted: bool
+    ) -> None:
+        """Tell of events.
+
+        Args:
+            store_id: The store.
+            events: Events of a tier.
+            is_counted: Whether the tier announces removals.
+        """
+        for event in events:
+            self._calls.put(partial(self._take, store_id, event, is_counted=is_counted))
+
+    def accessed(self, objects: list[Any]) -> None:
+        """Tell that objects were loaded."""
+        self._calls.put(partial(self._accessed, objects))
+
+    def salts_changed(self) -> None:
+        """Tell of objects with a salt that has become known."""
+        if len(self._keys.salts) != self._num_salts:
+            self._num_salts = len(self._keys.salts)
+            self._calls.put(self._tell_untold)
+
+    def close(self) -> None:
+        """Tell what is left, and end the thread."""
+        self._calls.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _take(self, store_id: StoreId, event: OffloadingEvent, *, is_counted: bool) -> None:
+        untold = self._untold[store_id]
+        known = []
+        for key in event.keys:
+            obj = self._keys.decode(store_id.model, key)
+            if untold[key] and event.removed:
+                untold[key] -= 1
+            elif obj is not None:
+                known.append(obj)
+            elif is_counted and not event.removed:
+                untold[key] += 1
+            if not untold[key]:
+                del untold[key]
+        tell = self._deleted if event.removed else self._stored
+        self._tell(tell, known, store_id.object_bytes * is_counted)
+
+    def _tell_untold(self) -> None:
+        for store_id, untold in self._untold.items():
+            known = {key: self._keys.decode(store_id.model, key) for key in untold}
+            found = {key: obj for key, obj in known.items() if obj is not None}
+            objects = [obj for key, obj in found.items() for _ in range(untold[key])]
+            for key in found:
+                del untold[key]
+            self._tell(self._stored, objects, store_id.object_bytes)
+
+    @staticmethod
+    def _tell(tell: Tell, objects: Sequence[Any], size: int) -> None:
+        for first in range(0, len(objects), _KEYS_AT_ONCE):
+            some = list(objects[first : first + _KEYS_AT_ONCE])
+            tell(some, [size] * len(some))
