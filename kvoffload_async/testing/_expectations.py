@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, ParamSpec, Protocol
 
 import numpy as np
 
@@ -12,23 +12,20 @@ from kvoffload_async.errors import text_of
 from kvoffload_async.testing.harness import GUARD, Rows, content_of, key_of
 from kvoffload_async.types import OffloadKey
 
-if TYPE_CHECKING:
-    from kvoffload_async.testing.conformance import TierConformance, TierFactory
-
 _NUM_NAMES: Final = 64
 _NAMES: Final = {key_of(number): f"K[{number}]" for number in range(_NUM_NAMES)}
 
-_Test = Callable[["TierConformance", "TierFactory"], None]
+P = ParamSpec("P")
 
 
-def promise(text: str) -> Callable[[_Test], _Test]:
+def promise(text: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Add a sentence of the contract to every failure of a test, the tier's own errors included."""
 
-    def decorate(test: _Test) -> _Test:
+    def decorate(test: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(test)
-        def run(self: TierConformance, tier: TierFactory) -> None:
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
-                test(self, tier)
+                test(*args, **kwargs)
             except Exception as error:
                 error.add_note(f"The contract of AsyncTier promises: {text}")
                 raise

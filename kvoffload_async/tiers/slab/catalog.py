@@ -393,7 +393,6 @@ class Catalog:
             if place is not None and place not in self._pins
         }
         self._ranking.discard(list(gone))
-        self._num_dropped += len(gone)
         self._give_back(gone.values())
         return list(gone), list(gone.values())
 
