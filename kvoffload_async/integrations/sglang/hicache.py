@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    STORAGE_BATCH_SIZE,
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -54,6 +53,9 @@ _SGLANGS_OWN: Final = {
     "prefetch_timeout_per_ki_token",
 }
 """Keys that SGLang reads from the same mapping."""
+
+_MOST_PAGES: Final = 128
+"""Maximum number of pages per job: SGLang passes as many per call."""
 
 _CLOSE_S: Final = 30.0
 _HASH_DIGITS: Final = 64
@@ -158,7 +160,7 @@ class KVOffloadHiCache(HiCacheStorage):
             identified(tier, self._config, mem_pool_host, pages, dtype)
             for tier in self._options.tier
         ]
-        self._store = PageStore(pages, tiers, STORAGE_BATCH_SIZE, self._options.staging_bytes)
+        self._store = PageStore(pages, tiers, _MOST_PAGES, self._options.staging_bytes)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
         """Accept the pool that is registered already, and no other.
