@@ -112,6 +112,10 @@ class SharedBuffer(PrimaryBuffer):
         """Whether the file still has a name: some participants have not arrived yet."""
         return self._is_file_open and os.fstat(self._file).st_nlink > 0
 
+    def has_arrived(self, participant: int) -> bool:
+        """Return whether a participant has mapped this memory."""
+        return participant not in self._absent()
+
     def notes(self, timeout_s: float = 30.0) -> list[bytes]:
         """Return every participant's note, by number; waits until all have arrived.
 
