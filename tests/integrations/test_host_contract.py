@@ -140,9 +140,11 @@ class Base(ABC):
     def must(self, keys, *rest, flag=True): ...
 
     @classmethod
-    def make(cls, size: int = 3) -> "Base": ...
+    def make(cls, size: int = 3) -> "Base":
+        return cls()
 
-    def _private(self): ...
+    def _private(self):
+        return 1
 
 
 def test_a_class_is_described_by_its_parameters_without_types_and_values():
