@@ -46,6 +46,8 @@ class TierCapabilities:
         probes_prefixes: Probes call `longest_prefixes`, which may be far cheaper than `contains`.
         keys_before: With `probes_prefixes`: maximum number of preceding keys of each chain that are
             passed to `longest_prefixes`. 0: none.
+        pins: `pin` keeps blocks from being evicted.
+        discards: `discard` removes blocks.
         announces_removals: Every stored or announced block is eventually announced as evicted when
             it is removed, by whichever process. Consumers of events may then keep metadata of a
             block until its removal. Leave it False for an unbounded tier.
@@ -59,6 +61,8 @@ class TierCapabilities:
     announces_removals: bool = False
     probes_prefixes: bool = False
     keys_before: int = 0
+    pins: bool = False
+    discards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +313,21 @@ class AsyncTier(ABC):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
         """Record uses of these blocks, ordered head to tail. Must return at once."""
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
+        """Keep those of these distinct blocks that are present until `unpin`. Must return at once.
+
+        Pins are counted. Called only if `capabilities.pins`.
+        """
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
+        """Remove one pin from each of these distinct blocks that has one. Must return at once."""
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
+        """Remove blocks, except pinned ones and those of running jobs, and announce the removals.
+
+        Must return at once. Called only if `capabilities.discards`.
+        """
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -55,6 +56,9 @@ from kvoffload_async.types import (
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+OnEvents = Callable[[SecondaryTierManager, Sequence[OffloadingEvent]], object]
+"""Takes a tier and its events."""
 
 MOST_LOOKUPS: Final = 1024
 """Maximum number of lookups that wait for probes; further ones find nothing beyond the index."""
@@ -205,6 +209,21 @@ class _Lookup:
         self.future: Future[list[bool]] = Future()
 
 
+class _Pins:
+    """Keys that one call has pinned.
+
+    Attributes:
+        keys: Those that are still pinned.
+        deadline_s: When their pins expire.
+    """
+
+    __slots__ = ("deadline_s", "keys")
+
+    def __init__(self, keys: Iterable[OffloadKey], deadline_s: float) -> None:
+        self.keys = set(keys)
+        self.deadline_s = deadline_s
+
+
 class _Port:
     """One tier.
 
@@ -283,7 +302,7 @@ class PluggedTiers:
         tiers: Sequence[Mapping[str, Any]],
         rows: memoryview,
         config: OffloadConfig | None = None,
-        on_events: Callable[[Sequence[OffloadingEvent]], object] | None = None,
+        on_events: OnEvents | None = None,
     ) -> None:
         """Open the tiers; blocks, at most for the tiers' `open_timeout_s`.
 
@@ -293,7 +312,7 @@ class PluggedTiers:
                 stay valid until `close` has returned, and as long as it reports unfinished jobs.
             config: Gives the tiers their model, fingerprint and geometry.
             on_events: Called with the events of tiers with `enable_kv_events`, in order. Thread:
-                this object's.
+                this object's, perhaps before this constructor returns.
 
         Raises:
             ConfigError: A tier's configuration is unusable; nothing is left running.
@@ -304,6 +323,9 @@ class PluggedTiers:
         self._job_ids = count()
         self._context = ReqContext("host")
         self._lookups: list[_Lookup] = []
+        self._pins: deque[_Pins] = deque()
+        """By deadline."""
+        self._pins_of: dict[OffloadKey, deque[_Pins]] = {}
         self._on_events = on_events
         self._is_called = False
         self._is_closed = False
@@ -319,6 +341,7 @@ class PluggedTiers:
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)
                     self._ports.append(_Port(manager))
+            self._pinning = [port for port in self._ports if port.manager.tier.capabilities.pins]
             with naming_shortage("the thread of the tiers cannot be started"):
                 self._thread.start()
         except BaseException:
@@ -398,6 +421,39 @@ class PluggedTiers:
                     port.manager.touch(keys, self._context)
                 self._host.bridge.flush()
 
+    def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
+        """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.
+
+        Args:
+            keys: The keys, without duplicates. Their pins are counted.
+            timeout_s: Seconds until the pins expire; the same for all calls.
+        """
+        with self._lock:
+            if self._pinning and not self._is_closed:
+                pins = _Pins(keys, self._runner.now_s() + timeout_s)
+                self._pins.append(pins)
+                for key in keys:
+                    self._pins_of.setdefault(key, deque()).append(pins)
+                self._call_tiers("pin", self._pinning, keys)
+                self._wake()  # for the deadline
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove one pin, the oldest, from each key that has one. Non-blocking; never fails."""
+        with self._lock:
+            self._unpin(keys)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> bool:
+        """Remove blocks that are not in use; their removal is announced. Non-blocking.
+
+        Returns:
+            Whether every tier can remove blocks.
+        """
+        with self._lock:
+            able = [port for port in self._ports if port.manager.tier.capabilities.discards]
+            if not self._is_closed:
+                self._call_tiers("discard", able, keys)
+            return len(able) == len(self._ports)
+
     def stats(self) -> list[TierStatistics]:
         """Return the statistics of each tier, also after closing."""
         with self._lock:
@@ -442,6 +498,24 @@ class PluggedTiers:
         return self._report
 
     # -- inside: the lock is held -----------------------------------------------------------------
+
+    def _unpin(self, keys: Iterable[OffloadKey]) -> None:
+        gone = []
+        for key in keys:
+            if pins := self._pins_of.get(key):
+                pins.popleft().keys.discard(key)
+                gone.append(key)
+                if not pins:
+                    del self._pins_of[key]
+        while self._pins and not self._pins[0].keys:
+            self._pins.popleft()
+        if gone and not self._is_closed:
+            self._call_tiers("unpin", self._pinning, gone)
+
+    def _call_tiers(self, hook: str, ports: Iterable[_Port], keys: Sequence[OffloadKey]) -> None:
+        """Call a hook of tiers on the loop, after what was handed over before."""
+        for port in ports:
+            self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
 
     def _advance(self, lookup: _Lookup, now_s: float) -> bool:
         """Ask the tiers in order; False if a tier's probe is awaited."""
@@ -537,7 +611,9 @@ class PluggedTiers:
             for end in port.ends(now_s):
                 calls += self._take(port, end, now_s)
             if self._on_events is not None and (events := list(port.manager.take_events())):
-                calls.append(partial(self._on_events, events))
+                calls.append(partial(self._on_events, port.manager, events))
+        while self._pins and now_s >= self._pins[0].deadline_s:
+            self._unpin(tuple(self._pins[0].keys))
         waiting, self._lookups = self._lookups, []
         for lookup in waiting:
             if self._advance(lookup, now_s) or now_s >= lookup.deadline_s:
@@ -569,8 +645,11 @@ class PluggedTiers:
         """Take in reports until closed."""
         while True:
             now_s = self._runner.now_s()
-            deadlines = (lookup.deadline_s for lookup in tuple(self._lookups))
-            self._runner.wait_until(self._has_news, min(deadlines, default=now_s + _IDLE_S) - now_s)
+            with self._lock:
+                deadlines = [lookup.deadline_s for lookup in self._lookups]
+                deadlines += [pins.deadline_s for pins in islice(self._pins, 1)]
+            until_s = min(deadlines, default=now_s + _IDLE_S)
+            self._runner.wait_until(self._has_news, until_s - now_s)
             with self._lock:
                 if self._is_closed:
                     return

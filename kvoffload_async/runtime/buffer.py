@@ -144,7 +144,7 @@ class PrimaryBuffer:
             ConfigError: The memory cannot be allocated.
         """
         size_bytes = num_slots * stride_bytes
-        self._map = _map_anonymous(size_bytes, prefault=prefault) if mapping is None else mapping
+        self._map = map_anonymous(size_bytes, prefault=prefault) if mapping is None else mapping
         self.view = memoryview(self._map)[:size_bytes].cast("B", (num_slots, stride_bytes))
         self.stride_bytes = stride_bytes
         self._released = False
@@ -209,7 +209,7 @@ class PrimaryBuffer:
         )
 
 
-def _map_anonymous(size_bytes: int, *, prefault: bool) -> Pages:
+def map_anonymous(size_bytes: int, *, prefault: bool) -> Pages:
     """Map private memory, with huge pages if available.
 
     With small pages, copying or hashing whole rows is limited by TLB misses; shared anonymous

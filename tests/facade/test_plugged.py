@@ -1,6 +1,8 @@
 """`PluggedTiers`: tiers under a host's threads, one result for each call, rest before reuse."""
 
 import threading
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -207,6 +209,56 @@ def test_stores_are_refused_while_the_tier_is_slow(plug, rows, gates):
     assert any(isinstance(error, TierBusyError) for error in outcomes)
 
 
+class Seen:
+    """What a tier is asked to pin, unpin and discard."""
+
+    def __init__(self, plugged, monkeypatch):
+        self.calls, self.changed = [], threading.Condition()
+        (manager,) = plugged.managers
+        for name in ("pin", "unpin", "discard"):
+            monkeypatch.setattr(manager.tier, name, partial(self._note, name))
+
+    def _note(self, name, keys):
+        with self.changed:
+            self.calls.append((name, *keys))
+            self.changed.notify_all()
+
+    def wait_for(self, *calls):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.calls == [*calls], DEADLINE_S), self.calls
+
+
+def test_pins_are_counted_and_expire(plug, rows, monkeypatch):
+    capable = replace(gated_tiers.GatedTier.capabilities, pins=True, discards=True)
+    monkeypatch.setattr(gated_tiers.GatedTier, "capabilities", capable)
+    plugged = plug(GATED)
+    seen = Seen(plugged, monkeypatch)
+    one, two, three = ks(1, 2, 3)
+    plugged.pin([one, two], 60.0)
+    plugged.pin([two], 60.0)
+    plugged.unpin([one, two, three, one])
+    seen.wait_for(("pin", one, two), ("pin", two), ("unpin", one, two))
+    assert plugged.discard([one])
+    plugged.unpin([two])
+    plugged.pin([one, three], 0.01)
+    with seen.changed:
+        assert seen.changed.wait_for(lambda: len(seen.calls) == 7, DEADLINE_S)
+    assert seen.calls[3:6] == [("discard", one), ("unpin", two), ("pin", one, three)]
+    assert (seen.calls[6][0], {*seen.calls[6][1:]}) == ("unpin", {one, three})
+    assert not plugged._pins_of
+    assert not plugged._pins
+
+
+def test_a_tier_without_pins_is_not_asked(plug, monkeypatch):
+    plugged = plug(GATED)
+    seen = Seen(plugged, monkeypatch)
+    plugged.pin(ks(1), 60.0)
+    plugged.unpin(ks(1))
+    assert not plugged.discard(ks(1))
+    plugged.close(5.0)
+    assert seen.calls == []
+
+
 def test_closing_ends_every_call_and_says_what_still_runs(plug, rows, gates):
     plugged = plug({**GATED, "io_timeout_s": 50.0}, {**PROBED, "probe_timeout_s": 50.0})
     stored(plugged, rows, 1)
@@ -233,7 +285,8 @@ def test_closing_ends_every_call_and_says_what_still_runs(plug, rows, gates):
 def test_events_are_passed_on_and_an_error_there_holds_up_nothing(plug, rows, caplog):
     seen = []
 
-    def take(events):
+    def take(manager, events):
+        assert manager.tier_type == "example"
         seen.extend((event.removed, *event.keys) for event in events)
         raise ValueError("the host's own")
 

@@ -286,3 +286,47 @@ def test_jobs_that_grow_are_moved_past_the_page_cache_in_memory_that_is_long_eno
             assert harness.store(keys) == {}
             assert harness.load(keys) == {}
             assert all(harness.holds(key, slot) for slot, key in enumerate(keys))
+
+
+# -- pins and removals ----------------------------------------------------------------------------
+
+
+def test_a_pinned_block_is_not_evicted_until_its_last_pin_is_gone(slab_store):
+    with slab_store.open(capacity_bytes=FIXED + 16 * BLOCK) as harness:
+        tier = harness.tier
+        harness.store(K[:2])
+        tier.pin([K[0], K[50]])  # one of them is not stored
+        tier.pin([K[0]])
+        for number in range(2, 40):
+            harness.store([K[number]])
+        assert harness.contains(K[:2]) == {K[0]}
+        tier.unpin([K[0]])
+        for number in range(2, 40):
+            harness.store([K[number]])
+        assert harness.contains(K[:1]) == {K[0]}
+        tier.unpin([K[0], K[50]])
+        tier.unpin([K[0]])  # one too many
+        for number in range(2, 40):
+            harness.store([K[number]])
+        assert harness.contains(K[:1]) == set()
+        assert not tier._pinned
+        sound(tier)
+
+
+def test_a_discarded_block_is_gone_also_after_a_restart_unless_it_was_pinned(slab_store):
+    with slab_store.open() as harness:
+        tier = harness.tier
+        harness.store(K[:4])
+        tier.pin([K[1]])
+        tier.discard([K[0], K[0], K[1], K[9]])
+        assert harness.contains(K[:4]) == set(K[1:4])
+        assert [e.keys for e in harness.events if isinstance(e, BlocksEvicted)] == [(K[0],)]
+        tier.unpin([K[1]])
+        sound(tier)
+        assert harness.store(K[4:6]) == {}
+    with slab_store.open() as harness:
+        assert harness.contains(K[:6]) == set(K[1:6])
+        sound(harness.tier)
+    tier.pin([K[1]])  # closed: no effect
+    tier.unpin([K[1]])
+    tier.discard([K[1]])

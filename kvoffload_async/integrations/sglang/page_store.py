@@ -1,4 +1,10 @@
-"""The pages of one host pool in tiers, for calls that block with a deadline."""
+"""The pages of one host pool in tiers, for calls that block with a deadline.
+
+Stores and loads have rows of their own. A call gathers its pages into rows, or scatters them from
+rows, and the tiers' jobs access the rows only. So a call returns at the jobs' deadline although a
+copy of a hung tier still runs, and SGLang may reuse the pages; the rows stay taken until that copy
+has ended.
+"""
 
 from __future__ import annotations
 
@@ -7,190 +13,206 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 
 from kvoffload_async.abc.tier import CloseReport, Direction
-from kvoffload_async.errors import StateError, TierUnavailableError
+from kvoffload_async.errors import ClosedError, StateError, TierUnavailableError
+from kvoffload_async.facade.host_rows import HostRows, RowCopies
 from kvoffload_async.facade.plugged import Ended, PluggedTiers
 from kvoffload_async.facade.tier_options import TierOptions
-from kvoffload_async.integrations.sglang.pages import Bytes, PageCopier, PoolPages
-from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
+from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
+from kvoffload_async.runtime.buffer import row_stride_bytes
 from kvoffload_async.types import OffloadKey, as_block_ids
 
 T = TypeVar("T")
+CopyRows = Callable[[Sequence[int], Sequence[int]], None]
+"""Copies between the pages at some positions of a call, and rows."""
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S: Final = 5.0
 """Seconds after a deadline of the tiers until a call gives up waiting for its report."""
 
-CopyRows = Callable[[Sequence[int], Sequence[int]], None]
-"""Copies between the pages at some positions of a call, and rows."""
-
 
 class _Staging:
-    """Rows of one direction. Thread-safe.
+    """The rows of one direction, and their copies. Thread-safe."""
 
-    Attributes:
-        copier: Copies between pages and rows.
-    """
+    def __init__(self, rows: HostRows, count: int, direction: Direction) -> None:
+        """Start the threads that copy; raises TierUnavailableError if that is impossible."""
+        self._copies = RowCopies(rows)
+        is_store = direction is Direction.STORE
+        self._copy = self._copies.gather if is_store else self._copies.scatter
+        self._lock = Lock()
+        self._is_closed = False
+        self._free: list[int] = rows.take(count, 0).tolist()
+        self._is_given = Condition()
 
-    def __init__(self, copier: PageCopier, rows: Sequence[int]) -> None:
-        self.copier = copier
-        self._free = list(rows)
-        self._changed = Condition()
+    def copy(self, rows: Sequence[int], addresses: Numbers, sizes: Numbers) -> None:
+        """Copy pages between rows and memory; blocks until no byte moves any more.
+
+        Native threads copy without the interpreter's lock. There is no timeout: copies in memory
+        always end.
+
+        Raises:
+            ClosedError: The store was closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the storage backend was closed")
+            self._copy(as_block_ids(rows), addresses, sizes)
 
     def take(self, most: int, timeout_s: float) -> list[int]:
         """Take up to `most` free rows; none if there is none before the timeout."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free, timeout_s)
+        with self._is_given:
+            self._is_given.wait_for(lambda: self._free, timeout_s)
             taken, self._free = self._free[:most], self._free[most:]
             return taken
 
-    def give(self, rows: Sequence[int]) -> None:
+    def give(self, rows: Sequence[int], _at_rest: Future[None] | None = None) -> None:
         """Return rows that no copy accesses."""
-        with self._changed:
+        with self._is_given:
             self._free.extend(rows)
-            self._changed.notify_all()
+            self._is_given.notify_all()
 
-    def give_at_rest(self, rows: Sequence[int], _at_rest: Future[None]) -> None:
-        """Return the rows of a transfer that is at rest."""
-        self.give(rows)
+    def close(self) -> None:
+        """Wait for a running copy, and end the threads; idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._copies.close()
 
 
 class PageStore:
     """Stores and loads pages of one pool. Thread-safe.
 
-    A page that cannot be stored or loaded is reported as such; no method raises for it.
+    A page that cannot be stored or loaded is reported as such; no method raises because of a tier.
+
+    Attributes:
+        tiers: The tiers.
     """
 
     def __init__(
         self, pages: PoolPages, tiers: Sequence[Mapping[str, Any]], most_pages: int, max_bytes: int
     ) -> None:
-        """Map the rows and open the tiers; blocks.
+        """Map the rows and open the tiers; blocks until they are open.
 
         Args:
             pages: The pool's pages.
             tiers: Configuration of each tier.
             most_pages: Maximum number of pages per job.
-            max_bytes: Maximum memory of the rows of each direction, if two pages fit into it.
+            max_bytes: Maximum memory of the rows of each direction, if one page fits into it.
 
         Raises:
-            ConfigError: A tier's configuration is unusable, or memory is missing. As for the other
+            ConfigError: A tier's configuration is unusable, or there is no memory. As for the other
                 errors, nothing is left running.
             TierUnavailableError: A tier's storage cannot be reached.
             TierTimeoutError: A tier did not open in time.
         """
-        self.page_bytes = pages.page_bytes
-        row_bytes = row_stride_bytes(pages.page_bytes)
-        count = max(2, min(most_pages, max_bytes // row_bytes))
-        with ExitStack() as undo:
-            self._buffer = PrimaryBuffer(2 * count, row_bytes)
-            undo.callback(self._buffer.release)
-            rows = self._buffer.view
-            self._staging = {}
-            for direction, first in ((Direction.STORE, 0), (Direction.LOAD, count)):
-                copier = PageCopier(pages, rows, direction)
-                undo.callback(copier.close)
-                self._staging[direction] = _Staging(copier, range(first, first + count))
-            self._tiers = PluggedTiers(tiers, rows)
-            undo.pop_all()
         self._pages = pages
-        self._rows = np.asarray(rows)
+        row_bytes = row_stride_bytes(pages.page_bytes)
+        count = max(1, min(most_pages, max_bytes // row_bytes))
+        with ExitStack() as undo:
+            self._rows = HostRows(row_bytes, 2 * count)
+            undo.callback(self._rows.close)
+            self._staging = {}
+            for direction in (Direction.STORE, Direction.LOAD):
+                staging = self._staging[direction] = _Staging(self._rows, count, direction)
+                undo.callback(staging.close)
+            self.tiers = PluggedTiers(tiers, self._rows.view)
+            undo.pop_all()
         self._probe_timeout_s = sum(TierOptions.take(tier).probe_timeout_s for tier in tiers)
-        self._job_timeout_s = sum(tier.io_timeout_s for tier in self._tiers.managers)
-
-    @property
-    def tiers(self) -> PluggedTiers:
-        """The tiers."""
-        return self._tiers
-
-    # -- pages of the pool ------------------------------------------------------------------------
+        self._job_timeout_s = sum(manager.io_timeout_s for manager in self.tiers.managers)
 
     def leading_run(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of the first keys are stored; waits for the probes' deadline at most."""
         wanted = list(dict.fromkeys(keys))
-        found = _awaited(
-            self._tiers.lookup(wanted, self._probe_timeout_s, stops_at_miss=True),
-            self._probe_timeout_s,
-        )
-        present = {key for key, is_found in zip(wanted, found or (), strict=False) if is_found}
+        lookup = self.tiers.lookup(wanted, self._probe_timeout_s, stops_at_miss=True)
+        answers = _awaited(lookup, self._probe_timeout_s) or ()
+        present = {key for key, is_found in zip(wanted, answers, strict=False) if is_found}
         return next((index for index, key in enumerate(keys) if key not in present), len(keys))
 
     def store_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
-        """Store pages; return for each whether it is stored.
+        """Store pages of the pool; return for each whether it is stored.
 
         Args:
             keys: The keys.
-            host_indices: Indices of the pages' tokens in the pool.
+            host_indices: Indices of the pages' tokens.
+
+        Raises:
+            StateError: The indices do not name a page for each key.
         """
-        return self._move(Direction.STORE, keys, self._page_copy(Direction.STORE, host_indices))
+        return self._move(Direction.STORE, keys, self._pool_copy(Direction.STORE, host_indices))
 
     def load_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages; return for each whether it was loaded. Others are unchanged."""
-        return self._move(Direction.LOAD, keys, self._page_copy(Direction.LOAD, host_indices))
+        """Load pages into the pool; return for each whether it was loaded; others are unchanged.
 
-    # -- pages in tensors -------------------------------------------------------------------------
+        Arguments and errors are those of `store_pages`.
+        """
+        return self._move(Direction.LOAD, keys, self._pool_copy(Direction.LOAD, host_indices))
 
     def store_tensors(
         self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
     ) -> list[bool]:
-        """Store pages that are given as tensors; return for each whether it is stored."""
-        sources = [self._bytes_of(page.contiguous()) for page in pages]
+        """Store tensors, one a page; return for each whether it is stored.
 
-        def copy(positions: Sequence[int], rows: Sequence[int]) -> None:
-            for position, row in zip(positions, rows, strict=True):
-                self._rows[row, : self.page_bytes] = sources[position]
-
-        return self._move(Direction.STORE, keys, copy)
+        Raises:
+            StateError: A tensor has not the size of a page.
+        """
+        sources = [page.contiguous() for page in pages]
+        return self._move(Direction.STORE, keys, self._tensor_copy(Direction.STORE, sources))
 
     def load_tensors(self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]) -> list[bool]:
-        """Load pages into tensors; return for each whether it was loaded. Others are unchanged."""
-        targets = [self._bytes_of(page) for page in pages]
+        """Load pages into tensors; return for each whether it was loaded; others are unchanged.
 
-        def copy(positions: Sequence[int], rows: Sequence[int]) -> None:
-            for position, row in zip(positions, rows, strict=True):
-                targets[position][:] = self._rows[row, : self.page_bytes]
-
-        return self._move(Direction.LOAD, keys, copy)
+        Raises:
+            StateError: A tensor has not the size of a page, or is not contiguous.
+        """
+        return self._move(Direction.LOAD, keys, self._tensor_copy(Direction.LOAD, pages))
 
     def close(self, timeout_s: float) -> CloseReport:
-        """Refuse further calls, close the tiers and release the memory; idempotent.
-
-        The rows stay mapped while a copy of a hung tier accesses them.
+        """Fail further calls, close the tiers and release the memory; idempotent.
 
         Args:
             timeout_s: Seconds for running jobs to end.
 
         Returns:
-            The jobs that still run, and the first error.
+            The jobs whose copies still run, for which the rows stay mapped, and the first error.
         """
-        report = self._tiers.close(timeout_s)
+        report = self.tiers.close(timeout_s)
         for staging in self._staging.values():
-            staging.copier.close()
-        self._rows = np.empty((0, 0), np.uint8)  # a view would keep the memory mapped
-        if not report.unfinished_jobs:
-            self._buffer.release()
+            staging.close()
+        self._rows.close(is_idle=not report.unfinished_jobs)
         return report
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _page_copy(self, direction: Direction, host_indices: torch.Tensor) -> CopyRows:
-        pieces = self._pages.pieces(host_indices)
-        copier = self._staging[direction].copier
-        return lambda positions, rows: copier.copy(pieces.select(positions), rows)
+    def _pool_copy(self, direction: Direction, host_indices: torch.Tensor) -> CopyRows:
+        addresses = self._pages.addresses(host_indices)
+        return self._address_copy(direction, addresses, self._pages.piece_bytes)
 
-    def _bytes_of(self, page: torch.Tensor) -> Bytes:
-        if page.nbytes != self.page_bytes or not page.is_contiguous():
-            raise StateError(
-                f"a tensor of {page.nbytes} bytes is not a contiguous page of {self.page_bytes}"
-            )
-        found: Bytes = page.reshape(-1).view(torch.uint8).numpy()
-        return found
+    def _tensor_copy(self, direction: Direction, pages: Sequence[torch.Tensor]) -> CopyRows:
+        page_bytes = self._pages.page_bytes
+        for page in pages:
+            if page.nbytes != page_bytes or not page.is_contiguous() or page.device.type != "cpu":
+                raise StateError(
+                    f"a tensor of {page.nbytes} bytes on {page.device} is not a contiguous page of "
+                    f"{page_bytes} bytes in host memory"
+                )
+        addresses = np.array([[page.data_ptr()] for page in pages], np.int64)
+        return self._address_copy(direction, addresses, np.array([page_bytes], np.int64))
+
+    def _address_copy(self, direction: Direction, addresses: Numbers, sizes: Numbers) -> CopyRows:
+        staging = self._staging[direction]
+
+        def copy(positions: Sequence[int], rows: Sequence[int]) -> None:
+            part = addresses[positions]
+            staging.copy(rows, part, np.broadcast_to(sizes, part.shape))
+
+        return copy
 
     def _move(self, direction: Direction, keys: Sequence[OffloadKey], copy: CopyRows) -> list[bool]:
         """Run jobs of as many pages as rows are free, until a tier fails as a whole."""
@@ -206,7 +228,7 @@ class PageStore:
             try:
                 if is_store:
                     copy([positions[key][0] for key in part], rows)
-                submit = self._tiers.store if is_store else self._tiers.load
+                submit = self.tiers.store if is_store else self.tiers.load
                 transfer = submit(part, as_block_ids(rows))
                 ended = _awaited(transfer.ended, self._job_timeout_s) or Ended(frozenset())
                 if not is_store:
@@ -215,7 +237,7 @@ class PageStore:
                 if transfer is None:
                     staging.give(rows)
                 else:
-                    transfer.at_rest.add_done_callback(partial(staging.give_at_rest, rows))
+                    transfer.at_rest.add_done_callback(partial(staging.give, rows))
             landed |= ended.keys
             if isinstance(ended.error, TierUnavailableError):
                 break

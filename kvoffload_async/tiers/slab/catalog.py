@@ -404,6 +404,20 @@ class Catalog:
         for slot, place in zip(self._ranking.admit(keys), places, strict=True):
             place_of[slot] = place
 
+    def remove_unpinned(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[list[OffloadKey], list[SlotAddress]]:
+        """Forget blocks without pins, given by distinct keys; return those keys and places."""
+        gone = {
+            key: place
+            for key, place in zip(keys, self.find(keys), strict=True)
+            if place is not None and place not in self._pins
+        }
+        self._ranking.discard(list(gone))
+        self._num_dropped += len(gone)
+        self._give_back(gone.values())
+        return list(gone), list(gone.values())
+
     def drop(self, key: OffloadKey, place: SlotAddress) -> None:
         """Forget a pinned block, if it still is at this place."""
         if self.find([key]) == [place]:

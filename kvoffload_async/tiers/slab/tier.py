@@ -73,6 +73,8 @@ class SlabTier(AsyncTier):
             persistent=True,
             locality=settings.locality,
             announces_removals=True,
+            pins=True,
+            discards=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
@@ -81,6 +83,8 @@ class SlabTier(AsyncTier):
         self._env: TierEnvironment | None = None
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
+        self._pinned: dict[OffloadKey, list[SlotAddress]] = {}
+        """Pinned key -> a place for each pin."""
 
     def opening_s(self, block_bytes: int) -> float:
         """Return an upper bound of the time to read a full journal, in seconds."""
@@ -187,6 +191,36 @@ class SlabTier(AsyncTier):
         """Record a use of blocks, ordered head to tail."""
         if self._store is not None:
             self._store.catalog.used(keys)
+
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        """Keep blocks from being evicted."""
+        if self._store is None:
+            return
+        found = zip(keys, self._store.catalog.find(keys), strict=True)
+        present = {key: place for key, place in found if place is not None}
+        self._store.catalog.pin(present.values())
+        for key, place in present.items():
+            self._pinned.setdefault(key, []).append(place)
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove one pin from each block."""
+        places = []
+        for key in keys:
+            if pins := self._pinned.get(key):
+                places.append(pins.pop())
+                if not pins:
+                    del self._pinned[key]
+        if self._store is not None:
+            self._store.catalog.unpin(places)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove blocks; on disk, they are removed with the next append to the journal."""
+        if self._store is None or self._env is None:
+            return
+        gone, places = self._store.catalog.remove_unpinned(list(dict.fromkeys(keys)))
+        if gone:
+            self._store.data_path.journal.note_removed(places)
+            self._env.blocks_evicted(gone)
 
     async def close(self) -> None:
         """Flush the journal, close all files, release the lock; idempotent."""

@@ -1,0 +1,443 @@
+"""This package's tiers as an L2 adapter of LMCache's multi-process mode.
+
+    {"type": "plugin", "module_path": "kvoffload_async.integrations.lmcache",
+     "class_name": "KVOffloadL2Adapter",
+     "adapter_params": {"tier": {"type": "slab", "root_dir": "/srv/kv", "capacity_bytes": "1TiB"}}}
+
+LMCache reuses memory as soon as a transfer is reported. So a transfer in its memory whose copy
+still runs at the deadline is reported when the copy has ended; see `facade.plugged`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from itertools import count
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from kvoffload_async.facade.host_rows import HostMemory
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
+from kvoffload_async.integrations.lmcache.settings import AdapterOptions
+from kvoffload_async.integrations.lmcache.staging import Piece
+from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
+from kvoffload_async.integrations.lmcache.usage import UsageTeller
+from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.types import OffloadingEvent, OffloadKey
+
+if TYPE_CHECKING:
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.memory_management import MemoryObj
+
+logger = logging.getLogger(__name__)
+
+Groups = dict[StoreId, list[int]]
+"""Store -> positions of its keys in a call."""
+
+
+class KVOffloadL2Adapter(L2AdapterInterface):
+    """Stores LMCache's objects in the tiers of its configuration.
+
+    Thread-safe. No call blocks but `close`.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None
+    ) -> None:
+        """Check the options; stores are opened when objects of theirs are first named.
+
+        Args:
+            params: See `AdapterOptions`.
+            l1_memory_desc: LMCache's memory; without it, every object is copied once more.
+
+        Raises:
+            ConfigError: An option is missing, unknown or invalid; a `ValueError`.
+        """
+        options = AdapterOptions.parse(params)
+        show_log()
+        # LMCache must not evict: the tiers do, and it is told.
+        super().__init__(max_capacity_bytes=0)
+        host = None
+        if l1_memory_desc is not None:
+            host = HostMemory(l1_memory_desc.ptr, l1_memory_desc.size)
+        self._options = options
+        self._keys = Keys(api.ObjectKey)
+        self._stores = Stores(options, host, self._take_events)
+        self._task_ids = count(1)
+        self._lock = threading.Lock()
+        self._done_stores: dict[int, L2StoreResult] = {}
+        self._done_lookups: dict[int, Bitmap] = {}
+        self._done_loads: dict[int, Bitmap] = {}
+        self._cannot_delete = self._cannot_encode = False
+        self._is_closing = self._is_closed = False
+        self._usage = UsageTeller(self._keys, self._notify_keys_stored, self._notify_keys_deleted)
+        self._fds = [create_event_notifier() for _ in range(3)]
+        self._store_fd, self._lookup_fd, self._load_fd = self._fds
+
+    # -- event descriptors ------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        """Return the descriptor that is readable when a store has ended."""
+        return int(self._store_fd.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that is readable when a lookup has ended."""
+        return int(self._lookup_fd.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Return the descriptor that is readable when a load has ended."""
+        return int(self._load_fd.fileno())
+
+    # -- stores -----------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Store objects; of a key that is named twice, the first one."""
+        task_id = next(self._task_ids)
+        groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
+        pieces = _pieces(encoded, objects)
+
+        def report(stored: list[bool]) -> None:
+            num_bytes = sum(obj.get_size() for obj in objects)
+            result = L2StoreResult(success=all(stored), bytes_transferred=num_bytes)
+            with self._lock:
+                self._done_stores[task_id] = result
+            self._notify(self._store_fd)
+
+        answer = _Answer(encoded, report)
+        for store_id, indices in groups.items():
+            distinct = list({pieces[i].key: pieces[i] for i in reversed(indices)}.values())[::-1]
+            store = self._stores.of(store_id, len(distinct))
+            answer.expect(self._when_open(store, methodcaller("store", distinct)), indices)
+        answer.all_asked()
+        return task_id
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Return the results of the stores that ended since the last call."""
+        with self._lock:
+            done, self._done_stores = self._done_stores, {}
+        return done
+
+    # -- lookups ----------------------------------------------------------------------------------
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Look up objects, and keep those found in tiers that can, until they are unlocked."""
+        task_id = next(self._task_ids)
+        sizes = {group: _bytes_of(desc) for group, desc in group_layout_descs.items()}
+        groups, encoded = self._groups(keys, [sizes.get(key.object_group_id, 0) for key in keys])
+
+        def report(found: list[bool]) -> None:
+            with self._lock:
+                self._done_lookups[task_id] = _bitmap(found)
+            self._notify(self._lookup_fd)
+
+        answer = _Answer(encoded, report)
+        for store_id, indices in groups.items():
+            distinct = list(dict.fromkeys(key for i in indices if (key := encoded[i])))
+            store = self._stores.of(store_id)
+            timeout_s = self._options.lookup_timeout_s
+            looked_up = self._when_open(store, partial(self._look_up, distinct), timeout_s)
+            answer.expect(looked_up, indices)
+        answer.all_asked()
+        return task_id
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Return which keys were found, once; None before the lookup has ended."""
+        with self._lock:
+            return self._done_lookups.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Remove one lock from each object that has one; never fails."""
+        for store, encoded in self._open_stores_of(keys):
+            store.tiers.unpin(encoded)
+
+    # -- loads ------------------------------------------------------------------------------------
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Load objects; a key that is named twice is loaded into both objects."""
+        task_id = next(self._task_ids)
+        groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
+        pieces = _pieces(encoded, objects)
+
+        def report(loaded: list[bool]) -> None:
+            with self._lock:
+                self._done_loads[task_id] = _bitmap(loaded)
+            accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
+            if accessed and not self._is_closed:
+                self._notify_keys_accessed(accessed)
+            self._notify(self._load_fd)
+
+        answer = _Answer(encoded, report)
+        for store_id, indices in groups.items():
+            store = self._stores.of(store_id)
+            for once in _rounds(encoded, indices):
+                wanted = [pieces[i] for i in once]
+                answer.expect(self._when_open(store, methodcaller("load", wanted)), once)
+        answer.all_asked()
+        return task_id
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Return which keys were loaded, once; None before the load has ended."""
+        with self._lock:
+            return self._done_loads.pop(task_id, None)
+
+    # -- contents ---------------------------------------------------------------------------------
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Remove objects that are not in use, from tiers that can; it is announced when it is done.
+
+        A tier that cannot, which is every one but `slab`, keeps them.
+        """
+        for store, encoded in self._open_stores_of(keys):
+            if not store.tiers.discard(encoded) and not self._cannot_delete:
+                self._cannot_delete = True
+                logger.warning(
+                    "LMCache has asked to delete objects, which only tiers of type slab can; other "
+                    "tiers keep them until they evict them"
+                )
+
+    def report_status(self) -> dict[str, Any]:
+        """Return whether the adapter works, and the state of each store and of its tiers.
+
+        It is healthy unless a store could not be opened, or a breaker of a tier is open.
+        """
+        stores = [_status_of(store) for store in self._stores.every()]
+        return {
+            "is_healthy": not self._is_closed and all(store["is_healthy"] for store in stores),
+            "type": type(self).__name__,
+            "stores": stores,
+            "num_stores": self._options.num_stores,
+            "refused_objects": self._stores.refused_objects,
+        }
+
+    def close(self) -> None:
+        """Let running transfers end, for `close_timeout_s`, and close the stores; idempotent."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        self._stores.close(self._options.close_timeout_s)
+        self._usage.close()
+        with self._lock:  # nothing is signalled from here on
+            self._is_closed = True
+        for notifier in self._fds:
+            notifier.close()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _take_events(
+        self, store_id: StoreId, manager: SecondaryTierManager, events: Sequence[OffloadingEvent]
+    ) -> None:
+        is_counted = manager.tier.capabilities.announces_removals
+        self._usage.take(store_id, events, is_counted=is_counted)
+
+    def _groups(
+        self, keys: Sequence[ObjectKey], sizes: Sequence[int]
+    ) -> tuple[Groups, list[OffloadKey | None]]:
+        """Return the stores of keys, and the keys encoded; None for keys that fit no tier.
+
+        Args:
+            keys: The keys.
+            sizes: Their objects' sizes; 0 if unknown: then the size that was last used applies.
+        """
+        groups: Groups = {}
+        encoded: list[OffloadKey | None] = []
+        for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+            store_id: StoreId | None = StoreId(key.model_name, key.object_group_id, size)
+            if not size:
+                store_id = self._stores.latest(key.model_name, key.object_group_id)
+            encoded.append(self._encode(key))
+            if store_id is not None and encoded[-1] is not None:
+                groups.setdefault(store_id, []).append(index)
+        self._usage.salts_changed()
+        return groups, encoded
+
+    def _encode(self, key: ObjectKey) -> OffloadKey | None:
+        try:
+            return self._keys.encode(key)
+        except ValueError as error:
+            if not self._cannot_encode:
+                self._cannot_encode = True
+                logger.error("objects are not stored: %s", error)  # noqa: TRY400 - expected
+            return None
+
+    def _open_stores_of(
+        self, keys: Sequence[ObjectKey]
+    ) -> Iterable[tuple[OpenStore, list[OffloadKey]]]:
+        """Yield each open store of the keys' models and groups, with their distinct keys."""
+        by_group: dict[tuple[str, int], dict[OffloadKey, None]] = defaultdict(dict)
+        for key in keys:
+            if (encoded := self._encode(key)) is not None:
+                by_group[key.model_name, key.object_group_id][encoded] = None
+        for store in self._stores.every():
+            encoded_keys = by_group.get(store.store_id[:2])
+            if encoded_keys and (opened := store.opened) is not None:
+                yield opened, list(encoded_keys)
+
+    def _look_up(self, keys: Sequence[OffloadKey], store: OpenStore) -> Future[KeySet]:
+        """Look keys up and pin those that are found."""
+        future: Future[KeySet] = Future()
+
+        def report(looked_up: Future[list[bool]]) -> None:
+            hits = zip(keys, looked_up.result(), strict=True)
+            found = [key for key, is_found in hits if is_found]
+            if found:
+                store.tiers.pin(found, self._options.lock_timeout_s)
+            future.set_result(frozenset(found))
+
+        looked_up = store.tiers.lookup(keys, self._options.lookup_timeout_s)
+        looked_up.add_done_callback(report)
+        return future
+
+    def _when_open(
+        self,
+        store: Store | None,
+        act: Callable[[OpenStore], Future[KeySet]],
+        timeout_s: float | None = None,
+    ) -> Future[KeySet]:
+        """Return what `act` returns for an open store; no keys if it does not open, or in time."""
+        once = _Once()
+        if store is None:
+            once.complete(frozenset())
+            return once.future
+        timer: threading.Timer | None = None
+        if timeout_s is not None and store.opened is None:
+            timer = threading.Timer(timeout_s, once.complete, (frozenset(),))
+            timer.daemon = True
+            timer.start()
+
+        def begin(opened: OpenStore | None) -> None:
+            if timer is not None:
+                timer.cancel()
+            if opened is None:
+                once.complete(frozenset())
+            elif not once.is_done:
+                act(opened).add_done_callback(lambda ended: once.complete(ended.result()))
+
+        store.when_open(begin)
+        return once.future
+
+    def _notify(self, notifier: Any) -> None:  # noqa: ANN401 - LMCache's
+        with self._lock:
+            if not self._is_closed:
+                notifier.notify()
+
+
+class _Once:
+    """A future that takes the first result only."""
+
+    def __init__(self) -> None:
+        self.future: Future[KeySet] = Future()
+        self._lock = threading.Lock()
+        self.is_done = False
+
+    def complete(self, keys: KeySet) -> None:
+        with self._lock:
+            if self.is_done:
+                return
+            self.is_done = True
+        self.future.set_result(keys)
+
+
+class _Answer:
+    """Collects the results of the parts of a call, and reports them for each position."""
+
+    def __init__(
+        self, keys: Sequence[OffloadKey | None], report: Callable[[list[bool]], object]
+    ) -> None:
+        self._keys = keys
+        self._report = report
+        self._lock = threading.Lock()
+        self._left = 1
+        """Parts without a result; asking counts as one."""
+        self._results = [False] * len(keys)
+
+    def expect(self, part: Future[KeySet], indices: Sequence[int]) -> None:
+        """Wait for a part, of the keys at these positions."""
+        with self._lock:
+            self._left += 1
+        part.add_done_callback(partial(self._take, indices))
+
+    def all_asked(self) -> None:
+        """Report as soon as all parts have ended; no more are expected."""
+        self._end_part()
+
+    def _take(self, indices: Sequence[int], part: Future[KeySet]) -> None:
+        landed = part.result()
+        for index in indices:
+            self._results[index] = self._keys[index] in landed
+        self._end_part()
+
+    def _end_part(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._report(self._results)
+
+
+def _pieces(keys: Sequence[OffloadKey | None], objects: Sequence[MemoryObj]) -> list[Piece]:
+    """Return the objects with their addresses; those of keys without a code are not used."""
+    return [
+        Piece(key or OffloadKey(b""), obj.data_ptr, obj)
+        for key, obj in zip(keys, objects, strict=True)
+    ]
+
+
+def _rounds(keys: Sequence[OffloadKey | None], indices: Sequence[int]) -> list[list[int]]:
+    """Return positions such that no key occurs twice in a round."""
+    rounds: list[list[int]] = []
+    seen: Counter[OffloadKey | None] = Counter()
+    for index in indices:
+        number = seen[keys[index]]
+        seen[keys[index]] += 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(index)
+    return rounds
+
+
+def _bitmap(flags: Sequence[bool]) -> Bitmap:
+    bitmap = Bitmap(len(flags))
+    for index, flag in enumerate(flags):
+        if flag:
+            bitmap.set(index)
+    return bitmap
+
+
+def _bytes_of(layout: MemoryLayoutDesc) -> int:
+    """Return the size of an object; 0 if the layout is not given."""
+    return sum(
+        shape.numel() * dtype.itemsize
+        for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
+    )
+
+
+def _status_of(store: Store) -> dict[str, Any]:
+    """Return the state of a store, as JSON can represent it."""
+    store_id, opened = store.store_id, store.opened
+    tiers = [] if opened is None else [asdict(tier) for tier in opened.tiers.stats()]
+    works = all(set(tier["breakers"].values()) == {"closed"} for tier in tiers)
+    return {
+        **store_id._asdict(),
+        "is_healthy": store.error is None and works,
+        "is_open": opened is not None,
+        "error": store.error,
+        "objects_in_place": 0 if opened is None else opened.in_place,
+        "objects_staged": 0 if opened is None else opened.staged,
+        "tiers": tiers,
+    }

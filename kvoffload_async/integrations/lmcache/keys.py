@@ -1,0 +1,110 @@
+"""Keys of LMCache's objects as keys of tiers, and back.
+
+The model and the object group are those of a store, in which all objects have one size; a key has
+the other fields, each after its length:
+
+    salt: 1 byte and up to 52, or the byte 255 and a digest of 16 bytes
+    KV rank: 1 byte and as many as it needs, big-endian
+    chunk hash: 1 byte and its bytes
+    object group: 4 bytes, as in every key of a tier
+
+So a key found in a store after a restart gives the whole `ObjectKey`, unless its salt is too long;
+then it is recognised once a request has named the salt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final, NamedTuple
+
+from kvoffload_async.tables.keymap import MAX_KEY_BYTES
+from kvoffload_async.types import OffloadKey, get_offload_group_idx, make_offload_key
+
+_DIGEST_BYTES: Final = 16
+_DIGESTED: Final = 255
+_MOST_SALT_BYTES: Final = 52
+_GROUP_BYTES: Final = 4
+MOST_SALTS: Final = 65_536
+"""Maximum number of long salts that are remembered; objects of further ones are not counted."""
+
+
+KeySet = frozenset[OffloadKey]
+
+
+class StoreId(NamedTuple):
+    """A store: what all its objects have in common.
+
+    Attributes:
+        model: Name of the model.
+        group: Number of the object group.
+        object_bytes: Size of an object.
+    """
+
+    model: str
+    group: int
+    object_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.model!r}, group {self.group}, {self.object_bytes} bytes"
+
+
+class Keys:
+    """Encodes keys, and decodes those whose salt is known. Thread-safe.
+
+    Attributes:
+        salts: Digest -> long salt, of keys that were encoded.
+    """
+
+    def __init__(self, key_class: Any) -> None:  # noqa: ANN401 - LMCache's ObjectKey
+        """Use LMCache's class of keys."""
+        self._key_class = key_class
+        self.salts: dict[bytes, str] = {}
+
+    def encode(self, key: Any) -> OffloadKey:  # noqa: ANN401 - LMCache's ObjectKey
+        """Return the tiers' key of an `ObjectKey`.
+
+        Raises:
+            ValueError: The chunk hash or the KV rank is too long.
+        """
+        salt = key.cache_salt.encode()
+        rank = key.kv_rank.to_bytes(-(-key.kv_rank.bit_length() // 8), "big")
+        rest = b"%c%b%c%b" % (len(rank), rank, len(key.chunk_hash), key.chunk_hash)
+        most = min(_MOST_SALT_BYTES, MAX_KEY_BYTES - _GROUP_BYTES - 1 - len(rest))
+        if len(salt) <= most:
+            return make_offload_key(b"%c%b%b" % (len(salt), salt, rest), key.object_group_id)
+        digest = hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
+        if most < _DIGEST_BYTES:
+            raise ValueError(
+                f"a chunk hash of {len(key.chunk_hash)} bytes and a KV rank of {len(rank)} are too "
+                "long for a tier"
+            )
+        if digest not in self.salts and len(self.salts) < MOST_SALTS:
+            self.salts[digest] = key.cache_salt
+        return make_offload_key(b"%c%b%b" % (_DIGESTED, digest, rest), key.object_group_id)
+
+    def decode(self, model: str, key: OffloadKey) -> Any | None:  # noqa: ANN401 - ObjectKey
+        """Return the `ObjectKey` of a key of `encode`; None if its salt is not known yet."""
+        at = 1
+        if key[0] == _DIGESTED:
+            at += _DIGEST_BYTES
+            salt = self.salts.get(key[1:at])
+        else:
+            at += key[0]
+            salt = key[1:at].decode()
+        if salt is None:
+            return None
+        rank, at = _field(key, at)
+        chunk_hash, _ = _field(key, at)
+        return self._key_class(
+            chunk_hash=chunk_hash,
+            model_name=model,
+            kv_rank=int.from_bytes(rank, "big"),
+            object_group_id=get_offload_group_idx(key),
+            cache_salt=salt,
+        )
+
+
+def _field(key: bytes, at: int) -> tuple[bytes, int]:
+    """Return the field at a position, and the position behind it."""
+    end = at + 1 + key[at]
+    return key[at + 1 : end], end

@@ -1,0 +1,111 @@
+"""The options of the adapter, `adapter_params` in LMCache's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from kvoffload_async.config import (
+    OffloadConfig,
+    Options,
+    at_least,
+    option,
+    or_none,
+    parse_directory,
+    parse_seconds,
+    parse_size_bytes,
+    parse_socket_path,
+    reject_unknown,
+    shown,
+)
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.plugged import check_tiers
+from kvoffload_async.integrations.lmcache.keys import StoreId
+
+_DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
+"""Options of a tier that follow from LMCache's keys."""
+
+
+def _parse_tiers(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the tiers; raises ConfigError."""
+    tiers = value if isinstance(value, list | tuple) else [value]
+    if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
+        raise ConfigError(
+            f"{key}: {shown(value)} is not valid; it must be the configuration of a tier, such as "
+            '{"type": "slab", "root_dir": "/srv/kv", "capacity_bytes": "100GiB"}, or a list of them'
+        )
+    for index, tier in enumerate(tiers):
+        for name in sorted(_DECIDED & tier.keys()):
+            raise ConfigError(
+                f"{key}[{index}]: {name}: LMCache's keys determine it; leave it out, and give "
+                "namespace or fingerprint to keep objects apart"
+            )
+    return tuple(tiers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(Options):
+    """The options of `KVOffloadL2Adapter`."""
+
+    tier: tuple[Mapping[str, Any], ...] = option(
+        _parse_tiers, remedy='a tier, such as {"type": "slab", ...}, or a list of tiers'
+    )
+    """Configuration of a tier, or a list in lookup order; see docs/reference/configuration.md."""
+    num_stores: int = option(at_least(1, 1024), 1)
+    """Number of combinations of model, object group and object size. Each has a store of its own,
+    with an equal part of `capacity_bytes`; objects of further combinations are not stored."""
+    lookup_timeout_s: float = option(parse_seconds, 5.0)
+    """Seconds until an unanswered lookup counts as a miss."""
+    lock_timeout_s: float = option(parse_seconds, 60.0)
+    """Seconds until a lock on an object expires, if it was not unlocked."""
+    staging_bytes: int = option(parse_size_bytes, 64 << 20)
+    """Memory of a store for objects that cannot be transferred in place; at least one object."""
+    close_timeout_s: float = option(parse_seconds, 10.0)
+    """Seconds for running transfers when LMCache closes the adapter."""
+    status_socket: str | None = option(or_none(parse_socket_path), None)
+    """Path of the Unix socket that serves the adapter's status to `kvoffload top`."""
+
+    @classmethod
+    def parse(cls, params: object) -> Self:
+        """Return the options; check the tiers' configurations without side effects.
+
+        Raises:
+            ConfigError: An option is missing, unknown or invalid; also a `ValueError`, like
+                LMCache's errors.
+            TierUnavailableError: A tier's filesystem cannot be reached.
+        """
+        if not isinstance(params, Mapping):
+            raise ConfigError(f"adapter_params: {shown(params)} is not valid; give an object")
+        reject_unknown(params, cls.declared(), "adapter_params")
+        options = cls.take(params)
+        config = OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model="model")
+        check_tiers(options.tier, config)
+        return options
+
+    def tiers_of(self, store: StoreId) -> list[dict[str, Any]]:
+        """Return the configurations of the tiers of a store.
+
+        The store has its own folder below each `root_dir`, and its part of each `capacity_bytes`.
+        """
+        return [self._tier_of(tier, store) for tier in self.tier]
+
+    def _tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
+        own: dict[str, Any] = {
+            **({"on_mismatch": "replace"} if tier["type"] == "slab" else {}),
+            **tier,
+            "enable_kv_events": True,
+            "run_config": {
+                "inference_engine": "lmcache",
+                "model_name": store.model,
+                "object_group": store.group,
+                "object_bytes": store.object_bytes,
+            },
+        }
+        if "root_dir" in tier:
+            root_dir = parse_directory(tier["root_dir"], "root_dir")
+            own["root_dir"] = f"{root_dir}/group{store.group}-{store.object_bytes}"
+        if tier.get("capacity_bytes") is not None:
+            capacity_bytes = parse_size_bytes(tier["capacity_bytes"], "capacity_bytes")
+            own["capacity_bytes"] = max(1, capacity_bytes // self.num_stores)
+        return own

@@ -1,0 +1,189 @@
+"""Transfers of objects that are not rows of the primary: through own rows, on a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from kvoffload_async.errors import naming_shortage
+from kvoffload_async.facade.host_rows import HostRows, RowCopies
+from kvoffload_async.facade.plugged import Ended, PluggedTiers, Transfer
+from kvoffload_async.integrations.lmcache.keys import KeySet
+from kvoffload_async.types import BlockIds, OffloadKey
+
+_IDLE_S: Final = 60.0
+_CLOSE_S: Final = 5.0
+
+
+class Piece(NamedTuple):
+    """An object in the host's memory.
+
+    Attributes:
+        key: Its key.
+        address: Its first byte.
+        owner: Keeps the memory.
+    """
+
+    key: OffloadKey
+    address: int
+    owner: Any
+
+
+class _Request:
+    """A transfer that was asked for, in as many parts as rows are free."""
+
+    __slots__ = ("deadline_s", "future", "is_load", "landed", "left", "running")
+
+    def __init__(self, pieces: Sequence[Piece], deadline_s: float, *, is_load: bool) -> None:
+        self.left = list(pieces)
+        self.deadline_s = deadline_s
+        self.is_load = is_load
+        self.running = 0
+        self.landed: set[OffloadKey] = set()
+        self.future: Future[KeySet] = Future()
+
+    def end_if_done(self) -> None:
+        if not self.left and not self.running:
+            self.future.set_result(frozenset(self.landed))
+
+
+class StagedTransfers:
+    """Copies objects to and from own rows, and has the tiers transfer the rows.
+
+    So a transfer ends in time whether or not a tier still accesses its rows, which stay taken until
+    they are at rest; while none is free, transfers wait, until they fail at their deadline.
+
+    Thread-safe.
+    """
+
+    def __init__(self, rows: HostRows, tiers: PluggedTiers, timeout_s: float) -> None:
+        """Start the thread.
+
+        Args:
+            rows: Has the own rows.
+            tiers: The tiers over these rows.
+            timeout_s: Seconds until a transfer that has no rows yet fails.
+
+        Raises:
+            TierUnavailableError: Threads cannot be started.
+        """
+        self._rows = rows
+        self._tiers = tiers
+        self._timeout_s = timeout_s
+        self._copies = RowCopies(rows)
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._waiting: deque[_Request] = deque()
+        self._thread = threading.Thread(target=self._run, name="kvoffload-stage", daemon=True)
+        try:
+            with naming_shortage("the thread for copies cannot be started"):
+                self._thread.start()
+        except BaseException:
+            self._copies.close()
+            raise
+
+    def store(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+        """Store objects; the future has the stored keys. Objects are not accessed afterwards."""
+        return self._ask(pieces, is_load=False)
+
+    def load(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+        """Load objects; the future has the loaded keys. Objects are not accessed afterwards."""
+        return self._ask(pieces, is_load=True)
+
+    def close(self) -> None:
+        """Fail what waits, and end the thread; call it after the tiers were closed."""
+        self._calls.put(None)
+        self._thread.join(_CLOSE_S)
+        self._copies.close()
+
+    def _ask(self, pieces: Sequence[Piece], *, is_load: bool) -> Future[KeySet]:
+        request = _Request(pieces, time.monotonic() + self._timeout_s, is_load=is_load)
+        self._calls.put(partial(self._waiting.append, request))
+        return request.future
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=self._left_s())
+            except Empty:
+                call = _look_again
+            if call is None:
+                break
+            call()
+            self._begin_waiting()
+        for request in self._waiting:
+            request.deadline_s = 0.0
+        self._begin_waiting()
+        while not self._calls.empty():  # ends that the calls before have brought about
+            if (call := self._calls.get()) is not None:
+                call()
+
+    def _left_s(self) -> float:
+        if not self._waiting:
+            return _IDLE_S
+        return max(0.0, self._waiting[0].deadline_s - time.monotonic())
+
+    def _begin_waiting(self) -> None:
+        """Begin transfers, oldest first, as long as rows are free; fail those over the deadline."""
+        while self._waiting:
+            request = self._waiting[0]
+            if request.left and time.monotonic() < request.deadline_s:
+                rows = self._rows.take(len(request.left), 0)
+                if not len(rows):
+                    return
+                pieces, request.left = request.left[: len(rows)], request.left[len(rows) :]
+                self._begin(request, pieces, rows)
+            else:
+                request.left.clear()
+                self._waiting.popleft()
+                request.end_if_done()
+
+    def _begin(self, request: _Request, pieces: Sequence[Piece], rows: BlockIds) -> None:
+        request.running += 1
+        keys = [piece.key for piece in pieces]
+        if request.is_load:
+            transfer = self._tiers.load(keys, rows)
+        else:
+            self._copy(self._copies.gather, pieces, rows)
+            transfer = self._tiers.store(keys, rows)
+            transfer.at_rest.add_done_callback(partial(self._free, rows))
+        transfer.ended.add_done_callback(
+            lambda ended: self._calls.put(
+                partial(self._ended, request, pieces, transfer, ended.result())
+            )
+        )
+
+    def _ended(
+        self, request: _Request, pieces: Sequence[Piece], transfer: Transfer, ended: Ended
+    ) -> None:
+        request.running -= 1
+        request.landed |= ended.keys
+        if request.is_load:
+            loaded = [index for index, piece in enumerate(pieces) if piece.key in ended.keys]
+            rows = transfer.block_ids
+            self._copy(self._copies.scatter, [pieces[index] for index in loaded], rows[loaded])
+            transfer.at_rest.add_done_callback(partial(self._free, rows))
+        if request not in self._waiting:
+            request.end_if_done()
+
+    def _copy(self, copy: Callable[..., None], pieces: Sequence[Piece], rows: BlockIds) -> None:
+        addresses = np.array([[piece.address] for piece in pieces], dtype=np.int64)
+        if len(pieces):
+            copy(rows, addresses, np.full_like(addresses, self._rows.row_bytes))
+
+    def _free(self, rows: BlockIds, _at_rest: Future[None]) -> None:
+        self._rows.give_back(rows)
+        self._calls.put(_look_again)
+
+
+def _look_again() -> None:
+    """Wake the thread."""

@@ -1,0 +1,375 @@
+"""The stores of the adapter: one for each combination of model, object group and object size.
+
+A store is opened on a thread of its own when a request first names it; requests wait for that. A
+store that cannot be opened has no objects and takes none; a later request opens it again, after a
+pause that doubles from 1 s to 60 s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Final
+
+from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.errors import text_of
+from kvoffload_async.facade.host_rows import HostMemory, HostRows
+from kvoffload_async.facade.plugged import OnEvents, PluggedTiers, Transfer
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.integrations.lmcache.keys import KeySet, StoreId
+from kvoffload_async.integrations.lmcache.settings import AdapterOptions
+from kvoffload_async.integrations.lmcache.staging import Piece, StagedTransfers
+from kvoffload_async.types import OffloadingEvent, as_block_ids
+
+logger = logging.getLogger(__name__)
+
+
+MOST_DIRECT_LOADS: Final = 4
+"""Loads into LMCache's memory at once. One that hangs is reported only when its copy has ended, and
+occupies one of LMCache's prefetches until then (8 by default); further loads use own rows."""
+_MOST_WAITING: Final = 1024
+"""Maximum number of requests that wait for a store to open; further ones fail."""
+_MOST_PAUSE_S: Final = 60.0
+_CLOSE_LATE_S: Final = 1.0
+"""Seconds to close a store that was opened after the adapter was closed."""
+
+_abandoned: Final[list[object]] = []
+"""Memory that copies may access after the adapter was closed."""
+
+
+class OpenStore:
+    """The tiers of an open store, and the two ways of transferring objects.
+
+    Attributes:
+        tiers: The tiers.
+        rows: Their primary.
+        in_place: Objects transferred without a copy.
+        staged: Objects transferred through own rows.
+    """
+
+    def __init__(
+        self,
+        store: StoreId,
+        options: AdapterOptions,
+        host: HostMemory | None,
+        on_events: OnEvents,
+    ) -> None:
+        """Open the tiers; blocks. Raises what `PluggedTiers` raises."""
+        tiers = options.tiers_of(store)
+        num_own = max(1, options.staging_bytes // store.object_bytes)
+        self.rows = HostRows(store.object_bytes, num_own, host)
+        self.in_place = self.staged = 0
+        self._lock = threading.Lock()
+        self._direct_loads: set[Transfer] = set()
+        """Loads into LMCache's memory that are not at rest."""
+        self._late_loads: set[Transfer] = set()
+        """Those that have ended."""
+        try:
+            self.tiers = PluggedTiers(tiers, self.rows.view, on_events=on_events)
+            try:
+                timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
+                self._stage = StagedTransfers(self.rows, self.tiers, timeout_s)
+            except BaseException:
+                self.tiers.close(options.close_timeout_s)
+                raise
+        except BaseException:
+            self.rows.close()
+            raise
+
+    def store(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+        """Store distinct objects; the future has the stored keys once the objects may change."""
+        direct, others = self._split(pieces)
+        parts = []
+        if direct:
+            rows = as_block_ids([row for _, row in direct])
+            transfer = self.tiers.store([piece.key for piece, _ in direct], rows)
+            parts.append(_at_rest(transfer, pieces))
+        if others:
+            parts.append(self._stage.store(others))
+        self._count(len(direct), len(others))
+        return _union(parts)
+
+    def load(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+        """Load distinct objects; the future has the loaded keys once the objects may be used."""
+        direct, others = self._split(pieces)
+        parts = []
+        if direct:
+            transfer = self._load_in_place(direct)
+            if transfer is None:
+                direct, others = [], list(pieces)
+            else:
+                parts.append(_at_rest(transfer, pieces))
+        if others:
+            parts.append(self._stage.load(others))
+        self._count(len(direct), len(others))
+        return _union(parts)
+
+    def close(self, timeout_s: float) -> CloseReport:
+        """Close the tiers; every future is complete afterwards, but those of copies that hang."""
+        report = self.tiers.close(timeout_s)
+        self._stage.close()
+        if report.unfinished_jobs:
+            logger.error(
+                "copies of jobs %s still run; the memory that they access stays allocated",
+                ", ".join(map(str, report.unfinished_jobs)),
+            )
+            _abandoned.append(self)
+        self.rows.close(is_idle=not report.unfinished_jobs)
+        return report
+
+    def _load_in_place(self, direct: Sequence[tuple[Piece, int]]) -> Transfer | None:
+        """Load into rows of LMCache's memory; None if too many such loads run or one is late."""
+        with self._lock:
+            if self._late_loads or len(self._direct_loads) >= MOST_DIRECT_LOADS:
+                return None
+        rows = as_block_ids([row for _, row in direct])
+        transfer = self.tiers.load([piece.key for piece, _ in direct], rows)
+        with self._lock:
+            self._direct_loads.add(transfer)
+        transfer.ended.add_done_callback(lambda _: self._note_ended(transfer))
+        transfer.at_rest.add_done_callback(lambda _: self._note_at_rest(transfer))
+        return transfer
+
+    def _note_ended(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._late_loads.add(transfer)
+
+    def _note_at_rest(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._direct_loads.discard(transfer)
+            self._late_loads.discard(transfer)
+
+    def _split(self, pieces: Sequence[Piece]) -> tuple[list[tuple[Piece, int]], list[Piece]]:
+        """Return the objects that are rows, with their rows, and the other ones."""
+        direct, others = [], []
+        for piece in pieces:
+            row = self.rows.row_of(piece.address)
+            if row is None:
+                others.append(piece)
+            else:
+                direct.append((piece, row))
+        return direct, others
+
+    def _count(self, in_place: int, staged: int) -> None:
+        with self._lock:
+            self.in_place += in_place
+            self.staged += staged
+
+
+def _at_rest(transfer: Transfer, pieces: Sequence[Piece]) -> Future[KeySet]:
+    """Return a future that has the transferred keys at rest, and keeps the objects until then."""
+    future: Future[KeySet] = Future()
+    kept = tuple(pieces)
+
+    def complete(_at_rest: Future[None]) -> None:
+        assert kept is not None  # noqa: S101 - the closure is what keeps the objects
+        future.set_result(transfer.ended.result().keys)
+
+    transfer.at_rest.add_done_callback(complete)
+    return future
+
+
+def _union(parts: Sequence[Future[KeySet]]) -> Future[KeySet]:
+    """Return a future with the keys of all parts."""
+    if len(parts) == 1:
+        return parts[0]
+    future: Future[KeySet] = Future()
+    if not parts:
+        future.set_result(frozenset())
+    lock = threading.Lock()
+    left = list(parts)
+
+    def complete(part: Future[KeySet]) -> None:
+        with lock:
+            left.remove(part)
+            is_last = not left
+        if is_last:
+            future.set_result(frozenset().union(*(one.result() for one in parts)))
+
+    for part in parts:
+        part.add_done_callback(complete)
+    return future
+
+
+class Store:
+    """One store, and its opening.
+
+        CLOSED --asked, pause elapsed--> OPENING --> OPEN | CLOSED (with an error)
+
+    Thread-safe.
+
+    Attributes:
+        store_id: Names it.
+        opened: The open store; None while it is not open.
+        error: Why it could not be opened last time.
+    """
+
+    def __init__(self, store_id: StoreId, open_store: Callable[[], OpenStore]) -> None:
+        """Start closed.
+
+        Args:
+            store_id: Names it.
+            open_store: Opens it; blocks.
+        """
+        self.store_id = store_id
+        self.opened: OpenStore | None = None
+        self.error: str | None = None
+        self._open_store = open_store
+        self._lock = threading.Lock()
+        self._waiting: list[Callable[[OpenStore | None], object]] = []
+        self._thread: threading.Thread | None = None
+        self._retry_at_s = 0.0
+        self._pause_s = 1.0
+        self._is_ended = False
+
+    def when_open(self, act: Callable[[OpenStore | None], object]) -> None:
+        """Call `act` with the open store, or with None if it cannot be opened. Non-blocking.
+
+        Opens the store if it is due. Thread of the call: this one, or the opening one.
+        """
+        with self._lock:
+            opened = self.opened
+            if opened is None and self._may_wait():
+                self._waiting.append(act)
+                return
+        act(opened)
+
+    def close(self, timeout_s: float) -> CloseReport:
+        """Close the store, after it has been opened if it is being opened; idempotent."""
+        with self._lock:
+            self._is_ended = True
+            thread = self._thread
+        deadline_s = time.monotonic() + timeout_s
+        if thread is not None:
+            thread.join(timeout_s)
+        with self._lock:
+            opened, self.opened = self.opened, None
+        if opened is None:
+            return CloseReport()
+        return opened.close(max(0.0, deadline_s - time.monotonic()))
+
+    def _may_wait(self) -> bool:
+        """Return whether a request may wait, and begin to open the store if it is due."""
+        if self._is_ended or len(self._waiting) >= _MOST_WAITING:
+            return False
+        if self._thread is None:
+            if time.monotonic() < self._retry_at_s:
+                return False
+            thread = threading.Thread(target=self._open, name="kvoffload-open", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                self._failed(error)
+                return False
+            self._thread = thread
+        return True
+
+    def _open(self) -> None:
+        opened: OpenStore | None = None
+        try:
+            opened = self._open_store()
+        except Exception as error:  # noqa: BLE001 - third-party tiers; the store stays closed
+            with self._lock:
+                self._failed(error)
+        with self._lock:
+            self._thread = None
+            waiting, self._waiting = self._waiting, []
+            is_ended = self._is_ended
+            if opened is not None and not is_ended:
+                self.opened, self.error, self._pause_s = opened, None, 1.0
+        if is_ended and opened is not None:
+            opened.close(_CLOSE_LATE_S)
+            opened = None
+        for act in waiting:
+            act(opened)
+
+    def _failed(self, error: Exception) -> None:
+        self.error = text_of(error)
+        self._retry_at_s = time.monotonic() + self._pause_s
+        logger.error(
+            "the store of model %s cannot be opened, and is tried again after %g s: %s",
+            self.store_id,
+            self._pause_s,
+            self.error,
+        )
+        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+
+
+class Stores:
+    """All stores of the adapter. Thread-safe.
+
+    Attributes:
+        options: The adapter's options.
+        refused_objects: Objects that were not stored because there are `num_stores` others.
+    """
+
+    def __init__(
+        self,
+        options: AdapterOptions,
+        host: HostMemory | None,
+        on_events: Callable[[StoreId, SecondaryTierManager, Sequence[OffloadingEvent]], object],
+    ) -> None:
+        """Start without stores.
+
+        Args:
+            options: The adapter's options.
+            host: LMCache's memory.
+            on_events: Called with the events of a store.
+        """
+        self.options = options
+        self.refused_objects = 0
+        self._host = host
+        self._on_events = on_events
+        self._lock = threading.Lock()
+        self._stores: dict[StoreId, Store] = {}
+        self._latest: dict[tuple[str, int], StoreId] = {}
+
+    def of(self, store_id: StoreId, num_objects: int = 0) -> Store | None:
+        """Return a store, which is made if there may be another one; None if not.
+
+        Args:
+            store_id: Names it.
+            num_objects: Objects to store; counted if they are refused.
+        """
+        with self._lock:
+            store = self._stores.get(store_id)
+            if store is None:
+                if len(self._stores) >= self.options.num_stores:
+                    self._refuse(store_id, num_objects)
+                    return None
+                store = Store(store_id, partial(self._open, store_id))
+                self._stores[store_id] = store
+            self._latest[store_id.model, store_id.group] = store_id
+            return store
+
+    def latest(self, model: str, group: int) -> StoreId | None:
+        """Return the store that was last used for a model's object group."""
+        return self._latest.get((model, group))
+
+    def every(self) -> list[Store]:
+        """Return the stores."""
+        with self._lock:
+            return list(self._stores.values())
+
+    def close(self, timeout_s: float) -> list[CloseReport]:
+        """Close all stores, within a time for all together."""
+        deadline_s = time.monotonic() + timeout_s
+        return [store.close(max(0.0, deadline_s - time.monotonic())) for store in self.every()]
+
+    def _open(self, store_id: StoreId) -> OpenStore:
+        return OpenStore(store_id, self.options, self._host, partial(self._on_events, store_id))
+
+    def _refuse(self, store_id: StoreId, num_objects: int) -> None:
+        if not self.refused_objects and num_objects:
+            logger.error(
+                "num_stores: %d: objects of %s are not stored, because there already is a store of "
+                "%s; raise num_stores, which divides capacity_bytes, or restart LMCache",
+                self.options.num_stores,
+                store_id,
+                " and of ".join(map(str, self._stores)),
+            )
+        self.refused_objects += num_objects
