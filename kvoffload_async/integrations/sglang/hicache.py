@@ -14,10 +14,13 @@ tier still runs, and SGLang may reuse the pages.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -29,13 +32,23 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvoffload_async.config import Options, option, parse_size_bytes, reject_unknown, shown
+from kvoffload_async.config import (
+    Options,
+    option,
+    or_none,
+    parse_size_bytes,
+    parse_socket_path,
+    reject_unknown,
+    shown,
+)
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
+from kvoffload_async.facade.status import EngineStatus, path_from_environment
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.integrations.sglang.identity import DECIDED, check_sharing, identified
 from kvoffload_async.integrations.sglang.page_store import PageStore
 from kvoffload_async.integrations.sglang.pages import PoolPages
 from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 logger = logging.getLogger(__name__)
@@ -57,7 +70,9 @@ _SGLANGS_OWN: Final = {
 _MOST_PAGES: Final = 128
 """Maximum number of pages per job: SGLang passes as many per call."""
 
-_CLOSE_S: Final = 30.0
+_MOST_CALLS: Final = 1024
+"""Calls per direction that are kept for `get_stats`."""
+
 _HASH_DIGITS: Final = 64
 
 _PAGES, _TENSORS = 0, 1
@@ -86,6 +101,21 @@ class HiCacheOptions(Options):
     has them."""
     staging_bytes: int = option(parse_size_bytes, 256 << 20)
     """Maximum memory for pages being stored, and again for pages being loaded."""
+    status_socket: str | None = option(or_none(parse_socket_path), None)
+    """Path of the Unix socket for `kvoffload top`; by default `KVOFFLOAD_STATUS_SOCKET`. Ranks
+    other than the first append their number, such as `-tp1`."""
+
+
+class _Call(NamedTuple):
+    """A call that has ended.
+
+    Attributes:
+        pages: Pages that were stored or loaded.
+        seconds: Its duration.
+    """
+
+    pages: int
+    seconds: float
 
 
 class KVOffloadHiCache(HiCacheStorage):
@@ -138,6 +168,9 @@ class KVOffloadHiCache(HiCacheStorage):
                 check_sharing(tier, storage_config)
                 SecondaryTierFactory.check_config({**tier, "run_config": run_config})
         self._store: PageStore | None = None
+        self._status = EngineStatus(storage_config.model_name)
+        self._loads: deque[_Call] = deque(maxlen=_MOST_CALLS)
+        self._stores: deque[_Call] = deque(maxlen=_MOST_CALLS)
 
     # -- pools ------------------------------------------------------------------------------------
 
@@ -160,7 +193,13 @@ class KVOffloadHiCache(HiCacheStorage):
             identified(tier, self._config, mem_pool_host, pages, dtype)
             for tier in self._options.tier
         ]
-        self._store = PageStore(pages, tiers, _MOST_PAGES, self._options.staging_bytes)
+        self._status.listen(self._status_path())
+        try:
+            self._store = PageStore(pages, tiers, _MOST_PAGES, self._options.staging_bytes)
+        except BaseException:
+            self._status.close()
+            raise
+        self._status.serve(self.stats, self._slowest)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
         """Accept the pool that is registered already, and no other.
@@ -187,9 +226,12 @@ class KVOffloadHiCache(HiCacheStorage):
     ) -> list[bool]:
         """Load pages into the pool; return for each whether it was loaded."""
         del extra_info
-        return self._guarded(
+        began_s = time.monotonic()
+        loaded = self._guarded(
             keys, lambda store: store.load_pages(_keys(keys, _PAGES), host_indices)
         )
+        self._loads.append(_Call(sum(loaded), time.monotonic() - began_s))
+        return loaded
 
     def batch_set_v1(
         self,
@@ -204,9 +246,12 @@ class KVOffloadHiCache(HiCacheStorage):
         del extra_info
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        return self._guarded(
+        began_s = time.monotonic()
+        stored = self._guarded(
             keys, lambda store: store.store_pages(_keys(keys, _PAGES), host_indices)
         )
+        self._stores.append(_Call(sum(stored), time.monotonic() - began_s))
+        return stored
 
     # -- existence --------------------------------------------------------------------------------
 
@@ -288,6 +333,34 @@ class KVOffloadHiCache(HiCacheStorage):
 
     # -- the whole --------------------------------------------------------------------------------
 
+    def stats(self) -> OffloadingStatistics:
+        """Return the statistics of the tiers; thread-safe.
+
+        Raises:
+            StateError: No pool is registered, or the backend is closed.
+        """
+        store = self._store
+        if store is None:
+            raise StateError("the storage backend is not open")
+        return store.stats()
+
+    def get_stats(self) -> Any:  # noqa: ANN401 - SGLang's StorageMetrics
+        """Return pages and GB/s of the calls since the last one, for SGLang's own metrics."""
+        store = self._store
+        if store is None or not self._config.enable_storage_metrics:
+            return None
+        metrics = importlib.import_module("sglang.srt.observability.metrics_collector")
+        found = metrics.StorageMetrics()
+        for calls, pages, bandwidths in (
+            (self._loads, found.prefetch_pgs, found.prefetch_bandwidth),
+            (self._stores, found.backup_pgs, found.backup_bandwidth),
+        ):
+            while calls:
+                call = calls.popleft()
+                pages.append(call.pages)
+                bandwidths.append(call.pages * store.page_bytes / call.seconds / 1e9)
+        return found
+
     def clear(self) -> None:
         """Refuse.
 
@@ -301,10 +374,11 @@ class KVOffloadHiCache(HiCacheStorage):
 
     def close(self) -> None:
         """Close the tiers, and release the memory; idempotent. Blocks for `close_timeout_s`."""
+        self._status.close()
         store, self._store = self._store, None
         if store is None:
             return
-        report = store.close(_CLOSE_S)
+        report = store.close()
         if report.unfinished_jobs:
             logger.warning(
                 "copies of %d jobs still run; their rows stay mapped", len(report.unfinished_jobs)
@@ -313,6 +387,22 @@ class KVOffloadHiCache(HiCacheStorage):
             logger.warning("closing the tiers failed: %s", text_of(report.error))
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _status_path(self) -> str | None:
+        """Return the socket's path; ranks except the first append their coordinates."""
+        path = self._options.status_socket or path_from_environment()
+        config = self._config
+        coordinates = {
+            "dp": config.dp_rank,
+            "pp": config.pp_rank,
+            "cp": config.attn_cp_rank,
+            "tp": config.tp_rank,
+        }
+        suffix = "".join(f"-{name}{number}" for name, number in coordinates.items() if number)
+        return None if path is None else f"{path}{suffix}"
+
+    def _slowest(self) -> None:
+        """Return no requests: SGLang passes none to a storage backend."""
 
     def _guarded(self, keys: list[str], call: Callable[[PageStore], list[bool]]) -> list[bool]:
         """Return the results of a call; all are False without a pool and after an error."""

@@ -26,6 +26,7 @@ from kvoffload_async.facade.plugged import Ended, PluggedTiers
 from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
 from kvoffload_async.runtime.buffer import row_stride_bytes
+from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics, SlotStatistics
 from kvoffload_async.types import OffloadKey, as_block_ids
 
 T = TypeVar("T")
@@ -36,6 +37,13 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S: Final = 5.0
 """Seconds after a deadline of the tiers until a call gives up waiting for its report."""
+
+
+_NOT_COUNTED: Final = (
+    *("lookups", "hits", "pending_hits", "misses", "stored_blocks", "loaded_blocks"),
+    *("evicted_blocks", "refused_stores", "load_pins", "events_dropped"),
+)
+"""Counters of a primary that rows, which keep no blocks, do not have."""
 
 
 class _Staging:
@@ -50,6 +58,11 @@ class _Staging:
         self._is_closed = False
         self._free: list[int] = rows.take(count, 0).tolist()
         self._is_given = Condition()
+
+    @property
+    def num_free(self) -> int:
+        """Number of free rows."""
+        return len(self._free)
 
     def copy(self, rows: Sequence[int], addresses: Numbers, sizes: Numbers) -> None:
         """Copy pages between rows and memory; blocks until no byte moves any more.
@@ -92,6 +105,7 @@ class PageStore:
     A page that cannot be stored or loaded is reported as such; no method raises because of a tier.
 
     Attributes:
+        page_bytes: Bytes of a page.
         tiers: The tiers.
     """
 
@@ -113,6 +127,7 @@ class PageStore:
             TierTimeoutError: A tier did not open in time.
         """
         self._pages = pages
+        self.page_bytes = pages.page_bytes
         row_bytes = row_stride_bytes(pages.page_bytes)
         count = max(1, min(most_pages, max_bytes // row_bytes))
         with ExitStack() as undo:
@@ -124,7 +139,9 @@ class PageStore:
                 undo.callback(staging.close)
             self.tiers = PluggedTiers(tiers, self._rows.view)
             undo.pop_all()
-        self._probe_timeout_s = sum(TierOptions.take(tier).probe_timeout_s for tier in tiers)
+        options = [TierOptions.take(tier) for tier in tiers]
+        self._probe_timeout_s = sum(tier.probe_timeout_s for tier in options)
+        self._close_timeout_s = max(tier.close_timeout_s for tier in options)
         self._job_timeout_s = sum(manager.io_timeout_s for manager in self.tiers.managers)
 
     def leading_run(self, keys: Sequence[OffloadKey]) -> int:
@@ -173,16 +190,29 @@ class PageStore:
         """
         return self._move(Direction.LOAD, keys, self._tensor_copy(Direction.LOAD, pages))
 
-    def close(self, timeout_s: float) -> CloseReport:
+    def stats(self) -> OffloadingStatistics:
+        """Return the tiers' statistics, and those of the rows as the primary's. Thread: any."""
+        free = sum(staging.num_free for staging in self._staging.values())
+        return OffloadingStatistics(
+            primary=PrimaryStatistics(
+                slots=SlotStatistics(
+                    free=free, writing=self._rows.num_own - free, idle=0, pinned=0, held=0
+                ),
+                row_bytes=self._rows.row_bytes,
+                **dict.fromkeys(_NOT_COUNTED, 0),
+            ),
+            tiers=tuple(self.tiers.stats()),
+        )
+
+    def close(self) -> CloseReport:
         """Fail further calls, close the tiers and release the memory; idempotent.
 
-        Args:
-            timeout_s: Seconds for running jobs to end.
+        Running jobs have `close_timeout_s` to end.
 
         Returns:
             The jobs whose copies still run, for which the rows stay mapped, and the first error.
         """
-        report = self.tiers.close(timeout_s)
+        report = self.tiers.close(self._close_timeout_s)
         for staging in self._staging.values():
             staging.close()
         self._rows.close(is_idle=not report.unfinished_jobs)
