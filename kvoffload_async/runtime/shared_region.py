@@ -107,6 +107,10 @@ class SharedBuffer(PrimaryBuffer):
         self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
         super().__init__(num_slots, stride_bytes, mapping=mapping)
 
+    def has_arrived(self, participant: int) -> bool:
+        """Return whether a participant has mapped this memory."""
+        return participant not in self._absent()
+
     def notes(self, timeout_s: float = 30.0) -> list[bytes]:
         """Return every participant's note, by number; waits until all have arrived.
 

@@ -2,9 +2,15 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from kvoffload_async.integrations.vllm.surroundings import Surroundings, surroundings_of
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.integrations.vllm.surroundings import (
+    Surroundings,
+    require_one_host,
+    surroundings_of,
+)
 
 
 def config_of(extra_config):
@@ -63,3 +69,18 @@ def test_registered_layers_are_those_with_a_cache_in_this_process():
     assert found["attention"].kind == "FLASH"
     assert found["mamba"].kind == "SimpleNamespace"
     assert len(found["mamba"].tensors) == 2
+
+
+def on_hosts(count):
+    parallel = SimpleNamespace(nnodes_within_dp=count)
+    return Surroundings(SimpleNamespace(parallel_config=parallel), None)
+
+
+def test_a_replica_on_several_hosts_is_refused():
+    with pytest.raises(ConfigError, match=r"nnodes: each replica has workers on 2 hosts"):
+        require_one_host(on_hosts(2))
+
+
+@pytest.mark.parametrize("surroundings", [None, on_hosts(1), Surroundings(SimpleNamespace(), None)])
+def test_a_replica_on_one_host_is_accepted(surroundings):
+    require_one_host(surroundings)

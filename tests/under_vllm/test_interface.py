@@ -16,7 +16,7 @@ from vllm_world import MODULE
 from kvoffload_async import integrations
 from kvoffload_async.integrations.vllm import FsTier, SlabTier
 from kvoffload_async.integrations.vllm.tiers import VllmTier
-from kvoffload_async.integrations.vllm.version import check_version
+from kvoffload_async.integrations.vllm.version import CONTRACT, check_version
 
 TIERS = [FsTier, SlabTier]
 METHODS = sorted(
@@ -102,3 +102,8 @@ def test_vllm_is_named_in_the_integration_alone():
     ]
     assert naming
     assert all(name.startswith("integrations/vllm/") for name in naming)
+
+
+@pytest.mark.skipif(not vllm.__version__.startswith("0.33"), reason="recorded from 0.33")
+def test_the_recorded_signatures_are_vllms():
+    assert CONTRACT.read() == CONTRACT.recorded()

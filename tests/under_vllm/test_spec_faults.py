@@ -1,14 +1,16 @@
 """Copies of `KVOffloadSpec`'s workers that fail or hang, resets, and the end."""
 
 import threading
+from dataclasses import replace
 
 import pytest
-from engine_world import EXAMPLE, failing, faults
+from engine_world import EXAMPLE, canonical, failing, faults
 from vllm.v1.kv_offload import base
 from vllm_world import keys_of
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.errors import TransportError
+from kvoffload_async.errors import ConfigError, TransportError
+from kvoffload_async.integrations.vllm import KVOffloadSpec
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -114,3 +116,19 @@ def test_shutdown_is_idempotent_and_later_ends_are_ignored(pair):
     here.close()
     here.close()
     here.manager.complete_store(output.keys_to_store, request)
+
+
+def test_a_worker_that_shares_no_memory_with_the_scheduler_refuses_its_first_job(pair):
+    here = pair()
+    elsewhere = KVOffloadSpec(replace(here.config, engine_id=f"{here.config.engine_id}-elsewhere"))
+    worker = elsewhere.get_worker(canonical(here.tensors[0], here.groups))
+    output = here.manager.prepare_store(keys_of(0), here.request())
+    device = here.device([[3]])
+    try:
+        with pytest.raises(ConfigError, match="this worker is on another host"):
+            worker.submit_store(1, device, output.store_spec)
+        with pytest.raises(ConfigError, match="place all ranks of a replica on one host"):
+            worker.submit_load(2, output.store_spec, device)
+    finally:
+        worker._buffer.remove_name()
+        worker.shutdown()

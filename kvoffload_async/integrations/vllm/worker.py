@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from vllm.v1.kv_offload import base
 
-from kvoffload_async.errors import TransportError
+from kvoffload_async.errors import ConfigError, TransportError
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.runtime.shared_region import SharedBuffer
@@ -16,6 +16,9 @@ from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.types import BlockIds, JobId, TransferResult
 
 logger = logging.getLogger(__name__)
+
+SCHEDULER = 0
+"""Participant number of the scheduler in the shared memory; worker `rank` is number `rank + 1`."""
 
 FAILED = 1
 """Value in `SharedBuffer.slot_flags`: the store into the slot failed."""
@@ -68,12 +71,18 @@ class KVOffloadWorker(base.OffloadingWorker):
         self._ended: list[TransferResult] = []
         self._failed_loads: set[JobId] = set()
         self.reports_failed_loads = False
+        self._shares_with_scheduler = False
         self._is_closed = False
 
     def submit_store(
         self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: base.LoadStoreSpec
     ) -> bool:
-        """Copy device blocks to slots. Non-blocking."""
+        """Copy device blocks to slots. Non-blocking.
+
+        Raises:
+            ConfigError: The scheduler is on another host.
+        """
+        self._require_scheduler()
         job = convert.transfer(src_spec, dst_spec)
         self._slots[job_id] = job.host.block_ids
         self._copies.submit_store(job_id, job)
@@ -94,7 +103,11 @@ class KVOffloadWorker(base.OffloadingWorker):
             dst_spec: The device blocks.
             expedited: The current step's forward pass reads the blocks. vLLM calls `wait` next, so
                 a failure must be raised there and not reported at the step's end.
+
+        Raises:
+            ConfigError: The scheduler is on another host.
         """
+        self._require_scheduler()
         if expedited:
             self._expedited.add(job_id)
         self._copies.submit_load(job_id, convert.transfer(dst_spec, src_spec))
@@ -140,6 +153,19 @@ class KVOffloadWorker(base.OffloadingWorker):
             logger.warning("copies still run: the shared primary stays mapped")
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _require_scheduler(self) -> None:
+        """Check that the scheduler, which has sent a job, has mapped this rank's memory.
+
+        A rank on another host has created memory of its own, which nobody else reads.
+        """
+        if not self._shares_with_scheduler and not self._buffer.has_arrived(SCHEDULER):
+            raise ConfigError(
+                "spec_name: KVOffloadSpec needs all workers on the scheduler's host, as they share "
+                "its memory, and this worker is on another host; place all ranks of a replica on "
+                "one host"
+            )
+        self._shares_with_scheduler = True
 
     def _collect(self) -> None:
         """Collect finished copies and handle failed ones."""

@@ -1,0 +1,245 @@
+"""The contract with a host: which of its releases are tested, and the signatures of its classes.
+
+The adapters derive from a host's classes, and take and create its values. Their signatures are
+recorded from the newest tested release. A newer release is admitted, with a warning, if its
+signatures still match the recording, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+logger = logging.getLogger(__name__)
+
+Signatures = dict[str, dict[str, Any]]
+"""Class, as `module:name` -> its description, as JSON."""
+
+_MOST_SHOWN: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HostContract:
+    """What an integration needs of its host.
+
+    Attributes:
+        module: The host's package.
+        title: Its name in messages.
+        remedy: How to install it, for messages.
+        first: The oldest tested release.
+        beyond: The first release after the newest tested one.
+        derived: Classes that this package derives from, as `module:name`, with the methods that it
+            overrides or calls; none: all methods of the class.
+        used: Classes whose values it takes or creates, with the members that it needs besides the
+            parameters of the constructor.
+        recording: File with the recorded signatures.
+    """
+
+    module: str
+    title: str
+    remedy: str
+    first: tuple[int, ...]
+    beyond: tuple[int, ...]
+    derived: Mapping[str, Sequence[str]]
+    used: Mapping[str, Sequence[str]]
+    recording: Path
+
+    @property
+    def supported(self) -> str:
+        """The tested releases, as a version specifier."""
+        first, beyond = (".".join(map(str, bound)) for bound in (self.first, self.beyond))
+        return f">={first},<{beyond}"
+
+    def require(self, what: str) -> None:
+        """Check that a suitable release can be imported.
+
+        Args:
+            what: The feature that needs it, for the message.
+
+        Raises:
+            ImportError: The host is not installed, too old, or too different.
+        """
+        try:
+            host = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name != self.module:
+                raise
+            host = None
+        # The module is asked, because other distributions provide it too. A folder of the same
+        # name can be imported, too, but has no version.
+        version = getattr(host, "__version__", None)
+        if version is None:
+            raise ImportError(
+                f"{what} needs {self.title} {self.supported}, which is not installed; {self.remedy}"
+            )
+        self.check(str(version), what)
+
+    def check(self, version: str, what: str, read: Callable[[], Signatures] | None = None) -> None:
+        """Check a release, and compare the signatures of one that is newer than the tested ones.
+
+        Args:
+            version: The release.
+            what: The feature that needs it, for the message.
+            read: Returns its signatures; by default those of the installed release.
+
+        Raises:
+            ImportError: It is too old, or a signature differs.
+        """
+        match = re.match(r"\d+(?:\.\d+)+", version)
+        number = tuple(map(int, match[0].split("."))) if match else ()
+        if number < self.first:
+            raise ImportError(
+                f"{what} needs {self.title} {self.supported}, and {version} is installed"
+            )
+        if number < self.beyond:
+            return
+        found = self.read() if read is None else read()
+        if differences := list(self.differences(found)):
+            shown = "; ".join(differences[:_MOST_SHOWN])
+            if len(differences) > _MOST_SHOWN:
+                shown += f"; and {len(differences) - _MOST_SHOWN} more"
+            raise ImportError(
+                f"{what} needs {self.title} {self.supported}, and {version} is installed, which "
+                f"differs: {shown}. Install a tested release, or a newer kvoffload-async"
+            )
+        _warn(
+            f"{self.title} {version} is newer than the tested releases ({self.supported}); the "
+            "signatures that this package depends on have not changed"
+        )
+
+    def read(self) -> Signatures:
+        """Return the signatures of the installed release; {} for a class that does not exist."""
+        derived = {place: _described(place, names) for place, names in self.derived.items()}
+        used = {
+            place: _described(place, ("__init__", *names)) for place, names in self.used.items()
+        }
+        return derived | used
+
+    def recorded(self) -> Signatures:
+        """Return the recorded signatures."""
+        recording: Signatures = json.loads(self.recording.read_text(encoding="utf-8"))
+        return recording
+
+    def differences(self, found: Signatures) -> Iterator[str]:
+        """Yield how signatures differ from the recorded ones in a way that matters.
+
+        What the host calls must not have changed. What this package calls may have further
+        parameters with defaults.
+        """
+        for place, recorded in self.recorded().items():
+            name = place.partition(":")[2]
+            now = found.get(place) or {}
+            if not now:
+                yield f"{place} does not exist"
+                continue
+            for member in recorded.get("members", ()):
+                if member not in now.get("members", ()):
+                    yield f"{name}.{member} does not exist"
+            is_derived = place in self.derived
+            accepts = str.__eq__ if is_derived else _still_accepts
+            for method, signature in recorded["methods"].items():
+                current = now["methods"].get(method)
+                if current is None:
+                    yield f"{name}.{method} does not exist"
+                elif not accepts(signature, current):
+                    yield f"{name}.{method} takes {current}, not {signature}"
+            for method in now["abstract"] if is_derived else ():
+                if method not in recorded["abstract"]:
+                    yield f"{name}.{method} is a new abstract method"
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once."""
+    logger.warning("%s", text)
+
+
+def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the description of a class: methods with their parameters, abstract ones, members.
+
+    Args:
+        cls: The class.
+        names: Restricts methods and members to these names; empty: all public ones.
+    """
+    if issubclass(cls, enum.Enum):
+        members = [name for name in cls.__members__ if name in names]
+        return {"members": members, "methods": {}, "abstract": []}
+    methods = {
+        name: text
+        for name, member in inspect.getmembers_static(cls)
+        if (name in names if names else name == "__init__" or not name.startswith("_"))
+        and (text := _parameters(member)) is not None
+    }
+    if hasattr(cls, "_fields"):  # a named tuple
+        methods["__init__"] = _parameters(cls.__new__) or "()"
+    return {"methods": methods, "abstract": sorted(getattr(cls, "__abstractmethods__", ()))}
+
+
+def _described(place: str, names: Sequence[str]) -> dict[str, Any]:
+    module, _, name = place.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return {}
+    return describe(cls, names)
+
+
+def _parameters(member: object) -> str | None:
+    """Return the parameters of a function as text, without types and with `...` for defaults."""
+    if isinstance(member, classmethod | staticmethod):
+        member = member.__func__
+    if not inspect.isfunction(member):
+        return None
+    signature = inspect.signature(member)
+    empty = inspect.Parameter.empty
+    parameters = [
+        parameter.replace(
+            annotation=empty, default=empty if parameter.default is empty else _Default
+        )
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=parameters, return_annotation=empty))
+
+
+class _DefaultType:
+    def __repr__(self) -> str:
+        return "..."
+
+
+_Default: Final = _DefaultType()
+
+
+def _still_accepts(recorded: str, current: str) -> bool:
+    """Return whether calls according to one signature fit another: further parameters default."""
+    old, new = (_split(text) for text in (recorded, current))
+    added = [name for name in new if name not in old]
+    return [name for name in new if name in old] == old and all(
+        name.startswith("*") or name.endswith("=...") for name in added
+    )
+
+
+def _split(signature: str) -> list[str]:
+    return [name for name in signature.strip("()").split(", ") if name]
+
+
+def record(contract: HostContract) -> None:
+    """Write the signatures of the installed release to the recording.
+
+    Raises:
+        ImportError: A class does not exist.
+    """
+    found = contract.read()
+    missing = [place for place, description in found.items() if not description]
+    if missing:
+        raise ImportError(f"{contract.title}: there is no {', '.join(missing)}")
+    text = json.dumps(found, indent=1, sort_keys=True)
+    contract.recording.write_text(text + "\n", encoding="utf-8")

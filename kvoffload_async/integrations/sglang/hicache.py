@@ -1,0 +1,450 @@
+"""SGLang's storage backend: pages of the host pool in this package's tiers.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+        "backend_name": "kvoffload", "interface_v1": 1,
+        "module_path": "kvoffload_async.integrations.sglang", "class_name": "KVOffloadHiCache",
+        "tier": {"type": "slab", "root_dir": "/kv", "capacity_bytes": "200GiB"}}'
+
+SGLang calls `batch_exists` on one thread, the gets on a second, and the sets on a third. Gets and
+sets have rows of their own: a call gathers its pages into rows, or scatters them from rows, and the
+tiers' jobs access the rows only. So a call returns at the jobs' deadline although a copy of a hung
+tier still runs, and SGLang may reuse the pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvoffload_async.config import (
+    Options,
+    option,
+    or_none,
+    parse_size_bytes,
+    parse_socket_path,
+    reject_unknown,
+    shown,
+)
+from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
+from kvoffload_async.facade.status import EngineStatus, path_from_environment
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.integrations.sglang.identity import DECIDED, check_sharing, identified
+from kvoffload_async.integrations.sglang.page_store import PageStore
+from kvoffload_async.integrations.sglang.pages import PoolPages
+from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.types import OffloadKey, make_offload_key
+
+logger = logging.getLogger(__name__)
+
+_SGLANGS_OWN: Final = {
+    "allocator",
+    "backend_name",
+    "class_name",
+    "file_storage_path",
+    "hicache_storage_pass_prefix_keys",
+    "interface_v1",
+    "module_path",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+}
+"""Keys that SGLang reads from the same mapping."""
+
+_MOST_PAGES: Final = 128
+"""Maximum number of pages per job: SGLang passes as many per call."""
+
+_MOST_CALLS: Final = 1024
+"""Calls per direction that are kept for `get_stats`."""
+
+_HASH_DIGITS: Final = 64
+
+_PAGES, _TENSORS = 0, 1
+"""Groups in keys. The two interfaces order a page's bytes differently, so pages never mix."""
+
+
+def parse_tiers(value: object, key: str) -> list[dict[str, Any]]:
+    """Return the configurations of the tiers, from one or from a list of them."""
+    tiers = value if isinstance(value, list | tuple) else [value]
+    if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
+        raise ConfigError(
+            f"{key}: {shown(value)} is not valid; it must be a tier, such as "
+            '{"type": "slab", "root_dir": "/kv", "capacity_bytes": "200GiB"}, or a list of tiers'
+        )
+    return [dict(tier) for tier in tiers if isinstance(tier, Mapping)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiCacheOptions(Options):
+    """The options in `--hicache-storage-backend-extra-config`, besides SGLang's own."""
+
+    tier: list[dict[str, Any]] = option(
+        parse_tiers, remedy='a tier, such as {"type": "fs", "root_dir": "/kv"}, or a list of tiers'
+    )
+    """A tier, or a list of tiers. Pages are stored in all of them, and loaded from the first that
+    has them."""
+    staging_bytes: int = option(parse_size_bytes, 256 << 20)
+    """Maximum memory for pages being stored, and again for pages being loaded."""
+    status_socket: str | None = option(or_none(parse_socket_path), None)
+    """Path of the Unix socket for `kvoffload top`; by default `KVOFFLOAD_STATUS_SOCKET`. Ranks
+    other than the first append their number, such as `-tp1`."""
+
+
+class _Call(NamedTuple):
+    """A call that has ended.
+
+    Attributes:
+        pages: Pages that were stored or loaded.
+        seconds: Its duration.
+    """
+
+    pages: int
+    seconds: float
+
+
+class KVOffloadHiCache(HiCacheStorage):
+    """Keeps pages in tiers. SGLang creates it in each rank's scheduler.
+
+    Gets, sets and `batch_exists` block, each with a deadline, and never raise because of a tier: a
+    page that a tier cannot store or load is reported as such.
+
+    Thread-safe, except `register_mem_pool_host` and `close`.
+    """
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Check the configuration; starts nothing, because the pool is not known yet.
+
+        Args:
+            storage_config: Ranks, model, and as `extra_config` the user's configuration.
+            kwargs: Further arguments of SGLang's factory; ignored.
+
+        Raises:
+            ConfigError: An option is missing, unknown or invalid.
+        """
+        del kwargs
+        show_log()
+        self._config = storage_config
+        given = storage_config.extra_config or {}
+        own = HiCacheOptions.declared().keys()
+        reject_unknown(given, own | _SGLANGS_OWN, "hicache-storage-backend-extra-config")
+        if storage_config.tp_lcm_size is not None:
+            raise ConfigError(
+                f"tp_lcm_size: {storage_config.tp_lcm_size} is not supported, because pages of "
+                "different TP sizes are stored separately; leave it out"
+            )
+        self._options = HiCacheOptions.take(given)
+        self._group = _PAGES if given.get("interface_v1") else _TENSORS
+        if self._group == _TENSORS:
+            logger.warning(
+                "interface_v1: off, so SGLang copies each page twice; add "
+                '"interface_v1": 1 to hicache-storage-backend-extra-config'
+            )
+        run_config = {"model_name": storage_config.model_name or "unknown"}
+        for index, tier in enumerate(self._options.tier):
+            with naming_tier(index, tier, "tier"):
+                for key in DECIDED:
+                    if key in tier:
+                        raise ConfigError(
+                            f"{key}: {shown(tier[key])} is determined by SGLang; leave it out"
+                        )
+                check_sharing(tier, storage_config)
+                SecondaryTierFactory.check_config({**tier, "run_config": run_config})
+        self._store: PageStore | None = None
+        self._status = EngineStatus(storage_config.model_name)
+        self._loads: deque[_Call] = deque(maxlen=_MOST_CALLS)
+        self._stores: deque[_Call] = deque(maxlen=_MOST_CALLS)
+
+    # -- pools ------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401 - HostKVCache
+        """Examine the pool, map the rows and open the tiers; blocks until they are open.
+
+        Raises:
+            ConfigError: The pool is not supported, or the configuration does not fit to it. As for
+                the other errors, nothing is left running.
+            TierUnavailableError: A tier's storage cannot be reached.
+            TierTimeoutError: A tier did not open in time.
+            StateError: A pool is registered already.
+        """
+        if self._store is not None:
+            raise StateError("a host pool is registered already")
+        super().register_mem_pool_host(mem_pool_host)
+        pages = PoolPages(mem_pool_host)
+        dtype = _kv_cache_dtype()
+        tiers = [
+            identified(tier, self._config, mem_pool_host, pages, dtype)
+            for tier in self._options.tier
+        ]
+        self._status.listen(self._status_path())
+        try:
+            self._store = PageStore(pages, tiers, _MOST_PAGES, self._options.staging_bytes)
+        except BaseException:
+            self._status.close()
+            raise
+        self._status.serve(self.stats, self._slowest)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
+        """Accept the pool that is registered already, and no other.
+
+        Raises:
+            ConfigError: The model has a second kind of KV cache. Everything is closed.
+        """
+        if host_pool_name != PoolName.KV:
+            self.close()
+            raise ConfigError(
+                f"host pool {str(host_pool_name)!r}: models with several kinds of KV cache, and "
+                "draft models with a KV cache of their own, are not supported by this storage "
+                "backend; use another one for this model"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    # -- pages of the pool ------------------------------------------------------------------------
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Load pages into the pool; return for each whether it was loaded."""
+        del extra_info
+        began_s = time.monotonic()
+        loaded = self._guarded(
+            keys, lambda store: store.load_pages(_keys(keys, _PAGES), host_indices)
+        )
+        self._loads.append(_Call(sum(loaded), time.monotonic() - began_s))
+        return loaded
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Store pages of the pool; return for each whether it is stored.
+
+        A rank that is not the writer of its pages stores nothing.
+        """
+        del extra_info
+        if not self._config.is_storage_writer:
+            return [True] * len(keys)
+        began_s = time.monotonic()
+        stored = self._guarded(
+            keys, lambda store: store.store_pages(_keys(keys, _PAGES), host_indices)
+        )
+        self._stores.append(_Call(sum(stored), time.monotonic() - began_s))
+        return stored
+
+    # -- existence --------------------------------------------------------------------------------
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """Return how many of the first keys are stored; waits for `probe_timeout_s` at most."""
+        del extra_info
+        return 0 if self._store is None else self._store.leading_run(_keys(keys, self._group))
+
+    def exists(self, key: str) -> bool:
+        """Return whether a key is stored; waits for `probe_timeout_s` at most."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return the result of `batch_exists`, without any other pools."""
+        if pool_transfers:
+            return PoolTransferResult.empty()
+        count = self.batch_exists(keys, extra_info)
+        return PoolTransferResult(count, {PoolName.KV: count} if count else {})
+
+    # -- pages in tensors -------------------------------------------------------------------------
+
+    def get(
+        self,
+        key: str,
+        target_location: torch.Tensor | None = None,
+        target_sizes: Any = None,  # noqa: ANN401 - SGLang's
+    ) -> torch.Tensor | None:
+        """Load a page into `target_location`, and return that; None if it was not loaded."""
+        return self.batch_get([key], [target_location], target_sizes)[0]
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Sequence[torch.Tensor | None] | None = None,
+        target_sizes: Any = None,  # noqa: ANN401 - SGLang's
+    ) -> list[torch.Tensor | None]:
+        """Load pages into tensors; return for each the tensor, or None if it was not loaded."""
+        del target_sizes
+        targets = _tensors(target_locations, len(keys), "target_location")
+        loaded = self._guarded(
+            keys, lambda store: store.load_tensors(_keys(keys, _TENSORS), targets)
+        )
+        return [
+            target if is_loaded else None for target, is_loaded in zip(targets, loaded, strict=True)
+        ]
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: Any = None,  # noqa: ANN401 - SGLang's
+        target_sizes: Any = None,  # noqa: ANN401 - SGLang's
+    ) -> bool:
+        """Store a page; return whether it is stored."""
+        return self.batch_set([key], [value], target_location, target_sizes)
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor | None] | None = None,
+        target_locations: Any = None,  # noqa: ANN401 - SGLang's
+        target_sizes: Any = None,  # noqa: ANN401 - SGLang's
+    ) -> bool:
+        """Store pages; return whether all of them are stored."""
+        del target_locations, target_sizes
+        pages = _tensors(values, len(keys), "value")
+        if not self._config.is_storage_writer:
+            return True
+        return all(
+            self._guarded(keys, lambda store: store.store_tensors(_keys(keys, _TENSORS), pages))
+        )
+
+    # -- the whole --------------------------------------------------------------------------------
+
+    def stats(self) -> OffloadingStatistics:
+        """Return the statistics of the tiers; thread-safe.
+
+        Raises:
+            StateError: No pool is registered, or the backend is closed.
+        """
+        store = self._store
+        if store is None:
+            raise StateError("the storage backend is not open")
+        return store.stats()
+
+    def get_stats(self) -> Any:  # noqa: ANN401 - SGLang's StorageMetrics
+        """Return pages and GB/s of the calls since the last one, for SGLang's own metrics."""
+        store = self._store
+        if store is None or not self._config.enable_storage_metrics:
+            return None
+        metrics = importlib.import_module("sglang.srt.observability.metrics_collector")
+        found = metrics.StorageMetrics()
+        for calls, pages, bandwidths in (
+            (self._loads, found.prefetch_pgs, found.prefetch_bandwidth),
+            (self._stores, found.backup_pgs, found.backup_bandwidth),
+        ):
+            while calls:
+                call = calls.popleft()
+                pages.append(call.pages)
+                bandwidths.append(call.pages * store.page_bytes / call.seconds / 1e9)
+        return found
+
+    def clear(self) -> None:
+        """Refuse.
+
+        Raises:
+            NotImplementedError: Always: tiers may be shared with other processes.
+        """
+        raise NotImplementedError(
+            "this storage backend cannot be cleared while it is in use; give the tier another "
+            "namespace, or end all processes that use it and remove its directory"
+        )
+
+    def close(self) -> None:
+        """Close the tiers, and release the memory; idempotent. Blocks for `close_timeout_s`."""
+        self._status.close()
+        store, self._store = self._store, None
+        if store is None:
+            return
+        report = store.close()
+        if report.unfinished_jobs:
+            logger.warning(
+                "copies of %d jobs still run; their rows stay mapped", len(report.unfinished_jobs)
+            )
+        if report.error is not None:
+            logger.warning("closing the tiers failed: %s", text_of(report.error))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _status_path(self) -> str | None:
+        """Return the socket's path; ranks except the first append their coordinates."""
+        path = self._options.status_socket or path_from_environment()
+        config = self._config
+        coordinates = {
+            "dp": config.dp_rank,
+            "pp": config.pp_rank,
+            "cp": config.attn_cp_rank,
+            "tp": config.tp_rank,
+        }
+        suffix = "".join(f"-{name}{number}" for name, number in coordinates.items() if number)
+        return None if path is None else f"{path}{suffix}"
+
+    def _slowest(self) -> None:
+        """Return no requests: SGLang passes none to a storage backend."""
+
+    def _guarded(self, keys: list[str], call: Callable[[PageStore], list[bool]]) -> list[bool]:
+        """Return the results of a call; all are False without a pool and after an error."""
+        store = self._store
+        if store is not None:
+            try:
+                return call(store)
+            except OffloadError as error:
+                logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
+        return [False] * len(keys)
+
+
+def _keys(names: Sequence[str], group: int) -> list[OffloadKey]:
+    """Return keys for SGLang's, which are SHA-256 hashes as text, or longer texts."""
+    return [make_offload_key(_hash_of(name), group) for name in names]
+
+
+def _hash_of(name: str) -> bytes:
+    if len(name) == _HASH_DIGITS:
+        try:
+            return bytes.fromhex(name)
+        except ValueError:
+            pass
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _tensors(
+    given: Sequence[torch.Tensor | None] | None, count: int, name: str
+) -> list[torch.Tensor]:
+    """Return the tensors of a call of the generic interface; raises TypeError without them."""
+    tensors = [tensor for tensor in given or () if isinstance(tensor, torch.Tensor)]
+    if len(tensors) != count:
+        raise TypeError(f"{name}: {count} tensors are needed, and {len(tensors)} were given")
+    return tensors
+
+
+def _kv_cache_dtype() -> str | None:
+    """Return the server's setting, which tells kinds of FP8 apart; None outside of a server."""
+    try:
+        from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415 - of newer releases
+
+        dtype = get_server_args().kv_cache_dtype
+    except (AttributeError, ImportError, RuntimeError, ValueError):
+        return None
+    return str(dtype)

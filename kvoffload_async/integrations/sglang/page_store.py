@@ -1,0 +1,301 @@
+"""The pages of one host pool in tiers, for calls that block with a deadline.
+
+Stores and loads have rows of their own. A call gathers its pages into rows, or scatters them from
+rows, and the tiers' jobs access the rows only. So a call returns at the jobs' deadline although a
+copy of a hung tier still runs, and SGLang may reuse the pages; the rows stay taken until that copy
+has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from threading import Condition, Lock
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+
+from kvoffload_async.abc.tier import CloseReport, Direction
+from kvoffload_async.errors import ClosedError, StateError, TierUnavailableError
+from kvoffload_async.facade.host_rows import HostRows, RowCopies
+from kvoffload_async.facade.plugged import Ended, PluggedTiers
+from kvoffload_async.facade.tier_options import TierOptions
+from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
+from kvoffload_async.runtime.buffer import row_stride_bytes
+from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics, SlotStatistics
+from kvoffload_async.types import OffloadKey, as_block_ids
+
+T = TypeVar("T")
+CopyRows = Callable[[Sequence[int], Sequence[int]], None]
+"""Copies between the pages at some positions of a call, and rows."""
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S: Final = 5.0
+"""Seconds after a deadline of the tiers until a call gives up waiting for its report."""
+
+
+_NOT_COUNTED: Final = (
+    *("lookups", "hits", "pending_hits", "misses", "stored_blocks", "loaded_blocks"),
+    *("evicted_blocks", "refused_stores", "load_pins", "events_dropped"),
+)
+"""Counters of a primary that rows, which keep no blocks, do not have."""
+
+
+class _Staging:
+    """The rows of one direction, and their copies. Thread-safe."""
+
+    def __init__(self, rows: HostRows, count: int, direction: Direction) -> None:
+        """Start the threads that copy; raises TierUnavailableError if that is impossible."""
+        self._copies = RowCopies(rows)
+        is_store = direction is Direction.STORE
+        self._copy = self._copies.gather if is_store else self._copies.scatter
+        self._lock = Lock()
+        self._is_closed = False
+        self._free: list[int] = rows.take(count, 0).tolist()
+        self._is_given = Condition()
+
+    @property
+    def num_free(self) -> int:
+        """Number of free rows."""
+        return len(self._free)
+
+    def copy(self, rows: Sequence[int], addresses: Numbers, sizes: Numbers) -> None:
+        """Copy pages between rows and memory; blocks until no byte moves any more.
+
+        Native threads copy without the interpreter's lock. There is no timeout: copies in memory
+        always end.
+
+        Raises:
+            ClosedError: The store was closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the storage backend was closed")
+            self._copy(as_block_ids(rows), addresses, sizes)
+
+    def take(self, most: int, timeout_s: float) -> list[int]:
+        """Take up to `most` free rows; none if there is none before the timeout."""
+        with self._is_given:
+            self._is_given.wait_for(lambda: self._free, timeout_s)
+            taken, self._free = self._free[:most], self._free[most:]
+            return taken
+
+    def give(self, rows: Sequence[int], _at_rest: Future[None] | None = None) -> None:
+        """Return rows that no copy accesses."""
+        with self._is_given:
+            self._free.extend(rows)
+            self._is_given.notify_all()
+
+    def close(self) -> None:
+        """Wait for a running copy, and end the threads; idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._copies.close()
+
+
+class PageStore:
+    """Stores and loads pages of one pool. Thread-safe.
+
+    A page that cannot be stored or loaded is reported as such; no method raises because of a tier.
+
+    Attributes:
+        page_bytes: Bytes of a page.
+        tiers: The tiers.
+    """
+
+    def __init__(
+        self, pages: PoolPages, tiers: Sequence[Mapping[str, Any]], most_pages: int, max_bytes: int
+    ) -> None:
+        """Map the rows and open the tiers; blocks until they are open.
+
+        Args:
+            pages: The pool's pages.
+            tiers: Configuration of each tier.
+            most_pages: Maximum number of pages per job.
+            max_bytes: Maximum memory of the rows of each direction, if one page fits into it.
+
+        Raises:
+            ConfigError: A tier's configuration is unusable, or there is no memory. As for the other
+                errors, nothing is left running.
+            TierUnavailableError: A tier's storage cannot be reached.
+            TierTimeoutError: A tier did not open in time.
+        """
+        self._pages = pages
+        self.page_bytes = pages.page_bytes
+        row_bytes = row_stride_bytes(pages.page_bytes)
+        count = max(1, min(most_pages, max_bytes // row_bytes))
+        with ExitStack() as undo:
+            self._rows = HostRows(row_bytes, 2 * count)
+            undo.callback(self._rows.close)
+            self._staging = {}
+            for direction in (Direction.STORE, Direction.LOAD):
+                staging = self._staging[direction] = _Staging(self._rows, count, direction)
+                undo.callback(staging.close)
+            self.tiers = PluggedTiers(tiers, self._rows.view)
+            undo.pop_all()
+        options = [TierOptions.take(tier) for tier in tiers]
+        self._probe_timeout_s = sum(tier.probe_timeout_s for tier in options)
+        self._close_timeout_s = max(tier.close_timeout_s for tier in options)
+        self._job_timeout_s = sum(manager.io_timeout_s for manager in self.tiers.managers)
+
+    def leading_run(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the first keys are stored; waits for the probes' deadline at most."""
+        wanted = list(dict.fromkeys(keys))
+        lookup = self.tiers.lookup(wanted, self._probe_timeout_s, stops_at_miss=True)
+        answers = _awaited(lookup, self._probe_timeout_s) or ()
+        present = {key for key, is_found in zip(wanted, answers, strict=False) if is_found}
+        return next((index for index, key in enumerate(keys) if key not in present), len(keys))
+
+    def store_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
+        """Store pages of the pool; return for each whether it is stored.
+
+        Args:
+            keys: The keys.
+            host_indices: Indices of the pages' tokens.
+
+        Raises:
+            StateError: The indices do not name a page for each key.
+        """
+        return self._move(Direction.STORE, keys, self._pool_copy(Direction.STORE, host_indices))
+
+    def load_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
+        """Load pages into the pool; return for each whether it was loaded; others are unchanged.
+
+        Arguments and errors are those of `store_pages`.
+        """
+        return self._move(Direction.LOAD, keys, self._pool_copy(Direction.LOAD, host_indices))
+
+    def store_tensors(
+        self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
+    ) -> list[bool]:
+        """Store tensors, one a page; return for each whether it is stored.
+
+        Raises:
+            StateError: A tensor has not the size of a page.
+        """
+        sources = [page.contiguous() for page in pages]
+        return self._move(Direction.STORE, keys, self._tensor_copy(Direction.STORE, sources))
+
+    def load_tensors(self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]) -> list[bool]:
+        """Load pages into tensors; return for each whether it was loaded; others are unchanged.
+
+        Raises:
+            StateError: A tensor has not the size of a page, or is not contiguous.
+        """
+        return self._move(Direction.LOAD, keys, self._tensor_copy(Direction.LOAD, pages))
+
+    def stats(self) -> OffloadingStatistics:
+        """Return the tiers' statistics, and those of the rows as the primary's. Thread: any."""
+        free = sum(staging.num_free for staging in self._staging.values())
+        return OffloadingStatistics(
+            primary=PrimaryStatistics(
+                slots=SlotStatistics(
+                    free=free, writing=self._rows.num_own - free, idle=0, pinned=0, held=0
+                ),
+                row_bytes=self._rows.row_bytes,
+                **dict.fromkeys(_NOT_COUNTED, 0),
+            ),
+            tiers=tuple(self.tiers.stats()),
+        )
+
+    def close(self) -> CloseReport:
+        """Fail further calls, close the tiers and release the memory; idempotent.
+
+        Running jobs have `close_timeout_s` to end.
+
+        Returns:
+            The jobs whose copies still run, for which the rows stay mapped, and the first error.
+        """
+        report = self.tiers.close(self._close_timeout_s)
+        for staging in self._staging.values():
+            staging.close()
+        self._rows.close(is_idle=not report.unfinished_jobs)
+        return report
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _pool_copy(self, direction: Direction, host_indices: torch.Tensor) -> CopyRows:
+        addresses = self._pages.addresses(host_indices)
+        return self._address_copy(direction, addresses, self._pages.piece_bytes)
+
+    def _tensor_copy(self, direction: Direction, pages: Sequence[torch.Tensor]) -> CopyRows:
+        page_bytes = self._pages.page_bytes
+        for page in pages:
+            if page.nbytes != page_bytes or not page.is_contiguous() or page.device.type != "cpu":
+                raise StateError(
+                    f"a tensor of {page.nbytes} bytes on {page.device} is not a contiguous page of "
+                    f"{page_bytes} bytes in host memory"
+                )
+        addresses = np.array([[page.data_ptr()] for page in pages], np.int64)
+        return self._address_copy(direction, addresses, np.array([page_bytes], np.int64))
+
+    def _address_copy(self, direction: Direction, addresses: Numbers, sizes: Numbers) -> CopyRows:
+        staging = self._staging[direction]
+
+        def copy(positions: Sequence[int], rows: Sequence[int]) -> None:
+            part = addresses[positions]
+            staging.copy(rows, part, np.broadcast_to(sizes, part.shape))
+
+        return copy
+
+    def _move(self, direction: Direction, keys: Sequence[OffloadKey], copy: CopyRows) -> list[bool]:
+        """Run jobs of as many pages as rows are free, until a tier fails as a whole."""
+        staging, is_store = self._staging[direction], direction is Direction.STORE
+        positions: dict[OffloadKey, list[int]] = {}
+        for position, key in enumerate(keys):
+            positions.setdefault(key, []).append(position)
+        waiting = list(positions)
+        landed: set[OffloadKey] = set()
+        while waiting and (rows := staging.take(len(waiting), self._job_timeout_s)):
+            part, waiting = waiting[: len(rows)], waiting[len(rows) :]
+            transfer = None
+            try:
+                if is_store:
+                    copy([positions[key][0] for key in part], rows)
+                submit = self.tiers.store if is_store else self.tiers.load
+                transfer = submit(part, as_block_ids(rows))
+                ended = _awaited(transfer.ended, self._job_timeout_s) or Ended(frozenset())
+                if not is_store:
+                    _copy_landed(part, rows, ended.keys, positions, copy)
+            finally:
+                if transfer is None:
+                    staging.give(rows)
+                else:
+                    transfer.at_rest.add_done_callback(partial(staging.give, rows))
+            landed |= ended.keys
+            if isinstance(ended.error, TierUnavailableError):
+                break
+        return [key in landed for key in keys]
+
+
+def _copy_landed(
+    keys: Sequence[OffloadKey],
+    rows: Sequence[int],
+    landed: Collection[OffloadKey],
+    positions: Mapping[OffloadKey, Sequence[int]],
+    copy: CopyRows,
+) -> None:
+    """Copy loaded rows to all positions of their keys."""
+    pairs = [
+        (position, row)
+        for key, row in zip(keys, rows, strict=True)
+        if key in landed
+        for position in positions[key]
+    ]
+    if pairs:
+        copy([position for position, _ in pairs], [row for _, row in pairs])
+
+
+def _awaited(future: Future[T], timeout_s: float) -> T | None:
+    """Return the result of a future that the tiers complete before a deadline; None if late."""
+    try:
+        return future.result(timeout_s + _GRACE_S)
+    except TimeoutError:
+        logger.error("the tiers did not report within %g s of their deadline", _GRACE_S)  # noqa: TRY400 - expected
+        return None
