@@ -265,7 +265,8 @@ class BenchOptions(CommandOptions):
     steady: bool = flag(
         False,
         "Fill bounded tiers before measuring, so that writes replace old blocks, as in "
-        "long-running deployments. The baseline overwrites its file too.",
+        "long-running deployments. The baseline overwrites its file too, and another one "
+        "overwrites and renames one file per block.",
         "--steady",
     )
     keep: bool = flag(

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from faulty_files import FaultyFileOps
 from fs.places import BLOCK, Place, grown_by, item, load_key, store, store_key
+from fs.spaces import room_for
 
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
@@ -156,3 +157,33 @@ def test_removing_is_judged_block_by_block(place, caplog):
     assert place.blocks() == {B}
     assert change.removed_bytes == before - place.disk_bytes()
     assert "not removed" in caplog.text
+
+
+def evict_by_storing(place: Place) -> bool:
+    """Store C and D in a tier that is full of A and B; return whether their files were reused."""
+    with place.open(capacity_bytes=room_for(2)) as harness:
+        assert harness.store([A, B]) == {}
+        readers = {place.path(key).stat().st_ino: place.path(key).open("rb") for key in (A, B)}
+        assert harness.store([C, D]) == {}
+        assert place.blocks() == {C, D}
+        assert harness.load([C, D]) == {}
+        inodes = {place.path(key).stat().st_ino for key in (C, D)}
+        reused = readers.keys() & inodes
+        assert reused in (set(), inodes)
+        for key, reader in zip((A, B), readers.values(), strict=True):
+            with reader:
+                is_old = reader.read() == content_of(key, BLOCK).tobytes()
+                assert is_old == (not reused), "who has it open sees the new bytes, or the old"
+        return bool(reused)
+
+
+def test_a_full_tier_reuses_files_unless_somebody_reads_without_verifying(tmp_path):
+    assert evict_by_storing(Place(tmp_path / "verified"))
+    marked = Place(tmp_path / "marked")
+    with marked.open(verify="off"):
+        pass
+    assert not evict_by_storing(marked)
+
+
+def test_a_full_tier_reuses_no_file_in_vllms_directory(tmp_path):
+    assert not evict_by_storing(Place(tmp_path, is_vllms=True))

@@ -392,7 +392,7 @@ class UnreportedUsage:
         self._former_ids: list[str] = []
         self.telling: DiskChange | None = None
         """The last change if it failed; it may have been made nevertheless."""
-        self._version = self._telling_version = self._told_version = 0
+        self._version = self._reporting_version = self._reported_version = 0
         self._begun = 0
         self._untold = DiskChange()
         self._mutex = threading.Lock()
@@ -425,9 +425,9 @@ class UnreportedUsage:
             self._untold += change
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether the file has everything that was recorded before this call."""
-        return self._told_version == self._version
+        return self._reported_version == self._version
 
     def entry(self) -> WriterCount:
         """Return this writer's entry as of its next change."""
@@ -462,13 +462,13 @@ class UnreportedUsage:
             usage.writers.pop(name, None)
         with self._mutex:
             untold, self._untold = self._untold, DiskChange()
-            self._telling_version = self._version
+            self._reporting_version = self._version
         return untold
 
     def end_change(self) -> None:
         """Record that the change was made. Call with the file's lock held."""
         self.told += 1
-        self._told_version = self._telling_version
+        self._reported_version = self._reporting_version
         self._former_ids.clear()
 
 
@@ -617,7 +617,7 @@ class UsageFile:
         Raises:
             OSError: The file could not be changed; the next change catches up.
         """
-        if not self._own.is_told:
+        if not self._own.is_reported:
             self._change(_nothing)
 
     def read(self) -> Usage:
