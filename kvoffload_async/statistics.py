@@ -240,6 +240,7 @@ class TierStatistics:
         pending_blocks: Blocks in the primary that wait for room in the tier. Gauge.
         breakers: "closed", "open" or "half_open", for each of "load" and "store". Gauge.
         breaker_openings: Times each breaker opened.
+        breaker_reasons: Text of the error that opened each breaker, for those that are not closed.
         probes_outstanding: Existence probes without an answer. Gauge.
         events_dropped: Events dropped because nobody read them in time.
         used_bytes: Space used, if the tier reports it in its gauges. Gauge.
@@ -298,6 +299,7 @@ class TierStatistics:
     store_seconds: DurationStatistics
     gauges: Mapping[str, float] = field(default_factory=dict)
     break_even: BreakEvenStatistics | None = None
+    breaker_reasons: Mapping[str, str] = field(default_factory=dict)
     is_open: bool = True
     unopened: UnopenedStatistics | None = None
 

@@ -68,6 +68,7 @@ Run `kvoffload` or `python -m kvoffload_async`. An error is printed as one line 
 | 1 | a check failed |
 | 2 | bad input |
 | 130 | interrupted |
+| 143, 129 | ended by SIGTERM, SIGHUP |
 
 """
 

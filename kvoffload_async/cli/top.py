@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -66,16 +67,17 @@ def picture(
     if isinstance(stats, EngineStatistics):
         top.append(_device(stats))
         used += 1
-    remarks: list[Text] = []
+    remarks: list[str] = []
     if stats.tiers:
         top += [Text(), _tiers(readings, stats.tiers, is_wide=width >= WIDE)]
         used += 2 + min(len(stats.tiers), MAX_TIERS + 1)
-        remarks += _not_open(stats.tiers, readings.last.time_s)
+        for remark in _remarks(stats.tiers, readings.last.time_s):
+            remarks += textwrap.wrap(remark, width, subsequent_indent="  ")
     slowest = _slowest(readings)
     if slowest is not None:
         used += 2 + min(len(readings.last.slowest or ()), MAX_SLOWEST)
     remarks = remarks[: max(1, height - used - 2 - _LEAST_LATENCIES)]
-    top += remarks
+    top += [Text(line, style="red") for line in remarks]
     if slowest is not None:
         top += [Text(), slowest]
     room = max(_LEAST_LATENCIES, height - used - len(remarks) - 2)
@@ -188,20 +190,17 @@ def _tier(
     yield _state(tier)
 
 
-def _not_open(tiers: Sequence[TierStatistics], now_s: float) -> Iterator[Text]:
-    """Yield a line for each tier that could not be opened: the reason, and the next attempt."""
+def _remarks(tiers: Sequence[TierStatistics], now_s: float) -> Iterator[str]:
+    """Yield a text for each tier that is not open or suspended, with the reason."""
     for tier in tiers:
+        for direction, reason in tier.breaker_reasons.items():
+            yield shown(f"{tier.name}: {direction}s are suspended: {reason}")
         if (failing := tier.unopened) is None:
             continue
         left_s = failing.next_attempt_s - now_s
         following = f"next try in {left_s:.0f} s" if left_s > 0 else "being tried again"
         since = timedelta(seconds=max(0, int(now_s - failing.since_s)))
-        yield Text.assemble(
-            (f"{shown(tier.name)}: ", "bold red"),
-            (f"not open for {since}, {following}: {shown(failing.reason)}", "red"),
-            no_wrap=True,
-            overflow="ellipsis",
-        )
+        yield shown(f"{tier.name}: not open for {since}, {following}: {failing.reason}")
 
 
 def _slowest(readings: Readings) -> Table | None:

@@ -91,8 +91,11 @@ def read_tier(
     counted, said = _TIER.named(taken), gauges or {}
     row_bytes = own.jobs.slot_bytes
     loads, stores = counted.pop("loads"), counted.pop("stores")
+    reasons = {"load": counted.pop("load_reason"), "store": counted.pop("store_reason")}
     openings = {"load": counted.pop("load_openings"), "store": counted.pop("store_openings")}
     counted["queued_jobs"] += waiting_jobs
+    breakers = {"load": _WORDS[loads], "store": _WORDS[stores]}
+    closed = _WORDS[BreakerState.CLOSED]
     return TierStatistics(
         **counted,
         **_OBSERVED.named(_OBSERVED.take(own.observed)),
@@ -100,8 +103,9 @@ def read_tier(
         failed_bytes=counted["failed_blocks"] * row_bytes,
         dropped_bytes=counted["dropped_blocks"] * row_bytes,
         loads_in_flight=counted["submitted_loads"] - counted["finished_loads"],
-        breakers={"load": _WORDS[loads], "store": _WORDS[stores]},
+        breakers=breakers,
         breaker_openings=openings,
+        breaker_reasons={way: reasons[way] for way, now in breakers.items() if now != closed},
         probes_outstanding=own.index.probes_outstanding,
         events_dropped=own.event_log.dropped,
         used_bytes=said.get("used_bytes"),
@@ -214,6 +218,8 @@ _TIER: Final = _FigureSet(
         "stores": "health.stores.state",
         "load_openings": "health.loads.openings",
         "store_openings": "health.stores.openings",
+        "load_reason": "health.loads.reason",
+        "store_reason": "health.stores.reason",
     },
     given=["pending_blocks"],
 )

@@ -13,7 +13,7 @@ import doc_blocks
 import pytest
 
 import kvoffload_async
-from kvoffload_async import testing
+from kvoffload_async import SecondaryTierFactory, testing
 
 ROOT = doc_blocks.ROOT
 BESIDE = [page for page in doc_blocks.PAGES if ROOT / "docs" not in page.parents]
@@ -146,3 +146,19 @@ def test_every_module_that_the_architecture_page_names_exists():
     assert named
     package = ROOT / "kvoffload_async"
     assert [n for n in sorted(named) if not ((package / n).exists() or (ROOT / n).exists())] == []
+
+
+def test_the_first_page_has_the_install_line_code_and_every_tier_in_text_and_picture():
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    picture = (ROOT / "docs/images/tiers.svg").read_text(encoding="utf-8")
+    install, code, tiers = (text.index(mark) for mark in ("pip install", "```python", "| tier |"))
+    assert install < code < tiers
+    for name in [*SecondaryTierFactory.names(), "your own"]:
+        if name != "example":
+            assert name in text[tiers:]
+            assert f">{name}</text>" in picture
+
+
+def test_the_benchmarks_begin_with_the_picture():
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert re.match(r"# Benchmarks\n\n!\[.*\]\(bench.png\)\n", text)
