@@ -2,7 +2,7 @@
 
 import pytest
 from facade.worlds import HIT, MISS, PENDING, RETRY, World
-from remote.fake_store import FakeClient
+from remote.fake_store import FakeClient, LibraryError
 
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.tiers.remote.settings import RemoteSettings
@@ -167,6 +167,35 @@ def test_a_load_that_is_only_slow_ends_by_itself():
     fleet.client.read_s = 0.0
     assert fleet.world.tiers[0].gauges()["failed"] == 0
     assert fleet.request()[0] == len(BLOCKS)
+    fleet.world.end()
+
+
+def test_a_check_that_fails_beside_a_slow_load_is_no_hang():
+    fleet = Fleet(**LONG)
+    fleet.fill()
+    fleet.client.read_s = 2.2 * PROBE_S
+    ended = load_begun(fleet)
+    fleet.step()
+    fleet.client.failures = [LibraryError()]
+    ended()
+    assert not fleet.client.failures, "the check has failed"
+    assert fleet.world.tiers[0].gauges()["failed"] == 0
+    fleet.world.end()
+
+
+def test_a_shutdown_ends_the_check_beside_a_slow_load():
+    fleet = Fleet(**LONG)
+    fleet.fill()
+    fleet.client.calls.clear()
+    load_begun(fleet)
+    fleet.client.is_stalled = True
+    for _ in range(int(0.75 * PROBE_S / STEP_S)):
+        fleet.step()
+    assert fleet.client.calls["check"] == 1
+    began_s = fleet.runner.now_s()
+    fleet.world.manager.shutdown(0.5)
+    assert fleet.runner.now_s() - began_s <= 0.5 + STEP_S
+    fleet.client.is_stalled = False
     fleet.world.end()
 
 
