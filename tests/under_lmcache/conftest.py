@@ -65,12 +65,12 @@ class LmcacheServer(ServerProcess):
     """`lmcache server` on a CPU."""
 
     def __init__(self, folder, adapter):
-        self.port, self.http_port = free_ports(2)
+        self.rpc_port, self.http_port = free_ports(2)
         command = [
-            *(COMMAND, "server", "--port", self.port, "--http-port", self.http_port),
+            *(COMMAND, "server", "--port", self.rpc_port, "--http-port", self.http_port),
             *("--l1-size-gb", "0.5", "--eviction-policy", "LRU", "--chunk-size", "256"),
             *("--supported-transfer-mode", "engine_driven"),
-            *("--shm-name", f"kvoffload-{self.port}", "--l2-adapter", adapter),
+            *("--shm-name", f"kvoffload-{self.rpc_port}", "--l2-adapter", adapter),
         ]
         environment = {**os.environ, **ENVIRONMENT}
         super().__init__(command, self.http_port, folder / "server.log", env=environment)
@@ -78,7 +78,7 @@ class LmcacheServer(ServerProcess):
     def bench(self, num_requests):
         """Return what `lmcache bench server` prints, with every checksum equal."""
         return run(
-            *("bench", "server", "--rpc-url", f"tcp://localhost:{self.port}", "--mode", "cpu"),
+            *("bench", "server", "--rpc-url", f"tcp://localhost:{self.rpc_port}", "--mode", "cpu"),
             *("--url", f"http://localhost:{self.http_port}", "--num-tokens", "2048"),
             *("--start", "0", "--end", num_requests, "--interval", "0", "--num-blocks", "256"),
             *("--kvcache-shape-spec", "(2,256,16,8,64):float16:4"),
