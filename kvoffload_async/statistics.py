@@ -211,7 +211,7 @@ class TierStatistics:
         skipped_lookups: Lookups for which the tier was not asked, by `SKIP_REASONS`.
         submitted_jobs: Jobs submitted.
         submitted_loads: Submitted loads.
-        finished_jobs: Jobs whose result was collected.
+        finished_jobs: Jobs that have a result.
         finished_loads: Finished loads.
         stored_blocks: Blocks of successful stores, including those already present in the tier.
         stored_bytes: Bytes of `stored_blocks`.
@@ -231,7 +231,7 @@ class TierStatistics:
         late_blocks: Blocks submitted to the tier after waiting for room.
         failed_store_blocks: Blocks given up after failed stores.
         refused_keys: Malformed keys among those that the tier announced.
-        jobs_in_flight: Jobs without a collected result. Gauge.
+        jobs_in_flight: Jobs without a result. Gauge.
         loads_in_flight: Loads without a collected result. Gauge.
         queued_jobs: Jobs that the tier has not started. Gauge.
         overdue_jobs: Jobs reported at their deadline whose copies still run. Gauge.

@@ -93,7 +93,7 @@ def counters_add_up(planner: Planner) -> Iterator[str]:
     ]
     for tier in planner.tiers:
         of, name = tier.counters, tier.name
-        ended = of.finished_jobs + tier.jobs.unreported_count
+        ended = of.finished_jobs + tier.jobs.unfinished_count
         sums += [
             (f"lookups of {name}", of.lookups, of.hits + of.misses + of.undecided),
             (f"jobs of {name}", of.submitted_jobs, ended),

@@ -115,9 +115,22 @@ class Ledger:
     Not thread-safe; call only from the owner's thread.
     """
 
-    def __init__(self, slot_bytes: int) -> None:
-        """Create an empty ledger; `slot_bytes` converts blocks to bytes in results."""
+    def __init__(
+        self,
+        slot_bytes: int,
+        on_result: Callable[[JobMetadata, JobResult], object],
+        on_release: Callable[[JobRecord], object],
+    ) -> None:
+        """Create an empty ledger.
+
+        Args:
+            slot_bytes: Bytes of a block, for the bytes in results.
+            on_result: Called with each job and its result when the result is created.
+            on_release: Called with each orphaned job when its copy has ended.
+        """
         self.slot_bytes = slot_bytes
+        self._on_result = on_result
+        self._on_release = on_release
         self._records: dict[JobId, JobRecord] = {}
         self.unreported_count = 0
         """Jobs whose result was not taken."""
@@ -139,7 +152,9 @@ class Ledger:
         self.unreported_count += 1
         if job.job_id in self._records:
             duplicate = StateError(f"job id {job.job_id} is in use; job ids are never reused")
-            self.ended.append((job, refused(job, duplicate)))
+            result = refused(job, duplicate)
+            self.ended.append((job, result))
+            self._on_result(job, result)
             return False
         self._records[job.job_id] = JobRecord(job)
         self.queued_count += 1
@@ -160,6 +175,7 @@ class Ledger:
         result = handler(self, record, event)
         if result is not None:
             self.ended.append((record.job, result))
+            self._on_result(record.job, result)
         return record.job
 
     def take_ended(self) -> list[tuple[JobMetadata, JobResult]]:
@@ -252,6 +268,7 @@ class Ledger:
         del self._records[event.job_id]
         self.orphaned_count -= 1
         self.released.append(record)
+        self._on_release(record)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
         """Ignore the event: the job already has its result."""

@@ -238,9 +238,9 @@ class Planner:
         for index, tier in enumerate(self.tiers):
             if not (tier.jobs.ended or tier.jobs.released):
                 continue
-            for job, result in tier.take_ended(self.now_s):
+            for job, result in tier.jobs.take_ended():
                 self._job_ended(index, job, result)
-            for record in tier.take_released():
+            for record in tier.jobs.take_released():
                 self._job_released(index, record)
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:

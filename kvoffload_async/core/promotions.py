@@ -159,12 +159,9 @@ class Promotions:
 
     def reset(self) -> None:
         """Drop all reservations except slots of orphaned copies; call before `Primary.reset`."""
-        for _ in self.flush():
-            pass  # drop the reservations without submitting jobs
+        for tier, _, keys, _ in self.flush():  # no jobs are submitted for these
+            self._end(tier, keys)
         self._retention.reset()
-        for tier in self._tiers:
-            late = (record.job for record in tier.jobs.orphaned())
-            tier.promotion_slots = sum(len(job.keys) for job in late if job.is_promotion)
 
     def _room(self, tier: int) -> int:
         """Return how many slots may be reserved now for blocks of a tier."""

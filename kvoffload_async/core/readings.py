@@ -102,6 +102,7 @@ def read_tier(
         name=own.label,
         failed_bytes=counted["failed_blocks"] * row_bytes,
         dropped_bytes=counted["dropped_blocks"] * row_bytes,
+        jobs_in_flight=counted["submitted_jobs"] - counted["finished_jobs"],
         loads_in_flight=counted["submitted_loads"] - counted["finished_loads"],
         breakers=breakers,
         breaker_openings=openings,
@@ -209,7 +210,6 @@ _TIER: Final = _FigureSet(
     TierCounters,
     "counters.",
     gauges={
-        "jobs_in_flight": "jobs.unreported_count",
         "queued_jobs": "jobs.queued_count",
         "overdue_jobs": "jobs.orphaned_count",
         "cascading_blocks": "cascading_blocks",

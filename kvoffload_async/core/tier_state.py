@@ -129,7 +129,7 @@ class TierState:
         self.name = name
         self.index = index
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
-        self.jobs = Ledger(slot_bytes)
+        self.jobs = Ledger(slot_bytes, self._note_result, self._note_release)
         self.health = TierHealth(breaker or BreakerSettings())
         self.medium = medium
         self.locality = locality
@@ -320,23 +320,6 @@ class TierState:
             case AnnouncementRefused():  # pragma: no branch - no other event exists
                 self.observed.refused_keys += event.num_keys
 
-    def take_ended(self, now_s: float) -> list[tuple[JobMetadata, JobResult]]:
-        """Remove and return the planner's jobs with new results; update breakers and counters."""
-        ended = self.jobs.take_ended()
-        for job, result in ended:
-            self._count(job, result, now_s)
-        return ended
-
-    def take_released(self) -> list[JobRecord]:
-        """Remove and return the planner's orphaned jobs whose copies ended since the last call."""
-        released = self.jobs.take_released()
-        for record in released:
-            if record.job.is_promotion:
-                self.promotion_slots -= len(record.job.keys)
-            else:
-                self.cascading_blocks -= len(record.job.keys)
-        return released
-
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Remove and return the events of added and removed blocks since the last call."""
         return self.event_log.take(lambda _key: False)
@@ -413,9 +396,12 @@ class TierState:
                 JobAbandoned(job_id, TierClosedError(f"job {job_id} was ended by the shutdown"))
             )
 
-    def _count(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
-        self.health.job_ended(job, result, now_s)
+    def _note_result(self, job: JobMetadata, result: JobResult) -> None:
         self.counters.count(job, result)
+        now_s = self.health.now_s
+        if now_s is None:  # without a planner
+            return
+        self.health.job_ended(job, result, now_s)
         if job.is_promotion:
             return
         if not result.orphaned:
@@ -427,6 +413,14 @@ class TierState:
             self.backpressure.store_ended(result.transfer_time or 0.0, num_bytes, now_s)
         else:
             self.backpressure.store_failed(now_s)
+
+    def _note_release(self, record: JobRecord) -> None:
+        if self.health.now_s is None:  # without a planner
+            return
+        if record.job.is_promotion:
+            self.promotion_slots -= len(record.job.keys)
+        else:
+            self.cascading_blocks -= len(record.job.keys)
 
 
 @dataclass(frozen=True, slots=True)

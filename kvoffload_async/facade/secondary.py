@@ -320,10 +320,7 @@ class SecondaryTierManager:
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the results of jobs that ended since the last call, each once. Non-blocking."""
         self.poll_tier()
-        ended = self.tier_state.jobs.take_ended()
-        for job, result in ended:
-            self.tier_state.counters.count(job, result)
-        return [result for _, result in ended]
+        return [result for _, result in self.tier_state.jobs.take_ended()]
 
     def get_released_jobs(self) -> Sequence[JobId]:
         """Return the orphaned jobs whose copies ended since the last call, each once."""

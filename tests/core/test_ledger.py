@@ -40,8 +40,16 @@ PATHS = {
 PAIRS = list(itertools.product(JobState, EVENTS))
 
 
+def ignore(*_arguments):
+    """Do nothing."""
+
+
+def new_ledger(on_result=ignore, on_release=ignore):
+    return Ledger(10, on_result, on_release)
+
+
 def ledger_in(state, **options):
-    ledger = Ledger(slot_bytes=10)
+    ledger = new_ledger()
     ledger.accept(job(0, "abc", **options))
     for name in PATHS[state]:
         ledger.handle(EVENTS[name])
@@ -50,7 +58,7 @@ def ledger_in(state, **options):
 
 
 def test_jobs_are_queued_until_they_are_launched_or_given_up():
-    ledger = Ledger(slot_bytes=10)
+    ledger = new_ledger()
     for number in range(4):
         ledger.accept(job(number, "abc"))
     assert ledger.queued_count == 4
@@ -181,7 +189,7 @@ def test_a_queued_job_at_shutdown_gets_a_failed_result():
 
 def test_an_empty_job_ends_like_any_other():
     """A job without blocks never completed."""
-    ledger = Ledger(10)
+    ledger = new_ledger()
     ledger.accept(job(0, ""))
     ledger.handle(Launched(0))
     ledger.handle(JobSettled(0))
@@ -199,7 +207,7 @@ def test_a_job_id_in_use_is_answered_with_a_failure_and_the_first_job_goes_on():
 
 
 def test_a_job_whose_tier_went_away_counts_as_still_running():
-    ledger = Ledger(10)
+    ledger = new_ledger()
     ledger.accept(job(3))
     ledger.handle(Launched(3))
     ledger.handle(JobAbandoned(3, TierClosedError("gone")))
@@ -230,3 +238,23 @@ def test_nobody_else_makes_a_result_but_external_managers():
     }
     # From what vLLM's tiers report to the link, the ledger makes the result, as for every manager.
     assert makers == {"core/ledger.py", "integrations/vllm/convert.py"}
+
+
+def test_each_result_and_each_release_is_reported_when_it_comes_about():
+    told = []
+    ledger = new_ledger(
+        lambda job, result: told.append((job.job_id, result.success, result.orphaned)),
+        lambda record: told.append(record.job.job_id),
+    )
+    for number in range(3):
+        ledger.accept(job(number, "abc"))
+        ledger.handle(Launched(number))
+    ledger.handle(JobSettled(0))
+    ledger.handle(JobOverdue(1, TierTimeoutError("late")))
+    ledger.handle(JobAbandoned(1, TierClosedError("shutdown")))
+    assert told == [(0, True, False), (1, False, True)]
+    ledger.handle(JobSettled(1))
+    ledger.accept(job(2, "abc"))
+    assert told[2:] == [1, (2, False, False)]
+    assert [result.job_id for result in results(ledger)] == [0, 1, 2]
+    assert released(ledger) == [1]

@@ -232,3 +232,15 @@ def test_what_jobs_met_and_how_long_they_took_is_counted():
         (1, 2.0),
     ]
     assert [part.count for part in (stores.total, stores.queue, stores.copy)] == [1, 0, 0]
+
+
+def test_a_job_counts_as_finished_when_its_result_exists_whoever_takes_it():
+    tier = running(job(0), job(1))
+    tier.handle(JobSettled(0))
+    tier.handle(JobOverdue(1, LATE))
+    read = read_tier(take_tier(tier), tier)
+    assert (read.submitted_jobs, read.finished_jobs, read.jobs_in_flight) == (2, 2, 0)
+    assert read.failed_jobs == 1
+    assert len(results(tier)) == 2
+    assert read_tier(take_tier(tier), tier) == read
+    assert tier.health.loads.is_closed, "without a planner, no breaker is consulted"

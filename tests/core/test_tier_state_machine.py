@@ -179,7 +179,8 @@ class TierStateMachine(RuleBasedStateMachine):
         assert sorted(running) == sorted(self.flying | self.late)
         read = read_tier(take_tier(self.tier), self.tier)
         assert read.submitted_jobs == self.accepted
-        assert read.jobs_in_flight == self.accepted - self.results.total()
+        assert read.finished_jobs == self.results.total() + len(self.tier.jobs.ended)
+        assert read.jobs_in_flight == self.accepted - read.finished_jobs
         assert read.load_seconds.total.count + read.store_seconds.total.count == self.settled
 
     def teardown(self):
