@@ -250,14 +250,14 @@ class _Port:
         """Take in the tier's reports, and yield the jobs that ended or came to rest."""
         self.state.health.now_s = now_s
         self.manager.poll_tier()
-        state = self.state
-        if not state.jobs.ended and not state.jobs.released:
+        jobs = self.state.jobs
+        if not jobs.ended and not jobs.released:
             return
-        ended = state.take_ended(now_s)
+        ended = jobs.take_ended()
         for job, result in ended:
-            if job.is_promotion and not result.orphaned:
-                state.promotion_slots -= len(job.keys)  # the planner's part
-        yield from self.overdue.take(ended, state.take_released())
+            if job.is_promotion and not result.orphaned:  # else the release has counted them
+                self.state.promotion_slots -= len(job.keys)
+        yield from self.overdue.take(ended, jobs.take_released())
 
 
 @dataclass(frozen=True, slots=True)

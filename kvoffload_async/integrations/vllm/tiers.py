@@ -375,10 +375,11 @@ class VllmTier(tiering.SecondaryTierManager):
         try:
             if job.is_promotion:
                 self._tier.submit_load(job)
-                health.promotion_reserved()
+                self._state.reserve_slots(len(job.keys))
                 health.promotion_submitted()
             else:
                 self._tier.submit_store(job)
+                self._state.cascading_blocks += len(job.keys)
                 health.store_submitted(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - expected
@@ -387,11 +388,10 @@ class VllmTier(tiering.SecondaryTierManager):
     def _collect(self) -> None:
         """Collect ended jobs; hold back an overdue job until its copy has ended."""
         self._tier.poll_tier()
-        now_s = time.monotonic()
         jobs = self._state.jobs
         for job, result, is_at_rest in self._overdue.take(jobs.take_ended(), jobs.take_released()):
-            if not (is_at_rest and result.orphaned):  # else it counted when it became overdue
-                self._state.health.job_ended(job, result, now_s)
+            if job.is_promotion and not result.orphaned:  # else the release has counted them
+                self._state.promotion_slots -= len(job.keys)
             if is_at_rest:
                 self._report(job.keys, result)
             else:
