@@ -248,7 +248,7 @@ class SimulatedCuda:
         try:
             # A mode belongs to its thread. Once is enough: a second one would see what this one
             # runs.
-            with _DeferringMode(self) if before is None else contextlib.nullcontext():
+            with _DeferringMode(self._dispatch) if before is None else contextlib.nullcontext():
                 yield
         finally:
             self._local.stream = before
@@ -457,7 +457,7 @@ class SimulatedCuda:
 
     # -- operations -----------------------------------------------------------------------------
 
-    def dispatch(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any operation of torch
+    def _dispatch(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any operation of torch
         """Queue an operation on the device's tensors; run all others."""
         if getattr(self._local, "is_direct", False):
             return function(*args, **kwargs)
@@ -531,9 +531,9 @@ def _run_step(step: Callable[[], object], memories: Sequence[_Memory]) -> None:
 class _DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Passes a thread's operations on tensors to the device."""
 
-    def __init__(self, device: SimulatedCuda) -> None:
+    def __init__(self, dispatch: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._device = device
+        self._dispatch = dispatch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -547,4 +547,4 @@ class _DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever it returns
         del types
-        return self._device.dispatch(func, args, kwargs or {})
+        return self._dispatch(func, args, kwargs or {})

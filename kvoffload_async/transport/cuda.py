@@ -296,13 +296,14 @@ class CudaTransport(Transport):
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        self._lost = self._lost or text_of(error)
         drop_tracebacks(error)
-        logger.error(
-            "%s is lost, and slots of its copies stay in use; restart this process: %s",
-            self._device,
-            self._lost,
-        )
+        if self._lost is None:
+            self._lost = text_of(error)
+            logger.error(
+                "%s is lost, and slots of its copies stay in use; restart this process: %s",
+                self._device,
+                self._lost,
+            )
 
     def _lost_error(self) -> TransportError:
         return TransportError(f"{self._device} is lost: {self._lost}")

@@ -210,6 +210,7 @@ def test_blocks_that_the_device_cannot_hold_are_refused_before_any_is_allocated(
     assert f"--device {device} has 1048576" in line
 
 
+@pytest.mark.slow
 @both
 def test_a_simulated_device_finds_what_the_host_finds(command, engine):
     options = ("--limit", 40, "--engine", engine, "--block-bytes", "1KiB", "--tier", "example")
@@ -229,6 +230,7 @@ def test_a_simulated_device_preempts_requests(command):
     assert_sound(report)
 
 
+@pytest.mark.slow
 @both
 def test_a_simulated_device_shows_a_transport_that_waits_for_nothing(command, engine, monkeypatch):
     monkeypatch.setattr(SimulatedStream, "wait_event", lambda *_: None)

@@ -62,6 +62,34 @@ def test_a_device_that_is_lost_fails_all_transfers_at_once(caplog):
     assert "slots of its copies stay in use" in line.getMessage()
 
 
+def test_transfers_that_were_not_launched_when_the_device_was_lost_fail_at_once():
+    with World(STORE) as world:
+        world.runtime.hold()
+        world.after = world.transport.record_compute()
+        transfers = [
+            world.transport.submit(simple(STORE, (at,), (at,)), world.after) for at in range(10)
+        ]
+        until(lambda: world.runtime.counts["cudaEventRecord"] == 1 + 3 * 8)  # four on each stream
+        world.runtime.fail("cudaMemGetInfo", is_sticky=True)
+        with pytest.raises(CudaError):
+            world.runtime.free_bytes()
+        assert "is lost" in str(outcome_of(transfers[9]).error)
+        assert not any(transfer.synchronize(0) for transfer in transfers[:8])
+        assert not world.transport.close(DEADLINE_S)
+        assert all("is lost" in str(outcome_of(transfer).error) for transfer in transfers)
+
+
+def test_two_workers_of_a_process_share_pinned_slots():
+    with World(STORE) as world:
+        layout, runtime = world.device.layout, world.runtime
+        other = CudaTransport(layout, world.buffer.view, staging_bytes=1, runtime=runtime)
+        assert runtime.counts["cudaHostRegister"] == 1
+        assert other.close(DEADLINE_S)
+        world.check_next()
+        world.check_closed()
+        assert runtime.counts["cudaHostUnregister"] == 1
+
+
 @pytest.mark.parametrize("call", ["cudaStreamCreate", "cudaMalloc", "cudaHostRegister"])
 def test_a_device_that_refuses_what_a_transport_needs_is_bad_configuration(call):
     with simulated():

@@ -107,7 +107,7 @@ IN_ERRORS = [
     ("after an error, nothing is awaited", "stream.synchronize()  #", "pass  #"),
     ("an error of a launch is forgotten", "transfer.failure = error", "pass"),
     ("an error of a wait is forgotten", "self.failure = error\n", "pass\n"),
-    ("a lost device is forgotten", "self._lost = self._lost or text_of(error)", "pass"),
+    ("a lost device is forgotten", "self._lost = text_of(error)", "pass"),
     (
         "a lost transfer has its outcome at once",
         "self._unsettled.append(transfer)",
