@@ -227,18 +227,19 @@ class RequestTimeline:
 
     def _lines(self) -> Iterator[tuple[float, str]]:
         finished_s = self.finished_s
-        most_blocks = 0
+        asked = 0
         for event in self.events:
             if finished_s is not None and event.at_s > finished_s:
                 yield finished_s, "finished by its owner; copies may go on"
                 finished_s = None
             text = described(event)
-            if isinstance(event, LookupEvent):
-                num_blocks = max((sum(a.values()) for a in event.answers.values()), default=0)
-                if 0 < num_blocks < most_blocks and not event.deferred:
-                    rest = _blocks(most_blocks - num_blocks)
+            if isinstance(event, LookupEvent) and event.answers:
+                now_asked = max(sum(answers.values()) for answers in event.answers.values())
+                has_missed = "miss" in list(event.answers.values())[-1]  # of the last one asked
+                if now_asked < asked and has_missed:
+                    rest = _blocks(asked - now_asked)
                     text += f"; {rest} after the first miss need no answer: a prefix ends there"
-                most_blocks = max(most_blocks, num_blocks)
+                asked = now_asked
             yield event.at_s, text
         if finished_s is not None:
             yield finished_s, "finished by its owner"

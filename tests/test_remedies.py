@@ -1,10 +1,13 @@
 """The table of remedies: what a log line tells to do helps in its situation."""
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from kvoffload_async import OffloadConfig, SecondaryTierFactory, errors
+from kvoffload_async.cli.catalogue import common_options
 from kvoffload_async.config import REQUIRED
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -129,3 +132,14 @@ def test_a_tier_that_is_down_is_not_told_to_be_faster(tier_type, state):
     text = remedy(tier_type, state)
     assert "faster" not in text
     assert not options_in(text)
+
+
+def test_the_alerts_name_only_options_of_the_engine_or_of_every_tier():
+    alerts = Path(__file__).parents[1] / "docs" / "metrics" / "alerts.yml"
+    (group,) = yaml.safe_load(alerts.read_text(encoding="utf-8"))["groups"]
+    texts = " ".join(rule["annotations"]["description"] for rule in group["rules"])
+    named = {w for w in re.findall(r"[a-z]+(?:_[a-z]+)+", texts) if not w.startswith("kvoffload")}
+    of_every_tier = {option.name for option in common_options()}
+    refused = {"n_read_threads", "n_write_threads"}  # by `slab`
+    assert "cpu_bytes_to_use" in named
+    assert named <= ENGINE_OPTIONS | of_every_tier - refused

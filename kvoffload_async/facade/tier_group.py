@@ -216,13 +216,13 @@ class BreakerLog:
                 if is_known:
                     self._suspended.remove((index, direction))
                     open_s = now_s - breaker.opened_at_s
-                    logger.warning("tier %s: %s resumed after %.1f s", tier.name, direction, open_s)
+                    logger.warning("tier %s: %s resumed after %.1f s", tier.label, direction, open_s)
                     continue
                 self._suspended.add((index, direction))
                 logger.warning(
                     "tier %s: %s are suspended, and tried again after %s s: %s; the engine does "
                     "without them until then: fix the named cause",
-                    tier.name,
+                    tier.label,
                     direction,
                     breaker.settings.retry_after_s,
                     breaker.reason,
