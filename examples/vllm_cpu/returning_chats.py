@@ -368,8 +368,8 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
         axes.barh(names, medians, xerr=whiskers, color=colors, ecolor="#444444", capsize=3)
         axes.bar_label(axes.containers[1], fmt="{:,.0f}", padding=3, label_type="center", color="w")
         axes.set_title(f"{kind}, {concurrency} at a time", fontsize=10)
-        axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].invert_yaxis()  # shared: the first setup is at the top of each panel
     figure.supxlabel("time to first token in ms: median (bar) and 95th percentile", fontsize=10)
     figure.savefig(file, dpi=110)
 
