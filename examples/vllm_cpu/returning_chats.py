@@ -236,10 +236,9 @@ def nothing() -> None:
 
 def fill(ballast: Path) -> None:
     """Fill a filesystem with a file."""
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 20))
-            file.flush()
 
 
 @contextlib.contextmanager
