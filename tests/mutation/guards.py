@@ -5,6 +5,7 @@ GUARDS = {
     "kvoffload_async/policies": ("tests/policies",),
     "kvoffload_async/tables": ("tests/tables",),
     "kvoffload_async/facade/connector": ("tests/connector",),
+    "kvoffload_async/transport": ("tests/transport", "tests/connector/test_worker_schedules.py"),
     "kvoffload_async/facade": (
         "tests/facade",
         "tests/runtime/test_owned.py",
