@@ -18,10 +18,11 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
@@ -32,6 +33,7 @@ from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.errors import (
     BlockMissingError,
+    ClosedError,
     ConfigError,
     TierBusyError,
     TierClosedError,
@@ -39,12 +41,18 @@ from kvoffload_async.errors import (
     naming_shortage,
 )
 from kvoffload_async.facade.external import closed, is_external
+from kvoffload_async.facade.host_rows import HostRows
 from kvoffload_async.facade.places import check_places
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.owned import guard_forks
-from kvoffload_async.statistics import TierStatistics
+from kvoffload_async.statistics import (
+    OffloadingStatistics,
+    PrimaryStatistics,
+    SlotStatistics,
+    TierStatistics,
+)
 from kvoffload_async.types import (
     BlockIds,
     JobId,
@@ -514,7 +522,8 @@ class PluggedTiers:
     def _call_tiers(self, hook: str, ports: Iterable[_Port], keys: Sequence[OffloadKey]) -> None:
         """Call a hook of tiers on the loop, after what was handed over before."""
         for port in ports:
-            self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
+            with suppress(ClosedError):  # the loop has ended, and the tiers with it
+                self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
 
     def _advance(self, lookup: _Lookup, now_s: float) -> bool:
         """Ask the tiers in order; False if a tier's probe is awaited."""
@@ -677,6 +686,39 @@ class PluggedTiers:
     @staticmethod
     def _answer(lookup: _Lookup) -> None:
         lookup.future.set_result([key in lookup.found for key in lookup.keys])
+
+
+def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingStatistics:
+    """Return the statistics of tiers under a host, for metrics and `kvoffload top`.
+
+    The primary's slots are the own rows: those taken count as pinned. The tiers have names of their
+    own, as in `TierStatistics`.
+
+    Args:
+        hosts: Tiers and their rows.
+    """
+    free = pinned = 0
+    sizes, tiers, seen = set(), [], Counter[str]()
+    for plugged, rows in hosts:
+        free += rows.num_free
+        pinned += rows.num_own - rows.num_free
+        sizes.add(rows.row_bytes)
+        tiers += [replace(tier, name=owner_name(tier.name, seen)) for tier in plugged.stats()]
+    primary = PrimaryStatistics(
+        slots=SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0),
+        row_bytes=sizes.pop() if len(sizes) == 1 else 0,
+        lookups=0,
+        hits=0,
+        pending_hits=0,
+        misses=0,
+        stored_blocks=0,
+        loaded_blocks=0,
+        evicted_blocks=0,
+        refused_stores=0,
+        load_pins=0,
+        events_dropped=0,
+    )
+    return OffloadingStatistics(primary=primary, tiers=tuple(tiers))
 
 
 def _make(calls: Iterable[Callable[[], object]]) -> None:

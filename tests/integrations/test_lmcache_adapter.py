@@ -12,10 +12,12 @@ from facade import gated_tiers
 from facade.gated_tiers import DEADLINE_S, Gate
 from integrations import lmcache_contract
 from integrations.lmcache_contract import wait_for
+from prometheus_client import REGISTRY, generate_latest
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.host_rows import HostMemory
 from kvoffload_async.integrations.lmcache import stores
+from kvoffload_async.observe.status import ask, parse_report
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 
 SIZE = 8192
@@ -520,6 +522,25 @@ def test_the_status_is_honest_and_can_be_written_as_json(start, memory, slab):
     assert store["tiers"][0]["stored_blocks"] == 1
     host.adapter.close()
     assert host.adapter.report_status()["is_healthy"] is False
+
+
+def test_metrics_and_status_socket_have_the_tiers_of_all_stores(start, memory, tmp_path):
+    first = start(EXAMPLE, status_socket=str(tmp_path / "s"), num_stores=2)
+    second = start(EXAMPLE)
+    first.store([first.key(1)], fill(memory, 0))
+    first.store([first.key(1, group=1)], fill(memory, 0))
+    first.load([first.key(1)], [memory[1]])
+    text = generate_latest(REGISTRY).decode()
+    assert 'kvoffload_tier_stored_blocks_total{engine="lmcache",tier="example"} 1.0' in text
+    assert 'engine="lmcache",tier="example-2"' in text
+    path = str(tmp_path / "s")
+    status = parse_report(ask(path), path)
+    assert [tier.stored_blocks for tier in status.statistics.tiers] == [1, 1]
+    second.store([second.key(1)], fill(memory, 0))
+    assert 'engine="lmcache-2",tier="example"' in generate_latest(REGISTRY).decode()
+    first.adapter.close()
+    second.adapter.close()
+    assert "lmcache" not in generate_latest(REGISTRY).decode()
 
 
 def test_closing_ends_what_runs_and_closes_the_descriptors_last(start, memory, gate, caplog):

@@ -15,6 +15,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -28,13 +29,17 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvoffload_async.facade.host_rows import HostMemory
+from kvoffload_async.facade.plugged import statistics_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.status import EngineStatus, path_from_environment
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import Piece
 from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
 from kvoffload_async.integrations.lmcache.usage import UsageTeller
+from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 if TYPE_CHECKING:
@@ -83,9 +88,17 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._done_loads: dict[int, Bitmap] = {}
         self._cannot_delete = self._cannot_encode = False
         self._is_closing = self._is_closed = False
-        self._usage = UsageTeller(self._keys, self)
-        self._fds = [create_event_notifier() for _ in range(3)]
+        with ExitStack() as undo:
+            self._status = EngineStatus(None)
+            self._status.listen(options.status_socket or path_from_environment())
+            undo.callback(self._status.close)
+            self._usage = UsageTeller(self._keys, self)
+            undo.callback(self._usage.close)
+            self._fds = [undo.enter_context(closing(create_event_notifier())) for _ in range(3)]
+            undo.pop_all()
         self._store_fd, self._lookup_fd, self._load_fd = self._fds
+        self._status.serve(self.stats, self._slowest)
+        self._unpublish = publish("lmcache", self.stats)
 
     # -- event descriptors ------------------------------------------------------------------------
 
@@ -224,12 +237,19 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             "refused_objects": self._stores.refused_objects,
         }
 
+    def stats(self) -> OffloadingStatistics:
+        """Return the statistics of the open stores' tiers. Thread: any."""
+        stores = [store.opened for store in self._stores.every()]
+        return statistics_of((store.tiers, store.rows) for store in stores if store is not None)
+
     def close(self) -> None:
         """Let running transfers end, for `close_timeout_s`, and close the stores; idempotent."""
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
+        self._unpublish()
+        self._status.close()
         self._stores.close(self._options.close_timeout_s)
         self._usage.close()
         with self._lock:  # nothing is signalled from here on
@@ -238,6 +258,9 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             notifier.close()
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _slowest(self) -> None:
+        """Return None: requests are LMCache's, and have no timelines here."""
 
     def _take_events(
         self, store_id: StoreId, manager: SecondaryTierManager, events: Sequence[OffloadingEvent]
@@ -254,16 +277,17 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             keys: The keys.
             sizes: Their objects' sizes; 0 if unknown: then the size that was last used applies.
         """
-        groups: Groups = {}
-        encoded: list[OffloadKey | None] = []
+        indices: dict[tuple[str, int, int], list[int]] = {}
+        encoded = [self._encode(key) for key in keys]
         for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-            store_id: StoreId | None = StoreId(key.model_name, key.object_group_id, size)
-            if not size:
-                store_id = self._stores.latest(key.model_name, key.object_group_id)
-            encoded.append(self._encode(key))
-            if store_id is not None and encoded[-1] is not None:
-                groups.setdefault(store_id, []).append(index)
+            if encoded[index] is not None:
+                indices.setdefault((key.model_name, key.object_group_id, size), []).append(index)
         self._usage.salts_changed()
+        groups: Groups = {}
+        for (model, group, size), found in indices.items():
+            store_id = StoreId(model, group, size) if size else self._stores.latest(model, group)
+            if store_id is not None:
+                groups.setdefault(store_id, []).extend(found)
         return groups, encoded
 
     def _encode(self, key: ObjectKey) -> OffloadKey | None:
@@ -400,6 +424,8 @@ def _pieces(keys: Sequence[OffloadKey | None], objects: Sequence[MemoryObj]) -> 
 
 def _rounds(keys: Sequence[OffloadKey | None], indices: Sequence[int]) -> list[list[int]]:
     """Return positions such that no key occurs twice in a round."""
+    if len({keys[index] for index in indices}) == len(indices):
+        return [list(indices)]
     rounds: list[list[int]] = []
     seen: Counter[OffloadKey | None] = Counter()
     for index in indices:
