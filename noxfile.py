@@ -184,6 +184,21 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def lmcache(session: nox.Session) -> None:
+    """The LMCache adapter with a real LMCache on a CPU, its bench and server; its recorded classes.
+
+    The list is complete; LMCache's other requirements are CUDA's and those of other storage.
+    """
+    install(session, "-e", ".[test]")
+    session.install("--no-deps", "-r", str(ROOT / "tests/under_lmcache/requirements.txt"))
+    session.run(
+        *("python", "-m", "pytest", "-s", "tests/under_lmcache"),
+        *("tests/integrations/test_lmcache_adapter.py", "-o", "faulthandler_timeout=900"),
+        *session.posargs,
+    )
+
+
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Generates the reference pages from the code, and builds the site strictly into site/."""
     install(session, "-e", ".[docs]")

@@ -1,8 +1,9 @@
 """Tiers for a host that calls from threads of its own, such as LMCache or SGLang.
 
 `PluggedTiers` drives `SecondaryTierManager`s without a planner. Any thread may call; one lock
-guards the managers, and is held for decisions only, never for I/O. A thread takes in what the tiers
-report and completes the futures that the calls returned, so callbacks of the futures wake the host.
+guards the managers, and is held for decisions only, never for I/O. The event loop's thread takes in
+what the tiers report and completes the futures that the calls returned, so callbacks of the futures
+wake the host without another change of threads.
 
 A copy cannot be cancelled. A transfer over its deadline has *ended*, as failed, while its copy may
 still access its rows; it is *at rest* when no byte moves any more. A host whose own memory is the
@@ -12,13 +13,15 @@ package can act at the end, and keeps only the rows until rest.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
@@ -36,12 +39,18 @@ from kvoffload_async.errors import (
     naming_shortage,
 )
 from kvoffload_async.facade.external import closed, is_external
+from kvoffload_async.facade.host_rows import HostRows
 from kvoffload_async.facade.places import check_places
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.owned import guard_forks
-from kvoffload_async.statistics import TierStatistics
+from kvoffload_async.statistics import (
+    OffloadingStatistics,
+    PrimaryStatistics,
+    SlotStatistics,
+    TierStatistics,
+)
 from kvoffload_async.types import (
     BlockIds,
     JobId,
@@ -62,9 +71,6 @@ OnEvents = Callable[[SecondaryTierManager, Sequence[OffloadingEvent]], object]
 
 MOST_LOOKUPS: Final = 1024
 """Maximum number of lookups that wait for probes; further ones find nothing beyond the index."""
-_IDLE_S: Final = 60.0
-_CLOSE_S: Final = 5.0
-"""Seconds for the thread to end."""
 
 _inbox_of = attrgetter("manager.link.inbox")
 
@@ -293,8 +299,8 @@ class PluggedTiers:
     Stores go to every tier. A load asks the first tier that may have a key, then the next one. A
     tier whose breaker is open, or that is closed, has no blocks and takes none.
 
-    Thread-safe. The futures are completed on a thread of this object, which their callbacks must
-    not block, or, if nothing has to be awaited, on the calling thread.
+    Thread-safe. The futures are completed on the event loop's thread, so that their callbacks must
+    return at once, or, if nothing has to be awaited, on the calling thread.
     """
 
     def __init__(
@@ -311,8 +317,9 @@ class PluggedTiers:
             rows: The primary, shape `[num_slots, slot_bytes]`, item size 1 byte. The memory must
                 stay valid until `close` has returned, and as long as it reports unfinished jobs.
             config: Gives the tiers their model, fingerprint and geometry.
-            on_events: Called with the events of tiers with `enable_kv_events`, in order. Thread:
-                this object's, perhaps before this constructor returns.
+            on_events: Called with the events of tiers with `enable_kv_events`, in order; with those
+                of a transfer before it ends. Thread: the loop's, perhaps before this constructor
+                returns.
 
         Raises:
             ConfigError: A tier's configuration is unusable; nothing is left running.
@@ -327,14 +334,14 @@ class PluggedTiers:
         """By deadline."""
         self._pins_of: dict[OffloadKey, deque[_Pins]] = {}
         self._on_events = on_events
-        self._is_called = False
-        self._is_closed = False
+        self._is_open = self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = math.inf
         self._report: CloseReport | None = None
         with naming_shortage("the event loop of the tiers cannot be started"):
-            self._host = RuntimeHost()
+            self._host = RuntimeHost(self._progressed)
         self._runner = self._host.bridge.runner
         self._ports: list[_Port] = []
-        self._thread = threading.Thread(target=self._run, name="kvoffload-ends", daemon=True)
         try:
             spec = _Spec(self._host.bridge, config)
             for index, tier in enumerate(tiers):
@@ -342,8 +349,8 @@ class PluggedTiers:
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)
                     self._ports.append(_Port(manager))
             self._pinning = [port for port in self._ports if port.manager.tier.capabilities.pins]
-            with naming_shortage("the thread of the tiers cannot be started"):
-                self._thread.start()
+            self._is_open = True
+            self._runner.notify()
         except BaseException:
             for port in self._ports:
                 port.manager.shutdown()
@@ -479,8 +486,6 @@ class PluggedTiers:
             if self._is_closed:
                 return self._report or CloseReport()
             self._is_closed = True
-            self._wake()
-        self._thread.join(_CLOSE_S)
         deadline_s = time.monotonic() + timeout_s
         reports = [
             port.manager.shutdown(max(0.0, deadline_s - time.monotonic())) for port in self._ports
@@ -525,12 +530,19 @@ class PluggedTiers:
             if not asked:
                 break
             port.state.health.now_s = now_s
-            if port.state.skips_load(lookup.context, now_s) is None:
+            counters = port.state.counters
+            if (reason := port.state.skips_load(lookup.context, now_s)) is not None:
+                counters.skipped_lookups[reason] += len(asked)
+            else:
                 answers = self._ask(port, asked, lookup)
                 if LookupResult.RETRY in answers:
                     return False
                 found = zip(asked, answers, strict=False)  # the answers may end at a miss
-                lookup.found.update(key for key, answer in found if answer is LookupResult.HIT)
+                hits = [key for key, answer in found if answer is LookupResult.HIT]
+                lookup.found.update(hits)
+                counters.lookups += len(answers)
+                counters.hits += len(hits)
+                counters.misses += len(answers) - len(hits)
             lookup.port += 1
         self._forget(lookup)
         return True
@@ -608,10 +620,11 @@ class PluggedTiers:
         calls: list[Callable[[], object]] = []
         now_s = self._runner.now_s()
         for port in self._ports:
-            for end in port.ends(now_s):
-                calls += self._take(port, end, now_s)
+            ends = list(port.ends(now_s))
             if self._on_events is not None and (events := list(port.manager.take_events())):
                 calls.append(partial(self._on_events, port.manager, events))
+            for end in ends:
+                calls += self._take(port, end, now_s)
         while self._pins and now_s >= self._pins[0].deadline_s:
             self._unpin(tuple(self._pins[0].keys))
         waiting, self._lookups = self._lookups, []
@@ -636,33 +649,73 @@ class PluggedTiers:
         return self._hand_over(transfer)
 
     def _wake(self) -> None:
-        self._is_called = True
         self._runner.notify()
 
-    # -- the thread -------------------------------------------------------------------------------
+    # -- the loop's thread ------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        """Take in reports until closed."""
-        while True:
-            now_s = self._runner.now_s()
-            with self._lock:
-                deadlines = [lookup.deadline_s for lookup in self._lookups]
-                deadlines += [pins.deadline_s for pins in islice(self._pins, 1)]
-            until_s = min(deadlines, default=now_s + _IDLE_S)
-            self._runner.wait_until(self._has_news, until_s - now_s)
-            with self._lock:
-                if self._is_closed:
-                    return
-                self._is_called = False
-                calls = self._collect()
-            _make(calls)
+    def _progressed(self) -> None:
+        """Take in reports, and call again at the next deadline."""
+        with self._lock:
+            if not self._is_open or self._is_closed:
+                return
+            calls = self._collect()
+            if any(map(_inbox_of, self._ports)):
+                self._wake()
+            deadlines = [lookup.deadline_s for lookup in self._lookups]
+            deadlines += [pins.deadline_s for pins in islice(self._pins, 1)]
+            if deadlines:
+                self._call_at(min(deadlines))
+        _make(calls)
 
-    def _has_news(self) -> bool:
-        return self._is_called or any(map(_inbox_of, self._ports))
+    def _call_at(self, deadline_s: float) -> None:
+        """Call `_progressed` at a time, unless it is called before."""
+        if deadline_s < self._timer_at_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            loop = asyncio.get_running_loop()
+            self._timer_at_s = deadline_s
+            self._timer = loop.call_later(deadline_s - self._runner.now_s(), self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer, self._timer_at_s = None, math.inf
+        self._progressed()
 
     @staticmethod
     def _answer(lookup: _Lookup) -> None:
         lookup.future.set_result([key in lookup.found for key in lookup.keys])
+
+
+def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingStatistics:
+    """Return the statistics of tiers under a host, for metrics and `kvoffload top`.
+
+    The primary's slots are the own rows: those taken count as pinned. The tiers have names of their
+    own, as in `TierStatistics`.
+
+    Args:
+        hosts: Tiers and their rows.
+    """
+    free = pinned = 0
+    sizes, tiers, seen = set(), [], Counter[str]()
+    for plugged, rows in hosts:
+        free += rows.num_free
+        pinned += rows.num_own - rows.num_free
+        sizes.add(rows.row_bytes)
+        tiers += [replace(tier, name=owner_name(tier.name, seen)) for tier in plugged.stats()]
+    primary = PrimaryStatistics(
+        slots=SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0),
+        row_bytes=sizes.pop() if len(sizes) == 1 else 0,
+        lookups=0,
+        hits=0,
+        pending_hits=0,
+        misses=0,
+        stored_blocks=0,
+        loaded_blocks=0,
+        evicted_blocks=0,
+        refused_stores=0,
+        load_pins=0,
+        events_dropped=0,
+    )
+    return OffloadingStatistics(primary=primary, tiers=tuple(tiers))
 
 
 def _make(calls: Iterable[Callable[[], object]]) -> None:

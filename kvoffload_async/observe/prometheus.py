@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client.registry import REGISTRY, Collector
 
 from kvoffload_async.errors import ClosedError
 from kvoffload_async.statistics import (
@@ -417,6 +419,49 @@ class OffloadCollector(Collector):
                 yield name, stats()
             except ClosedError:
                 yield name, None
+
+
+_hosted: Final[dict[str, ReadStatistics]] = {}
+_hosted_lock: Final = threading.Lock()
+_registered: Final[list[OffloadCollector]] = []
+
+
+def publish(name: str, read: ReadStatistics) -> Callable[[], None]:
+    """Add an engine to the default registry of a host that exports it itself, such as LMCache.
+
+    Args:
+        name: Value of the label `engine`; numbered if it is taken.
+        read: Returns the statistics.
+
+    Returns:
+        Removes the engine; idempotent.
+    """
+    with _hosted_lock:
+        number = next(n for n in count(1) if _numbered(name, n) not in _hosted)
+        name = _numbered(name, number)
+        _hosted[name] = read
+        _register_anew()
+
+    def remove() -> None:
+        with _hosted_lock:
+            if _hosted.pop(name, None) is not None:
+                _register_anew()
+
+    return remove
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
+
+
+def _register_anew() -> None:
+    """Register one collector for all published engines, as a registry takes a metric once."""
+    while _registered:
+        REGISTRY.unregister(_registered.pop())
+    if _hosted:
+        collector = OffloadCollector(_hosted)
+        REGISTRY.register(collector)
+        _registered.append(collector)
 
 
 def _family(metric: Metric) -> _Family:

@@ -337,9 +337,13 @@ class RuntimeHost:
     Not thread-safe; call only from the owner's thread.
     """
 
-    def __init__(self) -> None:
-        """Start a loop thread."""
-        self._loop_thread = LoopThread()
+    def __init__(self, on_progress: Callable[[], object] | None = None) -> None:
+        """Start a loop thread.
+
+        Args:
+            on_progress: Called on it after tiers have posted events.
+        """
+        self._loop_thread = LoopThread(on_progress=on_progress)
         self.bridge = Bridge(self._loop_thread)
 
     def __enter__(self) -> Self:

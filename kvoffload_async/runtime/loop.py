@@ -184,9 +184,18 @@ class LoopThread(ThreadsafeRunner):
         self,
         name: str = "kvoffload-loop",
         loop_factory: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
+        on_progress: Callable[[], object] | None = None,
     ) -> None:
-        """Start the thread."""
+        """Start the thread.
+
+        Args:
+            name: Its name.
+            loop_factory: Creates the loop.
+            on_progress: Called on the thread after one or several calls of `notify`.
+        """
         super().__init__(loop_factory())
+        self._on_progress = on_progress
+        self._is_called = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         try:
             self._thread.start()
@@ -199,6 +208,21 @@ class LoopThread(ThreadsafeRunner):
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
+
+    def notify(self) -> None:
+        """See `LoopRunner.notify`."""
+        super().notify()
+        if self._on_progress is not None and not self._is_called:
+            self._is_called = True
+            if _running_loop() is self._loop:
+                self._loop.call_soon(self._progressed)
+            else:
+                self.call_soon(self._progressed)
+
+    def _progressed(self) -> None:
+        self._is_called = False
+        assert self._on_progress is not None  # noqa: S101 - see notify
+        self._on_progress()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the loop and join the thread; log a warning with the names of unfinished tasks.

@@ -131,7 +131,10 @@ def test_tiers_are_looked_up_and_loaded_from_in_order(plug, rows, gates):
     for tier, number in ((0, 1), (0, 2), (1, 2)):
         del blocks[tier][key_of(number)]
     plugged.managers[0].tier._env.blocks_evicted(ks(1, 2))
+    stored(plugged, rows, 5)  # so that the removal was taken in
     assert result(plugged.lookup(ks(0, 1, 2, 3), 5.0)) == [True, True, True, False]
+    counts = [(tier.lookups, tier.hits, tier.misses) for tier in plugged.stats()]
+    assert counts == [(4, 1, 3), (3, 1, 2), (2, 1, 1)]
     transfer = plugged.load(ks(0, 1, 2, 3), as_block_ids([10, 11, 12, 13]))
     ended = result(transfer.ended)
     assert ended.keys == frozenset(ks(0, 1, 2))
@@ -192,6 +195,7 @@ def test_a_failing_tier_is_suspended_and_then_misses(plug, rows, gates):
     transfers = [plugged.load(ks(1), as_block_ids([row])) for row in range(2, 5)]
     assert all(isinstance(result(t.ended).error, TierTimeoutError) for t in transfers)
     assert result(plugged.lookup(ks(1), 5.0)) == [False]
+    assert plugged.stats()[0].skipped_lookups["suspended"] == 1
     refused = plugged.load(ks(1), as_block_ids([9]))
     assert isinstance(refused.ended.result(0).error, TierUnavailableError)
     assert refused.at_rest.done()

@@ -15,6 +15,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -28,13 +29,17 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvoffload_async.facade.host_rows import HostMemory
+from kvoffload_async.facade.plugged import statistics_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.status import EngineStatus, path_from_environment
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import Piece
 from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
 from kvoffload_async.integrations.lmcache.usage import UsageTeller
+from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 if TYPE_CHECKING:
@@ -83,9 +88,17 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._done_loads: dict[int, Bitmap] = {}
         self._cannot_delete = self._cannot_encode = False
         self._is_closing = self._is_closed = False
-        self._usage = UsageTeller(self._keys, self._notify_keys_stored, self._notify_keys_deleted)
-        self._fds = [create_event_notifier() for _ in range(3)]
+        with ExitStack() as undo:
+            self._status = EngineStatus(None)
+            self._status.listen(options.status_socket or path_from_environment())
+            undo.callback(self._status.close)
+            self._usage = UsageTeller(self._keys, self)
+            undo.callback(self._usage.close)
+            self._fds = [undo.enter_context(closing(create_event_notifier())) for _ in range(3)]
+            undo.pop_all()
         self._store_fd, self._lookup_fd, self._load_fd = self._fds
+        self._status.serve(self.stats, self._slowest)
+        self._unpublish = publish("lmcache", self.stats)
 
     # -- event descriptors ------------------------------------------------------------------------
 
@@ -177,8 +190,8 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             with self._lock:
                 self._done_loads[task_id] = _bitmap(loaded)
             accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
-            if accessed and not self._is_closed:
-                self._notify_keys_accessed(accessed)
+            if accessed:
+                self._usage.accessed(accessed)
             self._notify(self._load_fd)
 
         answer = _Answer(encoded, report)
@@ -224,12 +237,19 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             "refused_objects": self._stores.refused_objects,
         }
 
+    def stats(self) -> OffloadingStatistics:
+        """Return the statistics of the open stores' tiers. Thread: any."""
+        stores = [store.opened for store in self._stores.every()]
+        return statistics_of((store.tiers, store.rows) for store in stores if store is not None)
+
     def close(self) -> None:
         """Let running transfers end, for `close_timeout_s`, and close the stores; idempotent."""
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
+        self._unpublish()
+        self._status.close()
         self._stores.close(self._options.close_timeout_s)
         self._usage.close()
         with self._lock:  # nothing is signalled from here on
@@ -238,6 +258,9 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             notifier.close()
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _slowest(self) -> None:
+        """Return None: requests are LMCache's, and have no timelines here."""
 
     def _take_events(
         self, store_id: StoreId, manager: SecondaryTierManager, events: Sequence[OffloadingEvent]

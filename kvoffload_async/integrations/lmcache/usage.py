@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvoffload_async.errors import naming_shortage
 from kvoffload_async.integrations.lmcache.keys import Keys, StoreId
@@ -19,12 +20,6 @@ Tell = Callable[[list[Any], list[int]], object]
 """Takes keys and the sizes of their objects."""
 
 
-class _News(NamedTuple):
-    store_id: StoreId
-    events: Sequence[OffloadingEvent]
-    is_counted: bool
-
-
 class UsageTeller:
     """Tells which objects were stored and removed.
 
@@ -34,24 +29,24 @@ class UsageTeller:
     Thread-safe.
     """
 
-    def __init__(self, keys: Keys, stored: Tell, deleted: Tell) -> None:
+    def __init__(self, keys: Keys, adapter: Any) -> None:  # noqa: ANN401 - LMCache's base class
         """Start the thread.
 
         Args:
             keys: Decodes keys.
-            stored: Called with objects that a tier has from now on.
-            deleted: Called with objects that a tier has no longer.
+            adapter: Has the methods that tell LMCache, `_notify_keys_stored` and so on.
 
         Raises:
             TierUnavailableError: The thread cannot be started.
         """
         self._keys = keys
-        self._stored = stored
-        self._deleted = deleted
+        self._stored: Tell = adapter._notify_keys_stored  # noqa: SLF001 - what adapters call
+        self._deleted: Tell = adapter._notify_keys_deleted  # noqa: SLF001 - as above
+        self._accessed: Callable[[list[Any]], object] = adapter._notify_keys_accessed  # noqa: SLF001
         self._num_salts = 0
         self._untold: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
         """Blocks with a salt that is not known -> how many tiers have them, if they are counted."""
-        self._news: SimpleQueue[_News | bool] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-usage", daemon=True)
         with naming_shortage("the thread for LMCache's usage counts cannot be started"):
             self._thread.start()
@@ -66,26 +61,27 @@ class UsageTeller:
             events: Events of a tier.
             is_counted: Whether the tier announces removals.
         """
-        self._news.put(_News(store_id, events, is_counted))
+        for event in events:
+            self._calls.put(partial(self._take, store_id, event, is_counted=is_counted))
+
+    def accessed(self, objects: list[Any]) -> None:
+        """Tell that objects were loaded."""
+        self._calls.put(partial(self._accessed, objects))
 
     def salts_changed(self) -> None:
         """Tell of objects with a salt that has become known."""
         if len(self._keys.salts) != self._num_salts:
             self._num_salts = len(self._keys.salts)
-            self._news.put(True)
+            self._calls.put(self._tell_untold)
 
     def close(self) -> None:
         """Tell what is left, and end the thread."""
-        self._news.put(False)
+        self._calls.put(None)
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (news := self._news.get()) is not False:
-            if isinstance(news, _News):
-                for event in news.events:
-                    self._take(news.store_id, event, is_counted=news.is_counted)
-            else:
-                self._tell_untold()
+        while (call := self._calls.get()) is not None:
+            call()
 
     def _take(self, store_id: StoreId, event: OffloadingEvent, *, is_counted: bool) -> None:
         untold = self._untold[store_id]

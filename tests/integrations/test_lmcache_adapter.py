@@ -1,0 +1,569 @@
+"""The L2 adapter as LMCache drives it: over LMCache's own classes where they are installed."""
+
+import errno
+import json
+import os
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from facade import gated_tiers
+from facade.gated_tiers import DEADLINE_S, Gate
+from integrations import lmcache_contract
+from integrations.lmcache_contract import wait_for
+from prometheus_client import REGISTRY, generate_latest
+
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.host_rows import HostMemory
+from kvoffload_async.integrations.lmcache import stores
+from kvoffload_async.observe.status import ask, parse_report
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+
+SIZE = 8192
+EXAMPLE = {"type": "example"}
+GATED = {"type": "GatedTier", "module_path": "facade.gated_tiers"}
+HASH = bytes(range(32))
+
+
+class Object:
+    """A memory object of LMCache's: bytes at an address."""
+
+    def __init__(self, array):
+        self.array = array
+
+    @property
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def get_size(self):
+        return self.array.nbytes
+
+
+class Shape:
+    def __init__(self, *sizes):
+        self._sizes = sizes
+
+    def numel(self):
+        return int(np.prod(self._sizes))
+
+
+@pytest.fixture
+def lmcache(monkeypatch):
+    return lmcache_contract.install(monkeypatch)
+
+
+@pytest.fixture
+def memory():
+    """LMCache's memory: 32 objects."""
+    buffer = PrimaryBuffer(32, SIZE)
+    yield np.asarray(buffer.view)
+    buffer.release()
+
+
+@pytest.fixture(autouse=True)
+def gate(monkeypatch):
+    gate = Gate()
+    monkeypatch.setattr(gated_tiers.GatedTier, "gate", gate)
+    yield gate
+    gate.open()
+
+
+class Host:
+    """LMCache's two controllers, in one."""
+
+    def __init__(self, lmcache, memory, params, *, is_registered=True):
+        desc = lmcache.L1MemoryDesc(memory.ctypes.data, memory.nbytes, 4096)
+        given = {"l1_memory_desc": desc} if is_registered else {}
+        self.adapter = lmcache.KVOffloadL2Adapter(params, **given)
+        self.lmcache = lmcache
+        self.told = {"stored": [], "accessed": [], "deleted": []}
+        self.adapter.register_listener(self)
+        dtype = SimpleNamespace(itemsize=2)
+        self.layout = lmcache.MemoryLayoutDesc([Shape(4, SIZE // 8)], [dtype])
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.told["stored"] += keys
+
+    def on_l2_keys_accessed(self, keys):
+        self.told["accessed"] += keys
+
+    def on_l2_keys_deleted(self, keys):
+        self.told["deleted"] += keys
+
+    def key(self, number, salt="", model="m", rank=1, group=0):
+        chunk_hash = number if isinstance(number, bytes) else number.to_bytes(4, "big") * 8
+        return self.lmcache.ObjectKey(chunk_hash, model, rank, group, salt)
+
+    def store(self, keys, arrays):
+        task = self.adapter.submit_store_task(keys, list(map(Object, arrays)))
+        wait_for(self.adapter.get_store_event_fd())
+        (done,) = self.adapter.pop_completed_store_tasks().items()
+        assert done[0] == task
+        return done[1]
+
+    def lookup(self, keys, layouts=None):
+        layouts = {0: self.layout} if layouts is None else layouts
+        task = self.adapter.submit_lookup_and_lock_task(keys, layouts)
+        wait_for(self.adapter.get_lookup_and_lock_event_fd())
+        bitmap = self.adapter.query_lookup_and_lock_result(task)
+        assert self.adapter.query_lookup_and_lock_result(task) is None  # once
+        return [bitmap.test(index) for index in range(len(keys))]
+
+    def load(self, keys, arrays):
+        task = self.adapter.submit_load_task(keys, list(map(Object, arrays)))
+        wait_for(self.adapter.get_load_event_fd())
+        bitmap = self.adapter.query_load_result(task)
+        assert self.adapter.query_load_result(task) is None
+        return [bitmap.test(index) for index in range(len(keys))]
+
+    def usage(self):
+        """Return the bytes by salt, once all events were told."""
+        told = threading.Event()
+        self.adapter._usage._calls.put(told.set)
+        assert told.wait(DEADLINE_S)
+        return dict(self.adapter.get_usage().bytes_by_cache_salt)
+
+    def open_store(self):
+        (store,) = self.adapter._stores.every()
+        return store.opened
+
+
+@pytest.fixture
+def start(lmcache, memory):
+    made = []
+
+    def make(*tiers, is_registered=True, **params):
+        given = {"tier": list(tiers) if len(tiers) > 1 else tiers[0], **params}
+        made.append(Host(lmcache, memory, given, is_registered=is_registered))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.adapter.close()
+
+
+@pytest.fixture
+def slab(tmp_path):
+    return {"type": "slab", "root_dir": str(tmp_path), "capacity_bytes": "8MiB"}
+
+
+def fill(memory, *rows):
+    for row in rows:
+        memory[row] = row + 1
+    return [memory[row] for row in rows]
+
+
+# -- the protocol ---------------------------------------------------------------------------------
+
+
+def test_the_classes_are_those_of_the_recording(lmcache):
+    assert lmcache_contract.described(lmcache) == lmcache_contract.recorded()
+
+
+def test_the_descriptors_are_three(start):
+    host = start(EXAMPLE)
+    adapter = host.adapter
+    fds = {
+        *(adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd()),
+        adapter.get_load_event_fd(),
+    }
+    assert len(fds) == 3
+    assert not adapter.supports_global_eviction
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_objects_come_back_in_place_or_through_own_rows(start, memory, is_registered):
+    host = start(EXAMPLE, is_registered=is_registered)
+    keys = [host.key(number) for number in range(6)]
+    stored = host.store(keys[:4], fill(memory, 0, 1, 2, 3))
+    assert (stored.is_successful(), stored.bytes_transferred()) == (True, 4 * SIZE)
+    assert host.lookup(keys) == [True] * 4 + [False] * 2
+    targets = [memory[row] for row in range(10, 16)]
+    assert host.load(keys, targets) == [True] * 4 + [False] * 2
+    assert [target[0] for target in targets] == [1, 2, 3, 4, 0, 0]
+    assert all((target == target[0]).all() for target in targets)
+    host.usage()
+    assert sorted(map(repr, host.told["accessed"])) == sorted(map(repr, keys[:4]))
+    opened = host.open_store()
+    # Loads go on to the staging rows only for what is not in place.
+    assert (opened.in_place, opened.staged) == ((10, 0) if is_registered else (0, 10))
+    assert opened.rows.num_free == opened.rows.num_own
+
+
+def test_objects_beside_the_rows_are_copied(start, memory):
+    host = start(EXAMPLE, staging_bytes=2 * SIZE)
+    flat = memory.reshape(-1)
+    beside = [flat[SIZE * n + 4096 :][:SIZE] for n in range(1, 6)]
+    for number, array in enumerate(beside):
+        array[:] = number
+    keys = [host.key(number) for number in range(5)]
+    assert host.store(keys, beside).is_successful()  # more than there are rows
+    flat[:] = 99
+    assert host.load(keys, beside) == [True] * 5
+    assert [(array == n).all() for n, array in enumerate(beside)] == [True] * 5
+    assert (flat[: SIZE + 4096] == 99).all()
+    assert (flat[6 * SIZE + 4096 :] == 99).all()
+    assert (host.open_store().in_place, host.open_store().staged) == (0, 10)
+
+
+def test_memory_outside_of_the_registered_range_is_copied(start, memory):
+    host = start(EXAMPLE)
+    outside = np.full(SIZE, 5, np.uint8)
+    key = host.key(1)
+    assert host.store([key], [outside]).is_successful()
+    assert host.load([key], [memory[3]]) == [True]
+    assert (memory[3] == 5).all()
+
+
+def test_a_key_twice_in_a_call(start, memory):
+    host = start(EXAMPLE)
+    one, two = host.key(1), host.key(2)
+    assert host.store([one, two, one], fill(memory, 0, 1, 0)).is_successful()
+    assert host.lookup([one, one, host.key(3), two]) == [True, True, False, True]
+    assert host.load([one, one, two], [memory[10], memory[11], memory[12]]) == [True] * 3
+    assert [memory[row][0] for row in (10, 11, 12)] == [1, 1, 2]
+
+
+def test_fields_of_keys_never_meet(start, memory):
+    host = start(EXAMPLE, num_stores=4)
+    twins = [
+        host.key(HASH),
+        host.key(HASH, salt="a"),
+        host.key(HASH, salt="b"),
+        host.key(b"\0" + HASH),
+        host.key(HASH, rank=256),
+        host.key(HASH, salt="\x01"),
+        host.key(HASH, salt="s" * 128),
+        host.key(HASH, salt="t" * 128),
+        host.key(HASH, model="m2"),
+        host.key(HASH, group=1),
+    ]
+    layouts = {0: host.layout, 1: host.layout}
+    for number, twin in enumerate(twins):
+        assert host.lookup([twin], layouts) == [False]
+        memory[0] = number + 1
+        assert host.store([twin], [memory[0]]).is_successful()
+    for number, twin in enumerate(twins):
+        assert host.load([twin], [memory[1]]) == [True]
+        assert (memory[1] == number + 1).all()
+
+
+def test_a_store_that_is_not_whole_has_failed(start, memory, monkeypatch):
+    host = start(GATED)
+    keys = [host.key(number) for number in range(3)]
+    host.store(keys[:1], fill(memory, 0))
+    tier = host.open_store().tiers.managers[0].tier
+
+    async def store(job):
+        raise OSError(errno.EIO, "not this one")
+
+    monkeypatch.setattr(tier, "store", store)
+    result = host.store(keys, fill(memory, 0, 1, 2))
+    assert (result.is_successful(), result.bytes_transferred()) == (False, 0)
+    assert host.lookup(keys) == [True, False, False]
+
+
+def test_a_key_that_fits_no_tier_is_a_miss(start, memory, caplog):
+    host = start(EXAMPLE)
+    keys = [host.key(b"x" * 90), host.key(1)]
+    assert not host.store(keys, fill(memory, 0, 1)).is_successful()
+    assert host.lookup(keys) == [False, True]
+    assert "a chunk hash of 90 bytes" in caplog.text
+
+
+def test_a_model_with_an_at_sign_is_lmcaches_own_error(start):
+    with pytest.raises(ValueError, match="@"):
+        start(EXAMPLE).key(1, model="a@b")
+
+
+# -- restarts, usage, removals --------------------------------------------------------------------
+
+
+def test_after_a_restart_the_first_lookup_finds_everything(start, memory, slab):
+    before = start(slab)
+    salts = ["", "tenant", "s" * 128]
+    keys = [before.key(number, salt=salts[number % 3]) for number in range(9)]
+    assert before.store(keys, fill(memory, *range(9))).is_successful()
+    assert before.usage() == dict.fromkeys(salts, 3 * SIZE)
+    before.adapter.close()
+    host = start(slab)
+    assert host.usage() == {}
+    assert host.lookup([keys[0]]) == [True]
+    assert host.usage() == {"": 3 * SIZE, "tenant": 3 * SIZE}
+    assert host.lookup(keys) == [True] * 9
+    assert host.usage() == dict.fromkeys(salts, 3 * SIZE)
+    assert sorted(map(repr, host.told["stored"])) == sorted(map(repr, keys))
+    memory[:] = 0
+    assert host.load(keys, list(memory[10:19])) == [True] * 9
+    assert [(memory[10 + n] == n + 1).all() for n in range(9)] == [True] * 9
+
+
+def test_evictions_are_told_and_usage_is_what_is_there(start, memory, slab):
+    host = start({**slab, "capacity_bytes": "1MiB"})
+    salts = ["", "a", "t" * 100]
+    for first in range(0, 300, 4):
+        keys = [host.key(n, salt=salts[n % 3]) for n in range(first, first + 4)]
+        assert host.store(keys, fill(memory, 0, 1, 2, 3)).is_successful()
+    usage = host.usage()
+    (stats,) = host.open_store().tiers.stats()
+    assert stats.evicted_blocks == len(host.told["deleted"]) > 100
+    assert sum(usage.values()) == (300 - stats.evicted_blocks) * SIZE
+    host.adapter.close()
+    again = start({**slab, "capacity_bytes": "512KiB"})
+    for first in range(300, 600, 4):
+        keys = [again.key(n, salt=salts[n % 3]) for n in range(first, first + 4)]
+        again.store(keys, fill(memory, 0, 1, 2, 3))
+    used = again.usage()
+    total = again.adapter.get_usage().total_bytes_used
+    assert total == sum(used.values()) > 0
+    catalog = again.open_store().tiers.managers[0].tier._store.catalog
+    assert total == len(catalog) * SIZE
+
+
+def test_usage_of_a_tier_that_does_not_announce_removals_is_not_counted(start, memory):
+    host = start(EXAMPLE)
+    assert host.store([host.key(1)], fill(memory, 0)).is_successful()
+    assert host.usage() == {}
+    assert host.told["stored"] == [host.key(1)]
+
+
+def test_deleted_objects_are_gone_where_a_tier_can_and_locked_ones_stay(start, memory, slab):
+    host = start(slab)
+    keys = [host.key(number) for number in range(3)]
+    host.store(keys, fill(memory, 0, 1, 2))
+    assert host.lookup(keys[:1]) == [True]
+    host.adapter.delete([*keys[:2], host.key(9)])
+    assert host.load([keys[2]], [memory[5]]) == [True]  # in the tier's order: after the removal
+    assert host.lookup(keys) == [True, False, True]
+    assert host.usage() == {"": 2 * SIZE}
+    assert host.told["deleted"] == [keys[1]]
+
+
+def test_a_tier_that_cannot_delete_says_so_once(start, memory, caplog):
+    host = start(EXAMPLE)
+    host.store([host.key(1)], fill(memory, 0))
+    host.adapter.delete([host.key(1)])
+    host.adapter.delete([host.key(1)])
+    assert host.lookup([host.key(1)]) == [True]
+    assert caplog.text.count("asked to delete") == 1
+
+
+def test_locks_are_counted_and_unlocking_never_fails(start, memory, slab):
+    host = start(slab)
+    host.adapter.submit_unlock([host.key(1)])  # nothing is open
+    host.store([host.key(1)], fill(memory, 0))
+    host.lookup([host.key(1)])
+    host.lookup([host.key(1), host.key(2)])
+    pins = host.open_store().tiers._pins_of
+    (pinned,) = pins.values()
+    assert len(pinned) == 2
+    host.adapter.submit_unlock([host.key(1), host.key(1), host.key(2), host.key(1, model="n")])
+    assert len(pinned) == 1
+    host.adapter.submit_unlock([host.key(1)])
+    host.adapter.submit_unlock([host.key(1)])
+    assert not pins
+
+
+# -- tiers that hang or cannot be opened ----------------------------------------------------------
+
+
+def test_memory_of_a_load_that_hangs_is_not_given_back_before_its_copy_ends(start, memory, gate):
+    host = start({**GATED, "io_timeout_s": 0.05})
+    keys = [host.key(number) for number in range(3)]
+    host.store(keys, fill(memory, 0, 1, 2))
+    gate.shut()
+    gate.content = 77
+    task = host.adapter.submit_load_task([keys[0]], [Object(memory[10])])
+    assert gate.entered.wait(DEADLINE_S)
+    loads = host.open_store()._late_loads
+    while not loads:
+        threading.Event().wait(0.001)
+    assert host.adapter.query_load_result(task) is None
+    # Neither lookups nor other loads wait for it: those go through own rows, and end in time.
+    assert host.lookup(keys) == [True] * 3
+    memory[11] = 5
+    assert host.load([keys[1]], [memory[11]]) == [False]
+    memory[11] = 6  # LMCache uses the memory for something else
+    gate.open()
+    wait_for(host.adapter.get_load_event_fd())
+    assert host.adapter.query_load_result(task).popcount() == 0
+    rows = host.open_store().rows
+    while rows.num_free < rows.num_own:
+        threading.Event().wait(0.001)
+    assert (memory[11] == 6).all()
+
+
+def test_loads_beyond_those_that_may_hang_use_own_rows(start, memory, gate, monkeypatch):
+    monkeypatch.setattr(stores, "MOST_DIRECT_LOADS", 1)
+    host = start(GATED)
+    keys = [host.key(number) for number in range(2)]
+    host.store(keys, fill(memory, 0, 1))
+    gate.shut()
+    adapter = host.adapter
+    tasks = [
+        adapter.submit_load_task([key], [Object(memory[10 + n])]) for n, key in enumerate(keys)
+    ]
+    gate.open()
+    results = {}
+    while len(results) < 2:
+        for task in tasks:
+            if (result := adapter.query_load_result(task)) is not None:
+                results[task] = result.popcount()
+        threading.Event().wait(0.001)
+    assert set(results.values()) == {1}
+    assert (memory[10] == 1).all()
+    assert (memory[11] == 2).all()
+    assert (host.open_store().in_place, host.open_store().staged) == (3, 1)
+
+
+def test_a_lookup_does_not_wait_for_a_store_that_is_slow_to_open(start, monkeypatch):
+    host = start(EXAMPLE, lookup_timeout_s=0.02)
+    opening = threading.Event()
+    opened = stores.OpenStore
+
+    def slow(*args):
+        assert opening.wait(DEADLINE_S)
+        return opened(*args)
+
+    monkeypatch.setattr(stores, "OpenStore", slow)
+    assert host.lookup([host.key(1)]) == [False]
+    opening.set()
+
+
+def test_a_store_that_cannot_be_opened_has_nothing_and_is_tried_again(
+    start, memory, tmp_path, caplog, monkeypatch
+):
+    now = [100.0]
+    monkeypatch.setattr(stores, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    host = start({"type": "slab", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "8MiB"})
+    (tmp_path / "kv").write_text("a file")
+    assert not host.store([host.key(1)], fill(memory, 0)).is_successful()
+    (store,) = host.adapter._stores.every()
+    assert "cannot be opened" in caplog.text
+    assert host.adapter.report_status()["is_healthy"] is False
+    (tmp_path / "kv").unlink()
+    assert host.lookup([host.key(1)]) == [False]  # not yet
+    assert store.opened is None
+    now[0] += 1.0
+    assert host.store([host.key(1)], fill(memory, 0)).is_successful()
+    assert host.adapter.report_status()["is_healthy"] is True
+
+
+def test_an_object_larger_than_its_part_of_the_capacity_is_named(start, memory, slab, caplog):
+    host = start({**slab, "capacity_bytes": "64KiB"}, num_stores=2)
+    assert not host.store([host.key(1)], fill(memory, 0)).is_successful()
+    assert "capacity_bytes" in caplog.text
+
+
+def test_a_further_kind_of_object_is_refused_and_named(start, memory, caplog):
+    host = start(EXAMPLE)
+    assert host.store([host.key(1)], fill(memory, 0)).is_successful()
+    assert not host.store([host.key(1, model="other")], fill(memory, 1)).is_successful()
+    assert not host.store([host.key(2)], [memory[1][:4096]]).is_successful()
+    assert host.lookup([host.key(1, model="other"), host.key(1)]) == [False, True]
+    assert "num_stores: 1: objects of 'other', group 0, 8192 bytes are not stored" in caplog.text
+    assert host.adapter.report_status()["refused_objects"] == 2
+
+
+def test_without_a_layout_the_size_used_last_applies(start, memory, lmcache):
+    host = start(EXAMPLE)
+    nothing = {0: lmcache.MemoryLayoutDesc([], [])}
+    assert host.lookup([host.key(1)], nothing) == [False]
+    host.store([host.key(1)], fill(memory, 0))
+    assert host.lookup([host.key(1)], nothing) == [True]
+    assert host.lookup([host.key(1)], {}) == [True]
+
+
+# -- configuration, status, closing ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({}, "tier: missing"),
+        ({"tier": []}, "tier: .*must be the configuration of a tier"),
+        ({"tier": EXAMPLE, "num_store": 2}, "adapter_params: unknown key 'num_store'.*num_stores"),
+        ({"tier": {"type": "slap"}}, r"tier\[0\]: .*did you mean 'slab'"),
+        ({"tier": {"type": "slab", "capacity_byte": 1}}, r"tier\[0\]: .*capacity_bytes"),
+        ({"tier": {**EXAMPLE, "model": "m"}}, r"tier\[0\]: model: LMCache's keys determine it"),
+        ({"tier": EXAMPLE, "lookup_timeout_s": 0}, "lookup_timeout_s: 0"),
+        ("slab", "adapter_params: 'slab' is not valid"),
+    ],
+)
+def test_wrong_parameters_are_a_value_error_before_anything_starts(
+    lmcache, threads_left, params, message
+):
+    with pytest.raises(ConfigError, match=message) as raised:
+        lmcache.KVOffloadL2Adapter(params)
+    assert isinstance(raised.value, ValueError)
+    assert not threads_left()
+
+
+def test_each_store_has_its_folder_and_its_part(start, memory, tmp_path):
+    tier = {"type": "slab", "root_dir": str(tmp_path), "capacity_bytes": "16MiB"}
+    host = start(tier, num_stores=2)
+    host.store([host.key(1)], fill(memory, 0))
+    host.store([host.key(1, group=3)], fill(memory, 1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["group0-8192", "group3-8192"]
+    for store in host.adapter._stores.every():
+        (stats,) = store.opened.tiers.stats()
+        assert stats.capacity_bytes <= 8 << 20
+
+
+def test_the_status_is_honest_and_can_be_written_as_json(start, memory, slab):
+    host = start(slab)
+    assert host.adapter.report_status()["stores"] == []
+    host.store([host.key(1)], fill(memory, 0))
+    status = json.loads(json.dumps(host.adapter.report_status()))
+    assert status["is_healthy"] is True
+    (store,) = status["stores"]
+    assert (store["model"], store["group"], store["object_bytes"]) == ("m", 0, SIZE)
+    assert store["tiers"][0]["stored_blocks"] == 1
+    host.adapter.close()
+    assert host.adapter.report_status()["is_healthy"] is False
+
+
+def test_metrics_and_status_socket_have_the_tiers_of_all_stores(start, memory, tmp_path):
+    first = start(EXAMPLE, status_socket=str(tmp_path / "s"), num_stores=2)
+    second = start(EXAMPLE)
+    first.store([first.key(1)], fill(memory, 0))
+    first.store([first.key(1, group=1)], fill(memory, 0))
+    first.load([first.key(1)], [memory[1]])
+    text = generate_latest(REGISTRY).decode()
+    assert 'kvoffload_tier_stored_blocks_total{engine="lmcache",tier="example"} 1.0' in text
+    assert 'engine="lmcache",tier="example-2"' in text
+    path = str(tmp_path / "s")
+    status = parse_report(ask(path), path)
+    assert [tier.stored_blocks for tier in status.statistics.tiers] == [1, 1]
+    second.store([second.key(1)], fill(memory, 0))
+    assert 'engine="lmcache-2",tier="example"' in generate_latest(REGISTRY).decode()
+    first.adapter.close()
+    second.adapter.close()
+    assert "lmcache" not in generate_latest(REGISTRY).decode()
+
+
+def test_closing_ends_what_runs_and_closes_the_descriptors_last(start, memory, gate, caplog):
+    host = start(GATED, close_timeout_s=0.05)
+    adapter = host.adapter
+    keys = [host.key(number) for number in range(2)]
+    host.store(keys, fill(memory, 0, 1))
+    gate.shut()
+    task = adapter.submit_load_task([keys[0]], [Object(memory[10])])
+    assert gate.entered.wait(DEADLINE_S)
+    fds = [adapter.get_store_event_fd(), adapter.get_load_event_fd()]
+    adapter.close()
+    adapter.close()
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    assert adapter.query_load_result(task) is None  # its memory may be written to
+    assert "still run; the memory that they access stays allocated" in caplog.text
+    late = adapter.submit_store_task([keys[1]], [Object(memory[1])])
+    assert not adapter.pop_completed_store_tasks()[late].is_successful()
+    gate.open()
+    stores._abandoned.clear()
+
+
+def test_a_host_memory_is_told_by_address_and_size(memory):
+    assert HostMemory(memory.ctypes.data, memory.nbytes).num_bytes == 32 * SIZE
