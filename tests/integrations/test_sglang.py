@@ -215,7 +215,9 @@ def test_indices_that_are_no_pages_fail_the_call(create, caplog):
     backend = create({"type": "example"}, pool)
     with caplog.at_level(logging.ERROR):
         assert backend.batch_set_v1(keys_of(2), torch.arange(7)) == [False, False]
+        assert backend.batch_get_v1(keys_of(2), pool.indices([0])) == [False, False]
     assert "7 indices do not name whole pages of 4 tokens" in caplog.text
+    assert "2 keys, but indices of 1 pages" in caplog.text
 
 
 def test_a_slab_store_serves_its_pages_after_a_restart(create, tmp_path):
