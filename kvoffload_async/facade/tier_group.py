@@ -216,7 +216,9 @@ class BreakerLog:
                 if is_known:
                     self._suspended.remove((index, direction))
                     open_s = now_s - breaker.opened_at_s
-                    logger.warning("tier %s: %s resumed after %.1f s", tier.label, direction, open_s)
+                    logger.warning(
+                        "tier %s: %s resumed after %.1f s", tier.label, direction, open_s
+                    )
                     continue
                 self._suspended.add((index, direction))
                 logger.warning(

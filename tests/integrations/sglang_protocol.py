@@ -20,6 +20,24 @@ STORAGE = "sglang.srt.mem_cache.hicache_storage"
 OURS = "kvoffload_async.integrations.sglang"
 
 
+RANKS = {
+    "tp_rank": 0,
+    "tp_size": 1,
+    "pp_rank": 0,
+    "pp_size": 1,
+    "attn_cp_rank": 0,
+    "attn_cp_size": 1,
+    "is_mla_model": False,
+    "enable_storage_metrics": False,
+    "is_page_first_layout": False,
+    "model_name": "org/model",
+    "dp_rank": 0,
+    "dcp_size": 1,
+    "dcp_rank": 0,
+}
+"""Fields of the configuration of a rank that is alone."""
+
+
 def function_of(name, parameters):
     """Return a function with recorded parameters that sets them as attributes."""
     names = [text.split("=")[0] for text in re.findall(r"[\w=.]+", parameters)]
@@ -44,6 +62,39 @@ def class_of(name, described):
 
 def is_storage_writer(config):
     return not config.is_mla_model or config.tp_rank == config.dcp_rank
+
+
+def file_suffix(config):
+    """Return what separates the pages of ranks in `HiCacheFile`, a copy of its code."""
+    pp, cp, dcp = config.pp_size, config.attn_cp_size, config.dcp_size
+    suffix = f"_{pp}_{config.pp_rank}" if pp > 1 else ""
+    suffix += f"_cp{config.attn_cp_rank}_{cp}" if cp > 1 else ""
+    if not config.is_mla_model:
+        suffix = f"_{config.tp_rank}_{config.tp_size}{suffix}"
+    if dcp > 1:
+        suffix += f"_tp{config.tp_size}_dcp{config.dcp_rank}_{dcp}"
+    return config.is_mla_model, suffix
+
+
+def every_rank(sglang):
+    """Yield the configurations of ranks of small deployments."""
+    for is_mla in (False, True):
+        for tp in (1, 2, 4):
+            for pp in (1, 2):
+                for cp in (1, 2):
+                    for dcp in (1, 2) if is_mla and tp > 1 else (1,):
+                        sizes = {"tp_size": tp, "pp_size": pp, "attn_cp_size": cp}
+                        if dcp > 1:
+                            sizes |= {"dcp_size": dcp, "logical_page_size": 64}
+                        for rank in range(tp * pp * cp):
+                            ranks = {
+                                "tp_rank": rank % tp,
+                                "pp_rank": rank // tp % pp,
+                                "attn_cp_rank": rank // tp // pp,
+                                "dcp_rank": rank % tp % dcp,
+                                "is_mla_model": is_mla,
+                            }
+                            yield sglang.HiCacheStorageConfig(**{**RANKS, **sizes, **ranks})
 
 
 def storage_module():

@@ -21,21 +21,6 @@ from kvoffload_async.observe.status import ask, parse_report
 LAYOUTS = ["layer_first", "page_first"]
 GATED = {"type": "GatedTier", "module_path": "facade.gated_tiers"}
 PROBED = {"type": "ProbedTier", "module_path": "facade.gated_tiers"}
-RANKS = {
-    "tp_rank": 0,
-    "tp_size": 1,
-    "pp_rank": 0,
-    "pp_size": 1,
-    "attn_cp_rank": 0,
-    "attn_cp_size": 1,
-    "is_mla_model": False,
-    "enable_storage_metrics": False,
-    "is_page_first_layout": False,
-    "model_name": "org/model",
-    "dp_rank": 0,
-    "dcp_size": 1,
-    "dcp_rank": 0,
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +49,7 @@ def create(sglang):
         own = {"backend_name": "kv", "module_path": "m", "class_name": "c"}
         own |= {"interface_v1": interface_v1, "tier": tier, **(extra or {})}
         own = {key: value for key, value in own.items() if value is not None}
-        config = sglang.HiCacheStorageConfig(**{**RANKS, **ranks}, extra_config=own)
+        config = sglang.HiCacheStorageConfig(**{**sglang_protocol.RANKS, **ranks}, extra_config=own)
         backend = sglang_protocol.backend_class()(config, {})
         made.append(backend)
         if pool is not None:
@@ -230,7 +215,9 @@ def test_indices_that_are_no_pages_fail_the_call(create, caplog):
     backend = create({"type": "example"}, pool)
     with caplog.at_level(logging.ERROR):
         assert backend.batch_set_v1(keys_of(2), torch.arange(7)) == [False, False]
+        assert backend.batch_get_v1(keys_of(2), pool.indices([0])) == [False, False]
     assert "7 indices do not name whole pages of 4 tokens" in caplog.text
+    assert "2 keys, but indices of 1 pages" in caplog.text
 
 
 def test_a_slab_store_serves_its_pages_after_a_restart(create, tmp_path):
@@ -299,44 +286,15 @@ def test_every_rank_has_its_own_slab_store(create, tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def suffix_of(config):
-    """As `HiCacheFile` makes it; compared with that class where SGLang is installed."""
-    pp, cp, dcp = config.pp_size, config.attn_cp_size, config.dcp_size
-    suffix = f"_{pp}_{config.pp_rank}" if pp > 1 else ""
-    suffix += f"_cp{config.attn_cp_rank}_{cp}" if cp > 1 else ""
-    if not config.is_mla_model:
-        suffix = f"_{config.tp_rank}_{config.tp_size}{suffix}"
-    return suffix + (f"_tp{config.tp_size}_dcp{config.dcp_rank}_{dcp}" if dcp > 1 else "")
-
-
-def every_rank(sglang):
-    """Yield the configurations of ranks of small deployments."""
-    for is_mla in (False, True):
-        for tp in (1, 2, 4):
-            for pp in (1, 2):
-                for cp in (1, 2):
-                    for dcp in (1, 2) if is_mla and tp > 1 else (1,):
-                        sizes = {"tp_size": tp, "pp_size": pp, "attn_cp_size": cp, "dcp_size": dcp}
-                        for rank in range(tp * pp * cp):
-                            ranks = {
-                                "tp_rank": rank % tp,
-                                "pp_rank": rank // tp % pp,
-                                "attn_cp_rank": rank // tp // pp,
-                                "dcp_rank": rank % tp % dcp,
-                                "is_mla_model": is_mla,
-                            }
-                            yield sglang.HiCacheStorageConfig(**{**RANKS, **sizes, **ranks})
-
-
 def test_ranks_share_pages_exactly_where_sglangs_file_backend_does(sglang):
     ours, theirs = {}, {}
-    for config in every_rank(sglang):
+    for number, config in enumerate(sglang_protocol.every_rank(sglang)):
         shard = Shard.of(config)
-        ours.setdefault((config.is_mla_model, shard.rank, *shard.sizes.items()), set()).add(config)
-        theirs.setdefault((config.is_mla_model, suffix_of(config)), set()).add(config)
+        key = config.is_mla_model, shard.rank, *shard.sizes.items()
+        ours.setdefault(key, set()).add(number)
+        theirs.setdefault(sglang_protocol.file_suffix(config), set()).add(number)
         assert 0 <= shard.rank < shard.count
-    apart = {frozenset(group) for group in ours.values()}
-    assert all(any(group <= other for other in map(frozenset, theirs.values())) for group in apart)
+    assert sorted(map(sorted, ours.values())) == sorted(map(sorted, theirs.values()))
 
 
 BAD = {

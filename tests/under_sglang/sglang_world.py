@@ -148,7 +148,7 @@ class Rank:
         )
 
     def store(self, tokens):
-        """Write pages of a prompt from new slots; return slots and number of stored pages."""
+        """Write a prompt from new slots; return the slots, and the number of pages stored."""
         count = len(tokens) // PAGE_SIZE
         slots = self.pool.alloc(count * PAGE_SIZE)
         self.controller.write_storage(

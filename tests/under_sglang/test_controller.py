@@ -91,6 +91,7 @@ def test_a_configuration_error_is_sglangs_and_leaves_nothing_attached(rank, tmp_
         rank("mha", "layer_first", "dynamic")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_four_ranks_agree_on_the_pages_and_each_gets_its_own(tmp_path, kind):
     """Four processes with SGLang's collectives; rank 3 loses a page of its own, or nobody's."""
@@ -105,7 +106,7 @@ def test_four_ranks_agree_on_the_pages_and_each_gets_its_own(tmp_path, kind):
         for number in range(RANKS)
     ]
     try:
-        reports = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
+        reports = [json.loads(rank.communicate(timeout=600)[0].splitlines()[-1]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

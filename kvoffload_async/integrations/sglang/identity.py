@@ -91,7 +91,7 @@ def identified(
             "dtype": str(pool.dtype).removeprefix("torch."),
             "kv_cache_dtype": kv_cache_dtype,
             "page_size": pages.page_indices,
-            "piece_bytes": summary_of(pages),
+            "part_bytes": summary_of(pages),
             "is_mla": config.is_mla_model,
             **shard.sizes,
         },
@@ -99,9 +99,9 @@ def identified(
 
 
 def summary_of(pages: PoolPages) -> list[list[int]]:
-    """Return the sizes of a page's pieces, run-length encoded: pairs of bytes and count."""
+    """Return the sizes of a page's parts, run-length encoded: pairs of bytes and count."""
     runs: list[list[int]] = []
-    for size in pages.piece_bytes.tolist():
+    for size in pages.part_bytes.tolist():
         if runs and runs[-1][0] == size:
             runs[-1][1] += 1
         else:

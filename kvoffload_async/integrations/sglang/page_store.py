@@ -20,17 +20,19 @@ import numpy as np
 import torch
 
 from kvoffload_async.abc.tier import CloseReport, Direction
-from kvoffload_async.errors import ClosedError, StateError, TierUnavailableError
+from kvoffload_async.errors import ClosedError, StateError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.facade.host_rows import HostRows, RowCopies
-from kvoffload_async.facade.plugged import Ended, PluggedTiers
+from kvoffload_async.facade.plugged import Ended, PluggedTiers, statistics_of
 from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
 from kvoffload_async.runtime.buffer import row_stride_bytes
-from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics, SlotStatistics
-from kvoffload_async.types import OffloadKey, as_block_ids
+from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.types import BlockIds, OffloadKey, as_block_ids
 
 T = TypeVar("T")
-CopyRows = Callable[[Sequence[int], Sequence[int]], None]
+_NO_REPORT: Final = Ended(frozenset(), TierTimeoutError("the tiers did not report in time"))
+
+CopyRows = Callable[[Sequence[int], BlockIds], None]
 """Copies between the pages at some positions of a call, and rows."""
 
 logger = logging.getLogger(__name__)
@@ -39,32 +41,21 @@ _GRACE_S: Final = 5.0
 """Seconds after a deadline of the tiers until a call gives up waiting for its report."""
 
 
-_NOT_COUNTED: Final = (
-    *("lookups", "hits", "pending_hits", "misses", "stored_blocks", "loaded_blocks"),
-    *("evicted_blocks", "refused_stores", "load_pins", "events_dropped"),
-)
-"""Counters of a primary that rows, which keep no blocks, do not have."""
-
-
 class _Staging:
-    """The rows of one direction, and their copies. Thread-safe."""
+    """The part of the rows that one direction may take, and its copies. Thread-safe."""
 
     def __init__(self, rows: HostRows, count: int, direction: Direction) -> None:
         """Start the threads that copy; raises TierUnavailableError if that is impossible."""
+        self._rows = rows
         self._copies = RowCopies(rows)
         is_store = direction is Direction.STORE
         self._copy = self._copies.gather if is_store else self._copies.scatter
         self._lock = Lock()
         self._is_closed = False
-        self._free: list[int] = rows.take(count, 0).tolist()
+        self._room = count
         self._is_given = Condition()
 
-    @property
-    def num_free(self) -> int:
-        """Number of free rows."""
-        return len(self._free)
-
-    def copy(self, rows: Sequence[int], addresses: Numbers, sizes: Numbers) -> None:
+    def copy(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
         """Copy pages between rows and memory; blocks until no byte moves any more.
 
         Native threads copy without the interpreter's lock. There is no timeout: copies in memory
@@ -76,19 +67,21 @@ class _Staging:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the storage backend was closed")
-            self._copy(as_block_ids(rows), addresses, sizes)
+            self._copy(rows, addresses, sizes)
 
-    def take(self, most: int, timeout_s: float) -> list[int]:
-        """Take up to `most` free rows; none if there is none before the timeout."""
+    def take(self, most: int, timeout_s: float) -> BlockIds:
+        """Take up to `most` rows; none if this direction has all of its rows until the timeout."""
         with self._is_given:
-            self._is_given.wait_for(lambda: self._free, timeout_s)
-            taken, self._free = self._free[:most], self._free[most:]
-            return taken
+            self._is_given.wait_for(lambda: self._room, timeout_s)
+            count = min(most, self._room)
+            self._room -= count
+        return self._rows.take(count, 0) if count else as_block_ids(())
 
-    def give(self, rows: Sequence[int], _at_rest: Future[None] | None = None) -> None:
+    def give_back(self, rows: BlockIds, _at_rest: Future[None] | None = None) -> None:
         """Return rows that no copy accesses."""
+        self._rows.give_back(rows)
         with self._is_given:
-            self._free.extend(rows)
+            self._room += len(rows)
             self._is_given.notify_all()
 
     def close(self) -> None:
@@ -162,14 +155,16 @@ class PageStore:
         Raises:
             StateError: The indices do not name a page for each key.
         """
-        return self._move(Direction.STORE, keys, self._pool_copy(Direction.STORE, host_indices))
+        copy = self._pool_copy(Direction.STORE, host_indices, len(keys))
+        return self._move(Direction.STORE, keys, copy)
 
     def load_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
         """Load pages into the pool; return for each whether it was loaded; others are unchanged.
 
         Arguments and errors are those of `store_pages`.
         """
-        return self._move(Direction.LOAD, keys, self._pool_copy(Direction.LOAD, host_indices))
+        copy = self._pool_copy(Direction.LOAD, host_indices, len(keys))
+        return self._move(Direction.LOAD, keys, copy)
 
     def store_tensors(
         self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
@@ -191,18 +186,8 @@ class PageStore:
         return self._move(Direction.LOAD, keys, self._tensor_copy(Direction.LOAD, pages))
 
     def stats(self) -> OffloadingStatistics:
-        """Return the tiers' statistics, and those of the rows as the primary's. Thread: any."""
-        free = sum(staging.num_free for staging in self._staging.values())
-        return OffloadingStatistics(
-            primary=PrimaryStatistics(
-                slots=SlotStatistics(
-                    free=free, writing=self._rows.num_own - free, idle=0, pinned=0, held=0
-                ),
-                row_bytes=self._rows.row_bytes,
-                **dict.fromkeys(_NOT_COUNTED, 0),
-            ),
-            tiers=tuple(self.tiers.stats()),
-        )
+        """Return the statistics of the tiers, with the rows as the primary's. Thread: any."""
+        return statistics_of([(self.tiers, self._rows)])
 
     def close(self) -> CloseReport:
         """Fail further calls, close the tiers and release the memory; idempotent.
@@ -220,9 +205,11 @@ class PageStore:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _pool_copy(self, direction: Direction, host_indices: torch.Tensor) -> CopyRows:
+    def _pool_copy(self, direction: Direction, host_indices: torch.Tensor, count: int) -> CopyRows:
         addresses = self._pages.addresses(host_indices)
-        return self._address_copy(direction, addresses, self._pages.piece_bytes)
+        if len(addresses) != count:
+            raise StateError(f"{count} keys, but indices of {len(addresses)} pages")
+        return self._address_copy(direction, addresses, self._pages.part_bytes)
 
     def _tensor_copy(self, direction: Direction, pages: Sequence[torch.Tensor]) -> CopyRows:
         page_bytes = self._pages.page_bytes
@@ -238,7 +225,7 @@ class PageStore:
     def _address_copy(self, direction: Direction, addresses: Numbers, sizes: Numbers) -> CopyRows:
         staging = self._staging[direction]
 
-        def copy(positions: Sequence[int], rows: Sequence[int]) -> None:
+        def copy(positions: Sequence[int], rows: BlockIds) -> None:
             part = addresses[positions]
             staging.copy(rows, part, np.broadcast_to(sizes, part.shape))
 
@@ -252,22 +239,22 @@ class PageStore:
             positions.setdefault(key, []).append(position)
         waiting = list(positions)
         landed: set[OffloadKey] = set()
-        while waiting and (rows := staging.take(len(waiting), self._job_timeout_s)):
+        while waiting and len(rows := staging.take(len(waiting), self._job_timeout_s)):
             part, waiting = waiting[: len(rows)], waiting[len(rows) :]
             transfer = None
             try:
                 if is_store:
                     copy([positions[key][0] for key in part], rows)
                 submit = self.tiers.store if is_store else self.tiers.load
-                transfer = submit(part, as_block_ids(rows))
-                ended = _awaited(transfer.ended, self._job_timeout_s) or Ended(frozenset())
+                transfer = submit(part, rows)
+                ended = _awaited(transfer.ended, self._job_timeout_s) or _NO_REPORT
                 if not is_store:
                     _copy_landed(part, rows, ended.keys, positions, copy)
             finally:
                 if transfer is None:
-                    staging.give(rows)
+                    staging.give_back(rows)
                 else:
-                    transfer.at_rest.add_done_callback(partial(staging.give, rows))
+                    transfer.at_rest.add_done_callback(partial(staging.give_back, rows))
             landed |= ended.keys
             if isinstance(ended.error, TierUnavailableError):
                 break
@@ -276,7 +263,7 @@ class PageStore:
 
 def _copy_landed(
     keys: Sequence[OffloadKey],
-    rows: Sequence[int],
+    rows: BlockIds,
     landed: Collection[OffloadKey],
     positions: Mapping[OffloadKey, Sequence[int]],
     copy: CopyRows,
@@ -284,12 +271,12 @@ def _copy_landed(
     """Copy loaded rows to all positions of their keys."""
     pairs = [
         (position, row)
-        for key, row in zip(keys, rows, strict=True)
+        for key, row in zip(keys, rows.tolist(), strict=True)
         if key in landed
         for position in positions[key]
     ]
     if pairs:
-        copy([position for position, _ in pairs], [row for _, row in pairs])
+        copy([position for position, _ in pairs], as_block_ids([row for _, row in pairs]))
 
 
 def _awaited(future: Future[T], timeout_s: float) -> T | None:

@@ -1,6 +1,6 @@
 """Where the pages of SGLang's host pool lie.
 
-A page consists of pieces: with the layout `layer_first` K and V of each layer, with others fewer
+A page consists of parts: with the layout `layer_first` K and V of each layer, with others fewer
 and larger ones.
 """
 
@@ -22,7 +22,7 @@ class PoolPages:
 
     Attributes:
         page_bytes: Bytes of a page.
-        piece_bytes: Bytes of each piece of a page, in the pool's order.
+        part_bytes: Bytes of each part of a page, in the pool's order.
         page_indices: Number of token indices with which SGLang names a page.
     """
 
@@ -57,11 +57,11 @@ class PoolPages:
                 f"host pool {self._name}: it has no memory of its own, because the model has "
                 "several kinds of KV cache; such models are not supported"
             )
-        self.piece_bytes: Numbers = np.array(sizes, np.int64)
-        self.page_bytes = int(self.piece_bytes.sum())
+        self.part_bytes: Numbers = np.array(sizes, np.int64)
+        self.page_bytes = int(self.part_bytes.sum())
 
     def addresses(self, host_indices: torch.Tensor) -> Numbers:
-        """Return the address of each piece of pages, shape `[pages, pieces]`.
+        """Return the address of each part of pages, shape `[pages, parts]`.
 
         Args:
             host_indices: Indices of the pages' tokens, shape `[pages * page_indices]`.
@@ -71,9 +71,9 @@ class PoolPages:
         """
         pages, rest = divmod(host_indices.numel(), self.page_indices)
         addresses, sizes = self._addresses_of(host_indices) if pages and not rest else ((), ())
-        if rest or not np.array_equal(sizes, np.tile(self.piece_bytes, pages)):
+        if rest or not np.array_equal(sizes, np.tile(self.part_bytes, pages)):
             raise StateError(
                 f"host pool {self._name}: {host_indices.numel()} indices do not name whole pages "
                 f"of {self.page_indices} tokens and {self.page_bytes} bytes"
             )
-        return np.array(addresses, np.int64).reshape(pages, len(self.piece_bytes))
+        return np.array(addresses, np.int64).reshape(pages, len(self.part_bytes))
