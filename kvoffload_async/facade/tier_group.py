@@ -212,8 +212,8 @@ class BreakerLog:
                     continue
                 if is_known:
                     self._suspended.remove((index, direction))
-                    open_s = now_s - breaker.opened_at_s
-                    logger.warning("tier %s: %s resumed after %.1f s", tier.label, direction, open_s)
+                    s = now_s - breaker.opened_at_s
+                    logger.warning("tier %s: %s resumed after %.1f s", tier.label, direction, s)
                     continue
                 self._suspended.add((index, direction))
                 logger.warning(
