@@ -36,7 +36,7 @@ def test_a_process_without_a_tier_of_its_own_gets_a_slab_before_what_is_shared(b
     (near, far), (other, _) = tiers_of(equipment, 0), tiers_of(equipment, 1)
     assert (near["type"], far["type"]) == ("slab", "fs")
     assert near["capacity_bytes"] > 4 << 20
-    assert Path(near["root_dir"]).parent == tmp_path / "scratch"
+    assert Path(near["root_dir"]).parent == tmp_path / "scratch" / "slab"
     assert near["root_dir"] != other["root_dir"]
 
 
