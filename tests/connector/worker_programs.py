@@ -166,6 +166,7 @@ class Scheduler:
         self.worker.prepare_store_kv(meta(loads, {**urgent, **deferred}, flush))
         if self.submitted != before:
             self.errors.append("a store competes with sampling")
+        self.worker._flush_timeout_s = self.deadline_s
         if step.is_expedited and self.hold is None:
             self.load_now(next(slots))
 
