@@ -15,7 +15,9 @@ PAGES, RUNS = 1000, 5
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_slab_and_sglangs_file_backend_in_turn(rank, tmp_path, monkeypatch, capsys, kind, layout):
+def test_slab_and_sglangs_file_backend_in_turn(  # noqa: PLR0917 - fixtures
+    rank, tmp_path, monkeypatch, capsys, kind, layout
+):
     folder = tmp_path / "file"
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
     tier = {"type": "slab", "root_dir": str(tmp_path / "slab"), "capacity_bytes": "1GiB"}
