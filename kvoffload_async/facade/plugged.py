@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -32,6 +33,7 @@ from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.errors import (
     BlockMissingError,
+    ClosedError,
     ConfigError,
     TierBusyError,
     TierClosedError,
@@ -520,7 +522,8 @@ class PluggedTiers:
     def _call_tiers(self, hook: str, ports: Iterable[_Port], keys: Sequence[OffloadKey]) -> None:
         """Call a hook of tiers on the loop, after what was handed over before."""
         for port in ports:
-            self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
+            with suppress(ClosedError):  # the loop has ended, and the tiers with it
+                self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
 
     def _advance(self, lookup: _Lookup, now_s: float) -> bool:
         """Ask the tiers in order; False if a tier's probe is awaited."""

@@ -217,7 +217,8 @@ class LoopThread(ThreadsafeRunner):
             if _running_loop() is self._loop:
                 self._loop.call_soon(self._progressed)
             else:
-                self.call_soon(self._progressed)
+                with contextlib.suppress(ClosedError):  # nothing progresses any more
+                    self.call_soon(self._progressed)
 
     def _progressed(self) -> None:
         self._is_called = False

@@ -263,6 +263,19 @@ def test_a_tier_without_pins_is_not_asked(plug, monkeypatch):
     assert seen.calls == []
 
 
+def test_nothing_fails_and_nothing_is_found_after_the_loop_has_ended(plug, rows, monkeypatch):
+    capable = replace(gated_tiers.GatedTier.capabilities, pins=True)
+    monkeypatch.setattr(gated_tiers.GatedTier, "capabilities", capable)
+    plugged = plug(GATED)
+    stored(plugged, rows, 1)
+    plugged._host.close()
+    plugged.pin(ks(1), 1.0)
+    plugged.unpin(ks(1))
+    assert not plugged.store(ks(2), as_block_ids([2])).at_rest.done()  # fails at the next call
+    assert result(plugged.lookup(ks(1), 0.01)) == [False]
+    plugged.close(1.0)
+
+
 def test_closing_ends_every_call_and_says_what_still_runs(plug, rows, gates):
     plugged = plug({**GATED, "io_timeout_s": 50.0}, {**PROBED, "probe_timeout_s": 50.0})
     stored(plugged, rows, 1)

@@ -1,4 +1,7 @@
-"""slab beside LMCache's own `fs_native`, which verifies nothing, in alternating runs."""
+"""slab beside LMCache's own `fs_native`, which verifies nothing, in alternating runs.
+
+The median of the runs' fastest rounds is compared, as other load hits single rounds.
+"""
 
 import json
 import shutil
@@ -19,7 +22,7 @@ def test_slab_keeps_up_with_a_tier_that_verifies_nothing(tmp_path, size_kib, num
         "slab": plugin({"type": "slab", "root_dir": str(folder), "capacity_bytes": "4GiB"}),
         "fs_native": json.dumps({"type": "fs_native", "base_path": str(folder)}),
     }
-    seconds = {}
+    milliseconds = {}
     for number in range(RUNS):
         for name in sorted(adapters, reverse=bool(number % 2)):
             folder.mkdir()
@@ -27,16 +30,17 @@ def test_slab_keeps_up_with_a_tier_that_verifies_nothing(tmp_path, size_kib, num
                 *(adapters[name], tmp_path / "figures.json"),
                 size_kib=size_kib,
                 num_keys=num_keys,
-                rounds=10,
+                rounds=30,
                 warmup_rounds=2,
                 l1_align_bytes=4096,
             )
             shutil.rmtree(folder)
             for operation, section in figures.items():
-                seconds.setdefault((operation, name), []).append(section["duration_p50_ms"])
+                milliseconds.setdefault((operation, name), []).append(section["duration_min_ms"])
     times = {
-        operation: median(seconds[operation, "fs_native"]) / median(seconds[operation, "slab"])
+        operation: median(milliseconds[operation, "fs_native"])
+        / median(milliseconds[operation, "slab"])
         for operation in ("Store", "Lookup", "Load")
     }
-    print(f"{size_kib} KiB, times as fast: {times}; {seconds}")  # noqa: T201 - what is asked for
+    print(f"{size_kib} KiB, times as fast: {times}; {milliseconds}")  # noqa: T201 - what is asked for
     assert all(times[operation] >= least for operation, least in LEAST[size_kib].items()), times

@@ -277,16 +277,17 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             keys: The keys.
             sizes: Their objects' sizes; 0 if unknown: then the size that was last used applies.
         """
-        groups: Groups = {}
-        encoded: list[OffloadKey | None] = []
+        indices: dict[tuple[str, int, int], list[int]] = {}
+        encoded = [self._encode(key) for key in keys]
         for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-            store_id: StoreId | None = StoreId(key.model_name, key.object_group_id, size)
-            if not size:
-                store_id = self._stores.latest(key.model_name, key.object_group_id)
-            encoded.append(self._encode(key))
-            if store_id is not None and encoded[-1] is not None:
-                groups.setdefault(store_id, []).append(index)
+            if encoded[index] is not None:
+                indices.setdefault((key.model_name, key.object_group_id, size), []).append(index)
         self._usage.salts_changed()
+        groups: Groups = {}
+        for (model, group, size), found in indices.items():
+            store_id = StoreId(model, group, size) if size else self._stores.latest(model, group)
+            if store_id is not None:
+                groups.setdefault(store_id, []).extend(found)
         return groups, encoded
 
     def _encode(self, key: ObjectKey) -> OffloadKey | None:
@@ -423,6 +424,8 @@ def _pieces(keys: Sequence[OffloadKey | None], objects: Sequence[MemoryObj]) -> 
 
 def _rounds(keys: Sequence[OffloadKey | None], indices: Sequence[int]) -> list[list[int]]:
     """Return positions such that no key occurs twice in a round."""
+    if len({keys[index] for index in indices}) == len(indices):
+        return [list(indices)]
     rounds: list[list[int]] = []
     seen: Counter[OffloadKey | None] = Counter()
     for index in indices:
