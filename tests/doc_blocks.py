@@ -4,9 +4,10 @@ A page is one folder, and its blocks follow each other there. A block with a `ti
 that name. A `python` block without one is a program. In a `console` block each `$ command` is run
 by bash, and what follows is what it prints, with `...` for what differs. Each line of a `sh` block
 is run too, unless it installs something: see `is_installation`. `json` is a configuration that
-`kvoffload check-config` accepts. `text`, and a block without a language, is not code. `/srv/kv` is
-a place for blocks, another one for each page, and `/models/org/model` a folder with weights. The
-ports of `SERVERS` are others for each page, and a server that a page starts ends with it.
+`kvoffload check-config` accepts, or a host's with a tier that it accepts. `text`, and a block
+without a language, is not code. `/srv/kv` is a place for blocks, another one for each page, and
+`/models/org/model` a folder with weights. The ports of `SERVERS` are others for each page, and a
+server that a page starts ends with it.
 """
 
 import contextlib
@@ -44,6 +45,9 @@ SERVERS = {
     "mooncake_client": ("50052",),
 }
 """Programs that stay, and the ports of each; they lie beside the interpreter."""
+
+_ENGINE = {"cpu_bytes_to_use": "64MiB", "block_bytes": "64KiB", "model": "org/model"}
+"""An engine for a tier of a host's configuration."""
 
 _PROGRAMS = {
     "python": "",
@@ -177,7 +181,11 @@ class PageRunner:
                 assert checker.check_output(expected, printed, _MATCHES), printed
 
     def _check_json(self, text: str) -> None:
-        if "kv_connector" not in json.loads(text):  # for vLLM: tests/under_vllm checks it
+        found = json.loads(text)
+        if (tier := found.get("tier") or found.get("adapter_params", {}).get("tier")) is not None:
+            found = _ENGINE | {"secondary_tiers": [tier]}  # for SGLang or LMCache
+        if "kv_connector" not in found:  # for vLLM: tests/under_vllm checks it
+            text = json.dumps(found)
             (self.folder / "block.json").write_text(text, encoding="utf-8")
             self._bash("kvoffload check-config block.json")
 

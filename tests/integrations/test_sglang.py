@@ -169,12 +169,14 @@ def test_a_load_that_hangs_fails_at_its_deadline_and_never_changes_a_page(create
     gate.shut()
     gate.content = 7
     assert backend.batch_get_v1(keys[:1], pool.indices([4])) == [False]
+    assert backend.stats().primary.slots.pinned == 1  # the copy may still access the row
     assert backend.batch_get_v1(keys[:1], pool.indices([5])) == [False]  # its only row is in use
     gate.content = None
     gate.open()
     loaded = []
     while not loaded or not all(loaded):  # as soon as the breaker lets it try
         loaded = backend.batch_get_v1(keys, pool.indices([6, 7]))
+    assert backend.stats().primary.slots.pinned == 0
     assert torch.equal(pool.page(6), before[0])
     assert all(torch.equal(pool.page(page), before[page]) for page in range(6))
 
@@ -257,6 +259,13 @@ def test_pages_of_another_kind_are_never_served(create, fs, other):
     backend = create({**fs, **options}, differing, **ranks)
     assert backend.batch_exists(keys_of(2)) == 0
     assert backend.batch_get_v1(keys_of(2), differing.indices([0, 1])) == [False, False]
+
+
+def test_layouts_with_parts_of_equal_sizes_are_apart(create, fs):
+    pool = filled(4, "page_first")
+    assert all(create(fs, pool).batch_set_v1(keys_of(1), pool.indices([0])))
+    assert create(fs, filled(4, "page_first_direct")).batch_exists(keys_of(1)) == 0
+    assert create(fs, filled(4, "page_first")).batch_exists(keys_of(1)) == 1
 
 
 def test_mla_ranks_share_pages_that_one_of_them_stores(create, fs):
