@@ -110,6 +110,7 @@ def _as_class(loaded: object, where: str) -> type:
 POLICIES = Registry("eviction_policy", "kvoffload_async.policies")
 POLICIES.register("lru", "kvoffload_async.policies.lru", "LruPolicy")
 POLICIES.register("arc", "kvoffload_async.policies.arc", "ArcPolicy")
+POLICIES.register("hd", "kvoffload_async.policies.hd", "HdPolicy")
 
 
 def check_policy(name: str) -> type[CachePolicy]:

@@ -73,6 +73,7 @@ class PrimaryCounters:
     loaded_blocks: int = 0
     evicted_blocks: int = 0
     refused_stores: int = 0
+    declined_blocks: int = 0
 
     def count_lookups(self, answers: Sequence[LookupResult]) -> None:
         """Count lookups by the primary's answers."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -140,18 +140,21 @@ class Loads:
         return sum(self._loads.values(), Counter())
 
 
+Accesses = Iterable[tuple[OffloadKey, bool | None]]
+"""Keys that a request used: True for a hit, False for a store, None where a store was declined."""
+
+
 class RecencyLog:
     """Logical accesses of the live requests."""
 
-    def __init__(self, rank: Callable[[Iterable[tuple[OffloadKey, bool]]], None]) -> None:
+    def __init__(self, rank: Callable[[ReqContext, Accesses], None]) -> None:
         """Start empty.
 
         Args:
-            rank: Called with (key, reused) of a request's accesses, head to tail; `reused` is True
-                for a hit, False for a store.
+            rank: Called with a request and its accesses, head to tail.
         """
         self._rank = rank
-        self._accesses: dict[ReqContext, dict[OffloadKey, bool]] = {}
+        self._accesses: dict[ReqContext, dict[OffloadKey, bool | None]] = {}
 
     def open(self, ctx: ReqContext) -> None:
         """Begin a request.
@@ -167,8 +170,8 @@ class RecencyLog:
         """Return whether the request is live."""
         return ctx in self._accesses
 
-    def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
-        """Record that a live request used keys; the first use of a key sets its `reused` flag.
+    def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool | None) -> None:
+        """Record that a live request used keys; a key's first hit or store counts.
 
         Raises:
             StateError: The request is not live.
@@ -178,7 +181,8 @@ class RecencyLog:
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         if accesses:
             for key in keys:
-                accesses.setdefault(key, reused)
+                if accesses.get(key) is None:
+                    accesses[key] = reused
         else:
             accesses.update(dict.fromkeys(keys, reused))
 
@@ -196,11 +200,11 @@ class RecencyLog:
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
         positions = ctx.key_positions
-        ordered: Iterable[tuple[OffloadKey, bool]] = accesses.items()
+        ordered: Accesses = accesses.items()
         if positions:
             last = max(positions.values()) + 1
             ordered = sorted(ordered, key=lambda access: positions.get(access[0], last))
-        self._rank(ordered)
+        self._rank(ctx, ordered)
         return [key for key, reused in ordered if reused]
 
     def live_requests(self) -> set[ReqContext]:
@@ -576,8 +580,11 @@ class ResidentBlocks:
             slots.append(slot)
         return slots
 
-    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
+    def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
+        if self._policy.follows_requests:
+            self._rank_request(ctx, dict(accesses))
+            return
         parts = self._parts
         slots: list[int] = []
         reused: list[bool] = []
@@ -585,10 +592,21 @@ class ResidentBlocks:
             slot = parts[key[0] + key[LAST_HASH_BYTE]].get(key)
             if slot is not None:
                 slots.append(slot)
-                reused.append(again)
+                reused.append(bool(again))
         if self._protected:  # the access changes their rank
             self._policy.released(self._last_to_go.discard(slots))
         self._policy.access(slots, reused)
+
+    def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
+        """Like `_rank`, for a policy that learns of absent keys too."""
+        keys = tuple(accesses)
+        if not keys:
+            return
+        slots = self._blocks.find(keys)
+        if self._protected:
+            present = [slot for slot in slots if slot is not None]
+            self._policy.released(self._last_to_go.discard(present))
+        self._policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
 class BlockState(enum.Enum):
@@ -608,6 +626,7 @@ class Primary(ResidentBlocks):
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
+        may_decline: Whether the policy may decline blocks of a store; set likewise.
         drops_pending: Whether protected blocks are evicted when no others are left; set by the
             engine's configuration.
     """
@@ -644,6 +663,7 @@ class Primary(ResidentBlocks):
         refs = self._refs
         self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
         self.drops_pending = True
+        self.may_decline = True
         self._writing = 0
         self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
         """Events for `take_events`, and the count of dropped ones."""
@@ -673,7 +693,7 @@ class Primary(ResidentBlocks):
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
             return False
-        self._rank(dict.fromkeys(keys, True).items())
+        self._rank(ctx, dict.fromkeys(keys, True).items())
         return True
 
     # -- reading --------------------------------------------------------------------------------
@@ -732,6 +752,11 @@ class Primary(ResidentBlocks):
         wanted: Sequence[OffloadKey] = missing
         if self._admission is not None:
             wanted = self._admission.admitted(missing)
+        declined: Collection[OffloadKey] = ()
+        if self._policy.follows_requests and missing:
+            declined = self._declined(ctx, keys, wanted, unpinned)
+            if declined:
+                wanted = [key for key in wanted if key not in declined]
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
         if self._accept_prefix and len(wanted) > self.pool.unused.count:
@@ -756,8 +781,42 @@ class Primary(ResidentBlocks):
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
+        if declined:
+            self.counters.declined_blocks += len(declined)
+            self._recency.note(ctx, declined, reused=None)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
+
+    def _declined(
+        self,
+        ctx: ReqContext,
+        keys: Sequence[OffloadKey],
+        wanted: Sequence[OffloadKey],
+        unpinned: Collection[int],
+    ) -> Collection[OffloadKey]:
+        """Return the blocks of a store that the policy declines, with the same blocks kept."""
+        positions = ctx.key_positions
+        if positions:
+            last = max(positions.values()) + 1
+            keys = sorted(keys, key=lambda key: positions.get(key, last))
+            wanted = sorted(wanted, key=lambda key: positions.get(key, last))
+        free = self.pool.unused.count if self.may_decline else None
+        is_evictable = self._may_go_first if self._protected else self._may_go
+        is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
+        key_of = self._blocks.key_of
+        kept = list(unpinned)
+
+        def may_go(slot: int) -> bool:
+            if not is_evictable(slot) or slot in unpinned:
+                return False
+            if not is_own_prefix(key_of(slot)):
+                return True
+            kept.append(slot)
+            return False
+
+        declined = self._policy.declines(ctx, keys, wanted, free, may_go)
+        self._policy.released(kept)
+        return declined
 
     @property
     def room(self) -> int:
