@@ -54,8 +54,9 @@ class CachePolicy(ABC):
     ) -> Collection[OffloadKey]:
         """Return the blocks of a store that are worth less than those it would evict.
 
-        Asked before every store of a request, if the policy follows requests. It precedes `make_room` and `admit` of those that are
-        not declined, unless the store is refused for lack of room. By default, none is declined.
+        Asked before every store of a request, if the policy follows requests; `make_room` and
+        `admit` of the other blocks come next, unless the store is refused for lack of room. By
+        default, none is declined.
 
         Args:
             request: The request; its `key_positions` describe the whole prompt.

@@ -749,14 +749,7 @@ class Primary(ResidentBlocks):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         require_keys(keys)
         missing, readable, unpinned = self._sorted_out(keys)
-        wanted: Sequence[OffloadKey] = missing
-        if self._admission is not None:
-            wanted = self._admission.admitted(missing)
-        declined: Collection[OffloadKey] = ()
-        if self._policy.follows_requests and missing:
-            declined = self._declined(ctx, keys, wanted, unpinned)
-            if declined:
-                wanted = [key for key in wanted if key not in declined]
+        wanted, declined = self._admitted(ctx, keys, missing, unpinned)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
         if self._accept_prefix and len(wanted) > self.pool.unused.count:
@@ -781,42 +774,48 @@ class Primary(ResidentBlocks):
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
-        if declined:
-            self.counters.declined_blocks += len(declined)
-            self._recency.note(ctx, declined, reused=None)
+        self._recency.note(ctx, declined, reused=None)
+        self.counters.declined_blocks += len(declined)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
-    def _declined(
+    def _admitted(
         self,
         ctx: ReqContext,
         keys: Sequence[OffloadKey],
-        wanted: Sequence[OffloadKey],
+        missing: Sequence[OffloadKey],
         unpinned: Collection[int],
-    ) -> Collection[OffloadKey]:
-        """Return the blocks of a store that the policy declines, with the same blocks kept."""
-        positions = ctx.key_positions
+    ) -> tuple[Sequence[OffloadKey], Collection[OffloadKey]]:
+        """Return the missing keys that filter and policy admit, and those that the policy declines.
+
+        The policy chooses as if the `unpinned` slots were pinned, like the store that follows.
+        """
+        wanted = missing if self._admission is None else self._admission.admitted(missing)
+        if not wanted or not self._policy.follows_requests:
+            return wanted, ()
+        positions, offered = ctx.key_positions, wanted
         if positions:
             last = max(positions.values()) + 1
             keys = sorted(keys, key=lambda key: positions.get(key, last))
-            wanted = sorted(wanted, key=lambda key: positions.get(key, last))
-        free = self.pool.unused.count if self.may_decline else None
+            offered = sorted(wanted, key=lambda key: positions.get(key, last))
         is_evictable = self._may_go_first if self._protected else self._may_go
         is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
-        key_of = self._blocks.key_of
-        kept = list(unpinned)
+        key_of, skipped = self._blocks.key_of, list(unpinned)
 
         def may_go(slot: int) -> bool:
             if not is_evictable(slot) or slot in unpinned:
                 return False
             if not is_own_prefix(key_of(slot)):
                 return True
-            kept.append(slot)
+            skipped.append(slot)
             return False
 
-        declined = self._policy.declines(ctx, keys, wanted, free, may_go)
-        self._policy.released(kept)
-        return declined
+        free = self.pool.unused.count if self.may_decline else None
+        declined = self._policy.declines(ctx, keys, offered, free, may_go)
+        self._policy.released(skipped)
+        if declined:
+            wanted = [key for key in wanted if key not in declined]
+        return wanted, declined
 
     @property
     def room(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 from zlib import crc32
 
@@ -148,22 +148,24 @@ class _DensityShadow(_Shadow):
             else:
                 hits[kind].append(number)
         num_hits = sum(map(len, hits))
-        for group in hits:
-            self.ranking.remove(group)
+        for numbers in hits:
+            self.ranking.remove(numbers)
         surplus = len(sample) - num_hits - self.free.count
         if surplus > 0:
             offers = [(density(kind, time), len(new[kind])) for kind in range(NUM_CLASSES)]
             victims, declined = self.ranking.pick(
                 surplus, _anything, density, offers if may_decline else ()
             )
-            for group, count in zip(new, declined, strict=False):
-                del group[len(group) - count :]
+            for keys, count in zip(new, declined, strict=False):
+                del keys[len(keys) - count :]
             self.ranking.remove(victims)
             self.evict(victims)
         for kind in range(NUM_CLASSES):
-            fitting = new[kind][: self.free.count]
-            self.ranking.form(kind, time, hits[kind] + self.add(fitting))
+            members = hits[kind] + self.add(new[kind][: self.free.count])
+            if members:
+                self.ranking.form(kind, time, members)
         return num_hits
 
 
-_anything: Callable[[int], bool] = lambda _: True  # noqa: E731 - a def would take a docstring
+def _anything(_: int) -> bool:
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import Final
 
 from kvoffload_async.policies.reuse import NUM_CLASSES
@@ -58,9 +59,7 @@ class GroupRanking:
     # -- members --------------------------------------------------------------------------------
 
     def form(self, kind: int, time: int, numbers: Sequence[int]) -> None:
-        """Form a group of numbers that are no members, head to tail."""
-        if not numbers:
-            return
+        """Form a group of numbers, at least one, that are no members; head to tail."""
         group = self._free.take(1)[0] + _FIRST + 1
         self._kinds[group] = kind
         self._times[group] = time
@@ -107,14 +106,12 @@ class GroupRanking:
 
     # -- victims --------------------------------------------------------------------------------
 
-    def take(
-        self, count: int, may_leave: Callable[[int], bool], worth: Worth
-    ) -> list[int] | None:
+    def take(self, count: int, may_leave: Callable[[int], bool], worth: Worth) -> list[int] | None:
         """Remove the `count` least worthy members that may leave; None, and no change, if fewer.
 
         Members that may not leave are skipped.
         """
-        chosen = self._choose(count, may_leave, worth, [])
+        chosen = self._choose(count, may_leave, worth, (), [])
         if len(chosen) < count:
             self._restore(chosen)
             return None
@@ -144,27 +141,26 @@ class GroupRanking:
             The members, first first, and the number of blocks chosen from each offered group.
         """
         declined = [0] * len(offered)
-        offers = [[each, num_blocks, index] for index, (each, num_blocks) in enumerate(offered)]
-        offers.sort(reverse=True)
-        chosen = self._choose(count, may_leave, worth, offers, declined)
+        chosen = self._choose(count, may_leave, worth, offered, declined)
         self._restore(chosen)
         return chosen, declined
 
     # -- inspection -----------------------------------------------------------------------------
 
     def walk(self, worth: Worth) -> Iterator[int]:
-        """Yield all members, best victim first; skipped ones at their group's tail. Linear."""
-        groups: dict[int, list[int]] = {}
-        for group in (_FIRST, *(g + _FIRST + 1 for g in range(self._capacity))):
-            number = self._tails[group]
+        """Yield all members, best victim first, skipped ones last of their group. Linear."""
+        members: dict[int, list[int]] = {_FIRST: []}
+        for which, tail in enumerate(self._tails):
+            number = tail
             while number:
-                groups.setdefault(group, []).append(number - 1)
+                members.setdefault(which, []).append(number - 1)
                 number = self._before[number - 1]
         for number in self.skipped():
-            groups.setdefault(self._group_of[number] or _FIRST, []).append(number)
-        yield from groups.pop(_FIRST, ())
-        for group in sorted(groups, key=lambda g: worth(self._kinds[g], self._times[g])):
-            yield from groups[group]
+            members.setdefault(self._group_of[number] or _FIRST, []).append(number)
+        yield from members.pop(_FIRST)
+        by_worth = {g: worth(self._kinds[g], self._times[g]) for g in members}
+        for group in sorted(members, key=by_worth.__getitem__):
+            yield from members[group]
 
     def skipped(self) -> Iterator[int]:
         """Yield the skipped members. Linear."""
@@ -201,38 +197,41 @@ class GroupRanking:
         count: int,
         may_leave: Callable[[int], bool],
         worth: Worth,
-        offers: list[tuple[tuple[float, int], int, int]],
-        declined: list[int] | None = None,
+        offered: Sequence[tuple[tuple[float, int], int]],
+        declined: list[int],
     ) -> list[int]:
-        """Unlink the chosen members; count those of the offers, best last, in `declined`."""
+        """Unlink and return the chosen members; count those of offered groups in `declined`."""
         chosen: list[int] = []
+        offers = sorted(((each, i) for i, (each, _) in enumerate(offered)), reverse=True)
         worths = [self._least_of(kind, worth) for kind in range(NUM_CLASSES)]
         while count:
-            least = min(worths)
-            which = _FIRST if self._tails[_FIRST] else least[2]
+            each, kind, group = min(worths)
+            which = _FIRST if self._tails[_FIRST] else group
             if not which:
                 break
-            if which != _FIRST and offers and offers[-1][0] < least[:2]:
-                _, num_blocks, index = offers.pop()
-                declined[index] = min(count, num_blocks)
+            if which != _FIRST and offers and offers[-1][0] < each:
+                index = offers.pop()[1]
+                declined[index] = min(count, offered[index][1])
                 count -= declined[index]
                 continue
             before = len(chosen)
             self._unlink_tail(which, count, may_leave, chosen)
             count -= len(chosen) - before
             if which != _FIRST and not self._tails[which]:
-                kind = self._kinds[which]
                 worths[kind] = self._least_of(kind, worth)
         return chosen
 
-    def _least_of(self, kind: int, worth: Worth) -> tuple[float, int, int]:
+    def _least_of(self, kind: int, worth: Worth) -> tuple[tuple[float, int], int, int]:
+        """Return the worth of the less worthy end of a class, the class and the group."""
         oldest, newest = self._oldest[kind], self._newest[kind]
         if not oldest:
-            return _NOTHING
-        least = (*worth(kind, self._times[oldest]), oldest)
+            return _NO_GROUP
+        least = worth(kind, self._times[oldest])
         if newest != oldest:
-            least = min(least, (*worth(kind, self._times[newest]), newest))
-        return least
+            other = worth(kind, self._times[newest])
+            if other < least:
+                return other, kind, newest
+        return least, kind, oldest
 
     def _unlink_tail(
         self, which: int, count: int, may_leave: Callable[[int], bool], chosen: list[int]
@@ -310,4 +309,4 @@ class GroupRanking:
                 self._free.give_back([group - _FIRST - 1])
 
 
-_NOTHING: Final = (float("inf"), 0, 0)
+_NO_GROUP: Final = ((inf, 0), 0, 0)

@@ -69,6 +69,8 @@ class HdPolicy(CachePolicy):
         self._numbers = integers(c)
         """Slot -> number of its block in the model, plus one; 0: no request has used it yet."""
         self._chains = NumberForest(c)
+        self._now = self.model.clock + 1
+        """Number of the request that ends next."""
         self._offered: dict[OffloadKey, int] = {}
         """Class of each block of the latest offer."""
         self._may_decline = False
@@ -125,7 +127,7 @@ class HdPolicy(CachePolicy):
         if others:
             prompt = self.model.prompt({}, others)
             offered.update(zip(others, self.model.classes(others, prompt), strict=True))
-        self._form([offered[key] for key in keys], slots, self.model.clock + 1)
+        self._form([offered[key] for key in keys], slots, self._now)
 
     # -- uses -----------------------------------------------------------------------------------
 
@@ -144,12 +146,13 @@ class HdPolicy(CachePolicy):
         prompt = model.prompt(request.key_positions, keys)
         classes, numbers = model.record(keys, prompt, [slot is not None for slot in slots])
         self._ranking.remove([slot for slot in slots if slot is not None])
-        self._form(classes, slots, model.clock)
+        self._form(classes, slots, self._now)
         for slot, number in zip(slots, numbers, strict=False):
             if slot is not None:
                 self._numbers[slot] = number + 1
         self._link(keys, slots)
-        self.duel.record(keys, classes, model.clock, self._density, may_decline=self._may_decline)
+        self.duel.record(keys, classes, self._now, self._density, may_decline=self._may_decline)
+        self._now = model.clock + 1
 
     def discard(self, slots: Sequence[int]) -> None:
         self._ranking.remove(slots)
@@ -176,8 +179,7 @@ class HdPolicy(CachePolicy):
         return time, _LRU_RANK[kind]
 
     def _density(self, kind: int, time: int) -> tuple[float, int]:
-        model = self.model
-        return model.tables.density[kind][bin_of(model.clock + 1 - time)], time
+        return self.model.tables.density[kind][bin_of(self._now - time)], time
 
     def _least_of(
         self, offered: Sequence[OffloadKey], count: int, is_evictable: Callable[[int], bool]
@@ -186,8 +188,7 @@ class HdPolicy(CachePolicy):
         by_class: dict[int, list[OffloadKey]] = {}
         for key in offered:
             by_class.setdefault(self._offered[key], []).append(key)
-        now = self.model.clock + 1
-        offers = [(self._density(kind, now), len(group)) for kind, group in by_class.items()]
+        offers = [(self._density(kind, self._now), len(group)) for kind, group in by_class.items()]
         _, counts = self._ranking.pick(count, is_evictable, self._density, offers)
         return [
             key
@@ -201,7 +202,8 @@ class HdPolicy(CachePolicy):
             if slot is not None:
                 by_class[kind].append(slot)
         for kind, group in enumerate(by_class):
-            self._ranking.form(kind, time, group)
+            if group:
+                self._ranking.form(kind, time, group)
 
     def _leave(self, slots: Sequence[int]) -> None:
         """Turn the blocks in slots, which are not ranked any more, into ghosts."""
@@ -212,12 +214,9 @@ class HdPolicy(CachePolicy):
             numbers[slot] = 0
             followers += self._chains.remove(slot)
         if followers:
-            ranking, gone = self._ranking, set(slots)
-            ranking.put_first(
-                self._chains.below(
-                    followers, lambda slot: slot not in gone and not ranking.is_first(slot)
-                )
-            )
+            is_first = self._ranking.is_first
+            useless = self._chains.below(followers, slots, is_first)
+            self._ranking.put_first(useless)
 
     def _link(self, keys: Sequence[OffloadKey], slots: Sequence[int | None]) -> None:
         """Chain a request's blocks; those behind an absent one cannot be hit and go first."""

@@ -8,7 +8,7 @@ were used again at it. The estimates are those of a survival analysis: hits per 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil, sqrt
@@ -58,7 +58,7 @@ _BIN_BY_AGE: Final = bytes(bisect_right(_EDGES, age + 1e-9) - 1 for age in range
 
 
 def bin_of(age: int) -> int:
-    """Return the bin of an age in requests; negative ages, of requests that live, are in the first."""
+    """Return the bin of an age in requests; negative ages, of live requests, are in the first."""
     if age >= _MAX_AGE:
         return _NUM_BINS - 1
     return _BIN_BY_AGE[age] if age > 0 else 0
@@ -119,6 +119,10 @@ class ReuseTables:
             unused *= (1.0 - hazard) ** part
         return float(1.0 - unused)
 
+    def counts(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Return the arrivals and the hits, by class and bin. For inspection."""
+        return self._arrivals, self._hits
+
     def _estimate(self) -> None:
         arrivals, hits = _smoothed(self._arrivals), _smoothed(self._hits)
         totals = hits.sum(axis=1) + _PRIOR_HITS, arrivals.sum(axis=1) + _PRIOR_ARRIVALS
@@ -150,7 +154,7 @@ def _smoothed(rows: Sequence[Sequence[float]]) -> np.ndarray[tuple[int, int], np
 
 
 class ReuseModel:
-    """The known blocks, with their uses, and the tables that they feed. Time is counted in requests.
+    """The known blocks, with their uses, and the tables that they feed; time is in requests.
 
     The blocks of one class that a request used form a *group*: they are used again together, so a
     group of n blocks counts as the square root of n. A known block is *held* while it is in the
@@ -196,7 +200,7 @@ class ReuseModel:
 
     # -- classes --------------------------------------------------------------------------------
 
-    def prompt(self, positions: Mapping[OffloadKey, int], keys: Sequence[OffloadKey]) -> Prompt:
+    def prompt(self, positions: dict[OffloadKey, int], keys: Sequence[OffloadKey]) -> Prompt:
         """Describe a request's prompt.
 
         Args:
@@ -213,16 +217,7 @@ class ReuseModel:
 
     def classes(self, keys: Sequence[OffloadKey], prompt: Prompt) -> list[int]:
         """Return the class that each block gets if the request uses it now."""
-        uses = self._uses
-        classes: list[int] = []
-        for key, number in zip(keys, self._known.find(keys), strict=True):
-            if number is not None:
-                classes.append(_CLASS_BY_USES[min(uses[number] + 1, _MAX_USES)])
-            elif key == prompt.last:
-                classes.append(LAST_OF_PROMPT)
-            else:
-                classes.append(prompt.new_class)
-        return classes
+        return self._classes(keys, self._known.find(keys), prompt)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -241,9 +236,10 @@ class ReuseModel:
         """
         self.clock += 1
         self._pass_edges()
-        classes = self.classes(keys, prompt)
-        keys = keys[: self._num_others]
         found = self._known.find(keys)
+        classes = self._classes(keys, found, prompt)
+        keys = keys[: self._num_others]
+        del found[self._num_others :]
         others, held, uses = self._others, self._is_held, self._uses
         again = [number for number in found if number is not None]
         others.remove([number for number in again if not held[number]])
@@ -269,7 +265,7 @@ class ReuseModel:
     def release(self, numbers: Sequence[int]) -> None:
         """Note that blocks are no longer held: their cache has evicted them."""
         for number in numbers:
-            self._is_held[number] = False
+            self._is_held[number] = 0
         self._others.append(numbers)
 
     # -- inspection -----------------------------------------------------------------------------
@@ -286,7 +282,8 @@ class ReuseModel:
     def violations(self) -> Iterator[str]:
         """Yield descriptions of the violated invariants."""
         alive: dict[int, int] = {}
-        for _, number in self._known.items():
+        known = [number for _, number in self._known.items()]
+        for number in known:
             group = self._group_of[number]
             alive[group] = alive.get(group, 0) + 1
         wrong = {group for group, count in alive.items() if self._alive[group] != count}
@@ -295,13 +292,23 @@ class ReuseModel:
         used = self._free_groups.count + len(alive)
         if used != self._num_known + NUM_CLASSES:
             yield f"{used} groups are free or have members"
-        others = list(self._others.walk())
-        if any(self._is_held[number] for number in others):
-            yield "a block that is held is in the list of the others"
-        if len(others) > self._num_others:
-            yield f"{len(others)} blocks are remembered that are not held"
+        others = set(self._others.walk())
+        if others != {number for number in known if not self._is_held[number]}:
+            yield "the list of the blocks that are not held has others"
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _classes(
+        self, keys: Sequence[OffloadKey], found: Sequence[int | None], prompt: Prompt
+    ) -> list[int]:
+        uses, last, new_class = self._uses, prompt.last, prompt.new_class
+        classes: list[int] = []
+        for key, number in zip(keys, found, strict=True):
+            if number is not None:
+                classes.append(_CLASS_BY_USES[min(uses[number] + 1, _MAX_USES)])
+            else:
+                classes.append(LAST_OF_PROMPT if key == last else new_class)
+        return classes
 
     def _pass_edges(self) -> None:
         """Count the groups that enter a bin at this request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from kvoffload_async.tables.arrays import integers
 
@@ -42,7 +42,7 @@ class NumberForest:
         return found
 
     def attach(self, number: int, parent: int) -> None:
-        """Make a number a child of another one, which is none of its descendants."""
+        """Make a number a child of another one."""
         if self._parent[number] == parent + 1:
             return
         self.detach(number)
@@ -77,17 +77,25 @@ class NumberForest:
         self._child[number] = 0
         return children
 
-    def below(self, numbers: Sequence[int], is_wanted: Callable[[int], bool]) -> list[int]:
-        """Return numbers and their descendants, parents first.
+    def below(
+        self, numbers: Iterable[int], gone: Iterable[int], is_end: Callable[[int], bool]
+    ) -> list[int]:
+        """Return numbers and their descendants, each once, parents before children.
 
-        A number that is not wanted is left out, and so are its descendants.
+        Args:
+            numbers: The numbers.
+            gone: Numbers to leave out.
+            is_end: Whether to leave a number out, with its descendants.
         """
+        seen = set(gone)
         found: list[int] = []
         stack = list(numbers)
         while stack:
             number = stack.pop()
-            if is_wanted(number):
-                found.append(number)
-                if self._child[number]:
-                    stack += self.children(number)
+            if number in seen or is_end(number):
+                continue
+            seen.add(number)
+            found.append(number)
+            if self._child[number]:
+                stack += self.children(number)
         return found

@@ -125,7 +125,7 @@ def test_a_built_in_policy_is_created_by_name(name):
 
 
 def test_an_unknown_policy_is_a_value_error_that_lists_the_choices():
-    with pytest.raises(ValueError, match=r"eviction_policy: 'lfu' is unknown.*'arc', 'lru'"):
+    with pytest.raises(ValueError, match=r"eviction_policy: 'lfu' is unknown.*'arc', 'hd', 'lru'"):
         create_policy("lfu", 7)
 
 
