@@ -50,6 +50,7 @@ class HdPolicy(CachePolicy):
 
     Attributes:
         model: The known blocks and the estimates of their reuse.
+        ranking: The occupied slots.
         duel: The shadows; they determine whether the order is by density or LRU's.
     """
 
@@ -64,7 +65,7 @@ class HdPolicy(CachePolicy):
         c = self.capacity_blocks
         self.model = ReuseModel(c, max(GHOSTS_PER_BLOCK * c, LEAST_GHOSTS))
         self.duel = Duel(c)
-        self._ranking = GroupRanking(c)
+        self.ranking = GroupRanking(c)
         self._keys = Objects()
         self._numbers = integers(c)
         """Slot -> number of its block in the model, plus one; 0: no request has used it yet."""
@@ -112,13 +113,13 @@ class HdPolicy(CachePolicy):
     ) -> list[int] | None:
         if not count:
             return []
-        victims = self._ranking.take(count, is_evictable, self._worth)
+        victims = self.ranking.take(count, is_evictable, self._worth)
         if victims is not None:
             self._leave(victims)
         return victims
 
     def released(self, slots: Sequence[int]) -> None:
-        self._ranking.release(slots)
+        self.ranking.release(slots)
 
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         self._keys.update(slots, keys)
@@ -145,7 +146,7 @@ class HdPolicy(CachePolicy):
         model = self.model
         prompt = model.prompt(request.key_positions, keys)
         classes, numbers = model.record(keys, prompt, [slot is not None for slot in slots])
-        self._ranking.remove([slot for slot in slots if slot is not None])
+        self.ranking.remove([slot for slot in slots if slot is not None])
         self._form(classes, slots, self._now)
         for slot, number in zip(slots, numbers, strict=False):
             if slot is not None:
@@ -155,19 +156,19 @@ class HdPolicy(CachePolicy):
         self._now = model.clock + 1
 
     def discard(self, slots: Sequence[int]) -> None:
-        self._ranking.remove(slots)
+        self.ranking.remove(slots)
         self._leave(slots)
 
     # -- inspection -----------------------------------------------------------------------------
 
     def resident(self) -> Iterable[int]:
-        return tuple(self._ranking.walk(self._worth))
+        return tuple(self.ranking.walk(self._worth))
 
     def skipped(self) -> Iterable[int]:
-        return tuple(self._ranking.skipped())
+        return tuple(self.ranking.skipped())
 
     def violations(self) -> Iterable[str]:
-        yield from self._ranking.violations()
+        yield from self.ranking.violations()
         yield from self.model.violations()
         yield from self.duel.violations()
 
@@ -189,7 +190,7 @@ class HdPolicy(CachePolicy):
         for key in offered:
             by_class.setdefault(self._offered[key], []).append(key)
         offers = [(self._density(kind, self._now), len(group)) for kind, group in by_class.items()]
-        _, counts = self._ranking.pick(count, is_evictable, self._density, offers)
+        _, counts = self.ranking.pick(count, is_evictable, self._density, offers)
         return [
             key
             for group, num_declined in zip(by_class.values(), counts, strict=True)
@@ -203,7 +204,7 @@ class HdPolicy(CachePolicy):
                 by_class[kind].append(slot)
         for kind, group in enumerate(by_class):
             if group:
-                self._ranking.form(kind, time, group)
+                self.ranking.form(kind, time, group)
 
     def _leave(self, slots: Sequence[int]) -> None:
         """Turn the blocks in slots, which are not ranked any more, into ghosts."""
@@ -214,9 +215,9 @@ class HdPolicy(CachePolicy):
             numbers[slot] = 0
             followers += self._chains.remove(slot)
         if followers:
-            is_first = self._ranking.is_first
+            is_first = self.ranking.is_first
             useless = self._chains.below(followers, slots, is_first)
-            self._ranking.put_first(useless)
+            self.ranking.put_first(useless)
 
     def _link(self, keys: Sequence[OffloadKey], slots: Sequence[int | None]) -> None:
         """Chain a request's blocks; those behind an absent one cannot be hit and go first."""
@@ -237,7 +238,7 @@ class HdPolicy(CachePolicy):
             if slot is not None:
                 chains.attach(slot, before)
             previous[group] = slot
-        self._ranking.put_first(unreachable)
+        self.ranking.put_first(unreachable)
 
 
 def _behind(

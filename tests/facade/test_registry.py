@@ -116,7 +116,7 @@ def test_an_empty_registry_knows_nothing():
 # -- policies -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lru", "arc"])
+@pytest.mark.parametrize("name", ["lru", "arc", "hd"])
 def test_a_built_in_policy_is_created_by_name(name):
     policy = create_policy(name, 7)
     assert isinstance(policy, CachePolicy)

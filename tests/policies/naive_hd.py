@@ -103,6 +103,8 @@ class NaiveRanking:
         self.classes = [[] for _ in range(NUM_CLASSES)]
         self.first = []
         self.group_of = {}
+        self.stamps = {}
+        self.last_stamp = 0
         self.skipped = set()
 
     def form(self, kind, time, keys):
@@ -112,15 +114,22 @@ class NaiveRanking:
             self.append(key)
 
     def append(self, key):
+        self.last_stamp += 1
+        self.stamps[key] = self.last_stamp
+        self.insert(key)
+
+    def insert(self, key):
         group = self.group_of[key]
         if group is None:
             self.first.append(key)
+            self.first.sort(key=self.stamps.__getitem__)
             return
         if not group.members:
             groups = self.classes[group.kind]
             is_older = groups and group.time < groups[0].time
             groups.insert(0 if is_older else len(groups), group)
         group.members.append(key)
+        group.members.sort(key=self.stamps.__getitem__)
 
     def unlink(self, key):
         group = self.group_of[key]
@@ -149,7 +158,7 @@ class NaiveRanking:
         for key in keys:
             if key in self.skipped:
                 self.skipped.remove(key)
-                self.append(key)
+                self.insert(key)
 
     def choose(self, count, may_leave, worth, offers=()):
         """The chosen members, and how many of each offer; all members stay."""
@@ -182,14 +191,20 @@ class NaiveRanking:
             else:
                 self.skipped.add(key)
         for key in reversed(chosen):
-            self.append(key)
+            self.insert(key)
         return chosen, declined
 
-    def members(self):
-        return {
-            key: None if group is None else (group.kind, group.time)
-            for key, group in self.group_of.items()
-        }
+    def order(self, worth):
+        """All members, best victim first; those of equal groups in any order."""
+
+        def rank(key):
+            group = self.group_of[key]
+            if group is None:
+                return ((-1, 0), 0, 0, -self.stamps[key])
+            newest = max(self.stamps[k] for k, its in self.group_of.items() if its is group)
+            return (worth(group.kind, group.time), group.kind, newest, -self.stamps[key])
+
+        return sorted(self.group_of, key=rank)
 
 
 class NaiveHd:

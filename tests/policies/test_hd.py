@@ -1,6 +1,8 @@
 """HD: what it keeps, what it declines, and that it equals a naive implementation."""
 
 import random
+from itertools import groupby
+from operator import itemgetter
 from zlib import crc32
 
 import pytest
@@ -300,8 +302,21 @@ class HdMachine(RuleBasedStateMachine):
         arrivals, hits = policy.model.tables.counts()
         assert arrivals == [pytest.approx(row) for row in model.model.tables.arrivals]
         assert hits == [pytest.approx(row) for row in model.model.tables.hits]
+        names = {slot: name for name, slot in self.slots.items()}
+        assert self.without_equals([names[slot] for slot in policy.resident()]) == (
+            self.without_equals(model.ranking.order(model.worth))
+        )
         assert policy.duel.lead == pytest.approx(model.lead)
         assert policy.duel.is_density == model.is_density
+
+    def without_equals(self, order):
+        """The order of victims, with groups of the same rank as sets."""
+        place = self.model.ranking.group_of
+        ranks = [place[name] and (place[name].kind, place[name].time) for name in order]
+        return [
+            sorted(name for name, _ in equals) if rank else [name for name, _ in equals]
+            for rank, equals in groupby(zip(order, ranks, strict=True), itemgetter(1))
+        ]
 
     @invariant()
     def only_pinned_blocks_are_skipped(self):
