@@ -4,7 +4,6 @@ from planner_invariants import fingerprint
 
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.hd import HdPolicy
-from kvoffload_async.policies.hd import HdPolicy
 from kvoffload_async.policies.lru import LruPolicy
 
 POLICIES = {"lru": LruPolicy, "arc": ArcPolicy, "hd": HdPolicy}

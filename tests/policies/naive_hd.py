@@ -4,6 +4,7 @@ The estimates (`density`) are taken from the policy under test, as rounding woul
 equals; `test_reuse` compares them with a naive computation.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -331,7 +332,7 @@ class NaiveHd:
         unreachable = []
         for group in dict.fromkeys(key[-4:] for key in keys):
             chain = [key for key in keys if key[-4:] == group]
-            for before, key in zip(chain, chain[1:], strict=False):
+            for before, key in itertools.pairwise(chain):
                 if key in self.resident:
                     if before in self.resident and before not in unreachable:
                         self.parent[key] = before
