@@ -13,12 +13,16 @@ from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.types import OffloadKey
 
-SAMPLED_PART: Final = 8
+LARGEST_SAMPLED_PART: Final = 8
 """One block in eight is sampled: the shadows cost an eighth, and still see hits every second."""
+_LEAST_SHADOW_BLOCKS: Final = 256
+"""Of a small cache a larger part is sampled: small shadows differ by chance."""
 _HALF_LIFE_BLOCKS: Final = 60_000
 """References, of all blocks, after which a hit counts half: minutes of a busy host."""
 _MARGIN: Final = 0.002
 """Lead, in hit ratio, with which an order takes over; less is noise on the traces measured."""
+_LEAST_LEAD: Final = 8
+"""Lead, in hits, with which the order by density takes over at least: less is chance."""
 
 
 class Duel:
@@ -39,12 +43,14 @@ class Duel:
 
     def __init__(self, capacity_blocks: int) -> None:
         """Start with empty shadows of a cache of so many blocks."""
-        shadow_blocks = max(1, capacity_blocks // SAMPLED_PART)
+        part = capacity_blocks // _LEAST_SHADOW_BLOCKS
+        self.sampled_part = max(1, min(LARGEST_SAMPLED_PART, part))
+        shadow_blocks = capacity_blocks // self.sampled_part
         self._lru = _LruShadow(shadow_blocks)
         self._density = _DensityShadow(shadow_blocks)
         self.lead = 0.0
         self.total = 0.0
-        self.is_density = True
+        self.is_density = False
 
     def record(
         self,
@@ -67,17 +73,19 @@ class Duel:
         sample = [
             (key, kind)
             for key, kind in zip(keys, classes, strict=True)
-            if not crc32(key) % SAMPLED_PART  # not `hash`, which varies between processes
+            if not crc32(key) % self.sampled_part  # not `hash`, which varies between processes
         ]
         if not sample:
             return
-        fade = 0.5 ** (SAMPLED_PART * len(sample) / _HALF_LIFE_BLOCKS)
+        fade = 0.5 ** (self.sampled_part * len(sample) / _HALF_LIFE_BLOCKS)
         hits = self._density.use(sample, time, density, may_decline=may_decline)
         lru_hits = self._lru.use([key for key, _ in sample])
         self.lead = self.lead * fade + hits - lru_hits
         self.total = self.total * fade + len(sample)
-        if abs(self.lead) > _MARGIN * self.total:
-            self.is_density = self.lead > 0
+        if self.lead > max(_MARGIN * self.total, _LEAST_LEAD):
+            self.is_density = True
+        elif self.lead < 0:
+            self.is_density = False
 
     def violations(self) -> Iterator[str]:
         """Yield descriptions of the violated invariants."""

@@ -211,20 +211,22 @@ class NaiveRanking:
 class NaiveHd:
     """Keys instead of slots, and sets of keys instead of arrays."""
 
-    def __init__(self, capacity, least_ghosts, update_requests, density):
+    def __init__(self, capacity, least_ghosts, update_requests, least_lead, density):
         self.capacity = capacity
         self.density_of = density
+        self.least_lead = least_lead
         self.model = NaiveModel(capacity, max(4 * capacity, least_ghosts), update_requests)
         self.ranking = NaiveRanking()
         self.now = 1
         self.resident = set()
         self.held = set()
         self.parent = {}
-        self.is_density = True
+        self.is_density = False
         self.lead = self.total = 0.0
         self.lru_shadow = []
         self.shadow = NaiveRanking()
-        self.shadow_blocks = max(1, capacity // 8)
+        self.part = max(1, min(8, capacity // 256))
+        self.shadow_blocks = capacity // self.part
         self.may_decline = False
         self.gaps = {}
         self.offered = {}
@@ -349,16 +351,20 @@ class NaiveHd:
         self.leave(keys)
 
     def duel(self, keys, kinds):
-        sample = [(k, kind) for k, kind in zip(keys, kinds, strict=True) if not crc32(k) % 8]
+        sample = [
+            (k, kind) for k, kind in zip(keys, kinds, strict=True) if not crc32(k) % self.part
+        ]
         if not sample:
             return
-        fade = 2 ** (-8 * len(sample) / 60000)
+        fade = 2 ** (-self.part * len(sample) / 60000)
         self.lead = (
             self.lead * fade + self.use_shadow(sample) - self.use_lru([k for k, _ in sample])
         )
         self.total = self.total * fade + len(sample)
-        if abs(self.lead) > 0.002 * self.total:
-            self.is_density = self.lead > 0
+        if self.lead > max(0.002 * self.total, self.least_lead):
+            self.is_density = True
+        elif self.lead < 0:
+            self.is_density = False
 
     def use_lru(self, keys):
         hits = [key for key in keys if key in self.lru_shadow]

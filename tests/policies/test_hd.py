@@ -3,7 +3,6 @@
 import random
 from itertools import groupby
 from operator import itemgetter
-from zlib import crc32
 
 import pytest
 from hypothesis import strategies as st
@@ -11,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from policies.naive_hd import NaiveHd
 
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.policies import hd, reuse
-from kvoffload_async.policies.duel import SAMPLED_PART
+from kvoffload_async.policies import duel, hd, reuse
 from kvoffload_async.policies.hd import HdPolicy
 from kvoffload_async.types import LookupResult, ReqContext, make_offload_key
 
@@ -88,6 +86,7 @@ def test_blocks_behind_a_declined_one_are_declined_in_later_offers_of_the_reques
     policy = HdPolicy(2)
     policy.admit([key("old"), key("older")], [0, 1])
     policy.request_ended(ReqContext("r"), [key("old"), key("older")], [0, 1], [False, False])
+    policy.duel.is_density = True
     policy.model.tables.density = [[1.0] * 26 for _ in range(reuse.NUM_CLASSES)]
     policy.model.tables.density[9][0] = 0.0
     keys = [key(n) for n in "abcdef"]
@@ -120,10 +119,10 @@ def test_kv_groups_of_a_prompt_are_chains_of_their_own():
 @pytest.mark.parametrize("regime", ["scan", "recent"])
 def test_the_order_of_lru_takes_over_where_it_finds_more(regime):
     policy = HdPolicy(8)
-    policy.duel.lead = -1.0 if regime == "recent" else 1.0
+    policy.duel.lead = -1.0 if regime == "recent" else 10.0
+    policy.duel.is_density = regime == "recent"
     policy.duel.total = 10.0
-    sampled = next(each for each in map(key, range(1000)) if not crc32(each) % SAMPLED_PART)
-    policy.request_ended(ReqContext("r"), [sampled], [None], [False])
+    policy.request_ended(ReqContext("r"), [key("sampled")], [None], [False])
     assert policy.duel.is_density is (regime == "scan")
     policy.admit([key(n) for n in "abc"], [0, 1, 2])
     for slot in (2, 0, 1):
@@ -155,6 +154,7 @@ class HdMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(hd, "LEAST_GHOSTS", 20)
         self.patch.setattr(reuse, "_UPDATE_REQUESTS", 3)
+        self.patch.setattr(duel, "_LEAST_LEAD", 1)
 
     def teardown(self):
         self.patch.undo()
@@ -164,7 +164,11 @@ class HdMachine(RuleBasedStateMachine):
         self.capacity = capacity
         self.policy = HdPolicy(capacity)
         self.model = NaiveHd(
-            capacity, 20, 3, lambda kind, age_bin: self.policy.model.tables.density[kind][age_bin]
+            capacity,
+            20,
+            3,
+            1,
+            lambda kind, age_bin: self.policy.model.tables.density[kind][age_bin],
         )
         self.model.order = self.in_order
         self.slots = {}
