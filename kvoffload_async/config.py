@@ -439,7 +439,7 @@ class OffloadConfig(Options):
     generation: str | None = option(or_none(parse_generation), None)
     """Version of the weights, an integer or a label; `invalidate` changes it."""
     eviction_policy: str = option(parse_name, "lru")
-    """Name of the primary tier's eviction policy, "lru" or "arc"."""
+    """Name of the primary tier's eviction policy: "lru", "arc" or "hd"."""
     store_threshold: int = option(at_least(0), 0)
     """Store a block only when it is offered for the n-th time; above 1 only without secondary
     tiers."""

@@ -130,6 +130,15 @@ def check_policy(name: str) -> type[CachePolicy]:
     return loaded
 
 
+def check_tier_policy(name: str) -> None:
+    """Raise ConfigError unless a secondary tier can have a cache policy; see `check_policy`."""
+    if check_policy(name).follows_requests:
+        raise ConfigError(
+            f"eviction_policy: {name!r} ranks the blocks of requests, which a tier does not see; "
+            'give a tier "lru" or "arc"'
+        )
+
+
 def create_policy(name: str, capacity_blocks: int) -> CachePolicy:
     """Return a new cache policy by name; raises the errors of `check_policy`."""
     return check_policy(name)(capacity_blocks)

@@ -74,6 +74,8 @@ class PrimaryCounters:
     evicted_blocks: int = 0
     refused_stores: int = 0
     declined_blocks: int = 0
+    used_blocks: int = 0
+    found_blocks: int = 0
 
     def count_lookups(self, answers: Sequence[LookupResult]) -> None:
         """Count lookups by the primary's answers."""

@@ -626,7 +626,7 @@ class Primary(ResidentBlocks):
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        may_decline: Whether the policy may decline blocks of a store; set likewise.
+        may_decline: Whether the policy may decline blocks of a store; set by the planner.
         drops_pending: Whether protected blocks are evicted when no others are left; set by the
             engine's configuration.
     """
@@ -678,7 +678,11 @@ class Primary(ResidentBlocks):
 
     def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
         """End a request: rank the keys it used; return the reused ones, head to tail."""
-        return self._recency.commit(ctx)
+        if self._recency.knows(ctx):
+            self.counters.used_blocks += len(self._recency.used_by(ctx))
+        found = self._recency.commit(ctx)
+        self.counters.found_blocks += len(found)
+        return found
 
     def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> bool:
         """Record a use of keys; ranked at the request's end, or now if the request is not live.

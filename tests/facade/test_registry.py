@@ -8,7 +8,14 @@ import pytest
 from kvoffload_async import CachePolicy, ConfigError, SecondaryTierFactory
 from kvoffload_async.errors import UnknownNameError
 from kvoffload_async.policies.arc import ArcPolicy
-from kvoffload_async.registry import POLICIES, Registry, check_policy, create_policy, load_class
+from kvoffload_async.registry import (
+    POLICIES,
+    Registry,
+    check_policy,
+    check_tier_policy,
+    create_policy,
+    load_class,
+)
 
 
 @pytest.fixture
@@ -133,3 +140,9 @@ def test_a_policy_that_is_none_is_refused(monkeypatch, module):
     monkeypatch.setattr(POLICIES, "_loaders", {"bad": lambda: load_class(module, "NoTier")})
     with pytest.raises(ConfigError, match="'bad' is no subclass of CachePolicy"):
         check_policy("bad")
+
+
+def test_a_policy_that_follows_requests_is_none_for_a_tier():
+    check_tier_policy("lru")
+    with pytest.raises(ConfigError, match='\'hd\' ranks the blocks of requests.*"lru" or "arc"'):
+        check_tier_policy("hd")
