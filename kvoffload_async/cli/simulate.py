@@ -87,7 +87,8 @@ def _capacities(text: str | None) -> list[int]:
     values = text.split(",")
     if not all(value.strip().isdecimal() and int(value) > 0 for value in values):
         raise InputError(
-            f"--capacity {text!r} is not valid; give positive numbers of blocks, separated by commas"
+            f"--capacity {text!r} is not valid; give numbers of blocks from 1 on, separated by "
+            "commas"
         )
     return list(map(int, values))
 

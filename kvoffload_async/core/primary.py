@@ -383,6 +383,8 @@ class ResidentBlocks:
         self._last_to_go = LastToGo(num_slots)
         self.on_evicted: Callable[[Sequence[int]], None] | None = None
         """Called with slots just before their blocks are evicted; None while not needed."""
+        self.on_request_ended: Callable[[ReqContext, Sequence[OffloadKey]], None] | None = None
+        """Called with each request that ends, and the blocks that it used; None: not needed."""
         self.counters = PrimaryCounters()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
@@ -679,7 +681,10 @@ class Primary(ResidentBlocks):
     def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
         """End a request: rank the keys it used; return the reused ones, head to tail."""
         if self._recency.knows(ctx):
-            self.counters.used_blocks += len(self._recency.used_by(ctx))
+            used = self._recency.used_by(ctx)
+            self.counters.used_blocks += len(used)
+            if self.on_request_ended is not None:
+                self.on_request_ended(ctx, tuple(used))
         found = self._recency.commit(ctx)
         self.counters.found_blocks += len(found)
         return found

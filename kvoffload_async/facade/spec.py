@@ -32,6 +32,7 @@ from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
+from kvoffload_async.runtime.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:  # torch is loaded with the first tensors, not before
     import torch
@@ -207,6 +208,11 @@ class CPUOffloadingSpec(_Spec):
             raise ConfigError(
                 "secondary_tiers: CPUOffloadingSpec has none; use TieringOffloadingSpec"
             )
+        if self.config.record_trace is not None:
+            raise ConfigError(
+                "record_trace: CPUOffloadingSpec records none; use TieringOffloadingSpec, which "
+                "needs no tiers"
+            )
         if self.config.status_socket is not None:
             raise ConfigError(
                 "status_socket: CPUOffloadingSpec has none; use TieringOffloadingSpec, which needs "
@@ -252,6 +258,7 @@ class TieringOffloadingSpec(_Spec):
         self._runtime = runtime
         self._host: RuntimeHost | None = None
         self._status = EngineStatus(self.config.model, read_stats)
+        self._recorder: TraceRecorder | None = None
         self._is_shut_down = False
         self._manager: TieringOffloadingManager | None = None
 
@@ -323,6 +330,8 @@ class TieringOffloadingSpec(_Spec):
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)
         finally:
+            if self._recorder is not None:
+                self._recorder.close(min(timeout_s, _STOP_THREADS_S))
             host, self._host = self._host, None
             if host is not None:
                 host.close(min(timeout_s, _STOP_THREADS_S))
@@ -347,6 +356,9 @@ class TieringOffloadingSpec(_Spec):
             if host is not None:
                 host.close(_STOP_THREADS_S)
             raise
+        if config.record_trace is not None:
+            self._recorder = TraceRecorder(config.record_trace)
+            primary.core.on_request_ended = self._recorder.note
         return TieringOffloadingManager(
             primary,
             tiers,

@@ -112,17 +112,17 @@ class LruCurve:
 
     def _count(self, block_ids: Sequence[int]) -> None:
         tree, num_blocks = self._tree, len(self._last_use)
-        last_uses = map(self._last_use.get, block_ids)
         head_distance: int | None = 0
         self.block_refs += len(block_ids)
-        for last in last_uses:
-            if last is None:
+        for block_id in block_ids:
+            node = self._last_use.get(block_id)
+            if node is None:
                 head_distance = None
                 continue
             distance = num_blocks + 1
-            while last:
-                distance -= tree[last]
-                last &= last - 1
+            while node:
+                distance -= tree[node]
+                node &= node - 1
             self._by_distance[distance] = self._by_distance.get(distance, 0) + 1
             if head_distance is not None:
                 head_distance = max(head_distance, distance)

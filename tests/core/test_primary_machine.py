@@ -35,7 +35,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         drops_pending=st.booleans(),
         may_decline=st.booleans(),
     )
-    def build(self, num_slots, policy, accept_prefix, has_positions, drops_pending, may_decline):
+    def build(self, num_slots, policy, accept_prefix, has_positions, drops_pending, may_decline):  # noqa: PLR0917 - drawn by hypothesis
         self.num_slots = num_slots
         self.accept_prefix = accept_prefix
         self.primary = Primary(

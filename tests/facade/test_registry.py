@@ -144,5 +144,5 @@ def test_a_policy_that_is_none_is_refused(monkeypatch, module):
 
 def test_a_policy_that_follows_requests_is_none_for_a_tier():
     check_tier_policy("lru")
-    with pytest.raises(ConfigError, match='\'hd\' ranks the blocks of requests.*"lru" or "arc"'):
+    with pytest.raises(ConfigError, match=r'.hd. ranks the blocks of requests.*"lru" or "arc"'):
         check_tier_policy("hd")

@@ -60,7 +60,7 @@ class NaiveModel:
         uses = self.known[key][0] + 1
         return 1 if uses == 2 else 2 if uses == 3 else 3 if uses < 6 else 4 if uses < 11 else 5
 
-    def record(self, keys, prompt, held):
+    def record(self, keys, prompt, held):  # noqa: C901 - naive
         self.clock += 1
         for group in self.groups:
             for which, edge in enumerate(EDGES):
@@ -237,7 +237,7 @@ class NaiveHd:
     def worth(self, kind, time):
         return self.density(kind, time) if self.is_density else (time, LRU_RANK[kind])
 
-    def declines(self, request, positions, keys, missing, free, may_leave):
+    def declines(self, request, positions, keys, missing, free, may_leave):  # noqa: PLR0917 - naive
         prompt = self.model.prompt(positions, keys)
         self.offered = {key: self.model.kind(key, prompt) for key in missing}
         self.may_decline = free is not None

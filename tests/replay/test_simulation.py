@@ -129,18 +129,20 @@ def prefix_hits(trace, policy, capacity):
 def test_hd_keeps_most_of_a_loop_that_does_not_fit():
     trace = loop(400, rounds=16)
     assert prefix_hits(trace, "lru", 300) == 0
-    assert prefix_hits(trace, "hd", 300) > 0.6
+    assert prefix_hits(trace, "hd", 300) > 0.55
 
 
+@pytest.mark.slow
 def test_hd_is_near_arc_where_documents_are_independent():
-    trace = zipf(documents=1500, requests=5000)
-    assert prefix_hits(trace, "hd", 700) > prefix_hits(trace, "arc", 700) - 0.01
+    trace = zipf()
+    for capacity in (300, 1000):
+        assert prefix_hits(trace, "hd", capacity) > prefix_hits(trace, "arc", capacity) - 0.01
 
 
 @pytest.mark.parametrize(
     "trace",
     [
-        pytest.param(chats(talks=60, active=20), id="chats"),
+        pytest.param(chats(talks=25, active=10), id="chats"),
         pytest.param(agents(sessions=6, steps=15, active=3), id="agents"),
         pytest.param(only_scans(requests=200), id="only scans"),
     ],
@@ -151,6 +153,7 @@ def test_hd_loses_little_against_lru_where_lru_is_good(trace):
         assert lost < 0.003
 
 
+@pytest.mark.slow
 def test_a_change_of_regime_costs_nothing_lasting():
     trace = regimes(5)[:3000:2]
     assert prefix_hits(trace, "hd", 900) > prefix_hits(trace, "lru", 900) - 0.003
