@@ -219,6 +219,7 @@ class TierStatistics:
         dropped_bytes: Bytes of `dropped_blocks`.
         dropped: `dropped_blocks` by `DROP_REASONS`.
         late_blocks: Blocks submitted to the tier after waiting for room.
+        declined_blocks: Blocks not stored because of `admission`: their reuse was unlikely.
         failed_store_blocks: Blocks given up after failed stores.
         refused_keys: Malformed keys among those that the tier announced.
         jobs_in_flight: Jobs without a collected result. Gauge.
@@ -266,6 +267,7 @@ class TierStatistics:
     dropped_bytes: int
     dropped: Mapping[DropReason, int]
     late_blocks: int
+    declined_blocks: int
     failed_store_blocks: int
     refused_keys: int
     jobs_in_flight: int

@@ -22,7 +22,9 @@ from kvoffload_async.cli.output import (
     shown,
 )
 from kvoffload_async.cli.replay_report import PLOT
+from kvoffload_async.config import one_of
 from kvoffload_async.errors import InputError
+from kvoffload_async.facade.tier_factory import TierAdmission
 from kvoffload_async.replay import simulation
 from kvoffload_async.replay.simulation import LRU, Simulation
 from kvoffload_async.replay.source import TraceFile
@@ -39,6 +41,15 @@ class SimulateOptions(CommandOptions):
         "Capacities in blocks, separated by commas. Default: several from 1,000 to the number of "
         "distinct blocks.",
         metavar="N,...",
+    )
+    tier_blocks: int | None = flag(
+        None,
+        "Add an LRU tier of N blocks below the primary; writes are then those to the tier.",
+        metavar="N",
+        min=1,
+    )
+    admission: str = flag(
+        "all", "The tier's admission: all stored blocks, or only likely reuse.", metavar="all|reuse"
     )
     warm_half: bool = flag(
         False,
@@ -66,12 +77,15 @@ def simulate(given: SimulateOptions) -> None:
         check_picture("--plot", given.plot, PLOT)
         policies = [name.strip() for name in given.policy.split(",")]
         capacities = _capacities(given.capacity)
+        only_reuse = one_of(TierAdmission)(given.admission, "--admission") is TierAdmission.REUSE
         with closing(TraceFile(given.trace)) as trace:
             found = simulation.simulate(
                 trace,
                 policies,
                 capacities,
                 warm_half=given.warm_half,
+                tier_blocks=given.tier_blocks or 0,
+                only_reuse=only_reuse,
                 should_stop=lambda: interrupt.is_requested,
             )
         publish(given.json, partial(_print_table, found), found.to_json())

@@ -125,6 +125,7 @@ class TierCounters:
     failed_blocks: int = 0
     dropped_blocks: int = 0
     late_blocks: int = 0
+    declined_blocks: int = 0
     failed_store_blocks: int = 0
     skipped_lookups: dict[SkipReason, int] = field(
         default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0)

@@ -109,6 +109,7 @@ class Planner:
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: commit its recency now, notify tiers once it can submit no more jobs."""
         request = self._live_request(ctx)
+        self.cascades.end_request(request, self.now_s)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self._decide(request)
@@ -212,7 +213,7 @@ class Planner:
             return
         if success:
             for index in range(len(self.tiers)):
-                self.cascades.send(index, request, written, self.now_s)
+                self.cascades.offer(index, request, written, self.now_s)
         request.writing.difference_update(written)
         if request.is_finished:
             self._end_if_done(request)

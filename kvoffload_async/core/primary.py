@@ -678,6 +678,10 @@ class Primary(ResidentBlocks):
         """Begin a request; raises StateError if `ctx` is live already."""
         self._recency.open(ctx)
 
+    def used_by(self, ctx: ReqContext) -> Collection[OffloadKey]:
+        """Return the keys that a live request has used so far."""
+        return self._recency.used_by(ctx)
+
     def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
         """End a request: rank the keys it used; return the reused ones, head to tail."""
         if self._recency.knows(ctx):

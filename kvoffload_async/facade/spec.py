@@ -24,7 +24,7 @@ from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, reuse_capacity
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
@@ -345,7 +345,8 @@ class TieringOffloadingSpec(_Spec):
         primary = self._create_primary()
         tiers: list[SecondaryTierManager | UnopenedTier] = []
         try:
-            for index, tier_config in enumerate(self._tier_configs()):
+            tier_configs = self._tier_configs()
+            for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
         except BaseException:
@@ -375,6 +376,9 @@ class TieringOffloadingSpec(_Spec):
             clock=self.runtime.runner.now_s,
             generation=config.generation,
             explain_requests=config.explain_requests,
+            reuse_capacities=[
+                reuse_capacity(tier_config, self.stride_bytes) for tier_config in tier_configs
+            ],
         )
 
 

@@ -287,6 +287,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "reason",
     ),
     _tier("late_blocks_total", "Blocks stored after waiting for room in the tier."),
+    _tier("declined_blocks_total", "Blocks not stored, as their reuse was unlikely."),
     _tier("failed_store_blocks_total", "Blocks abandoned after failed stores."),
     _tier("refused_keys_total", "Announced keys that are malformed."),
     _tier(

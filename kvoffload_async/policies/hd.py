@@ -59,11 +59,13 @@ class HdPolicy(CachePolicy):
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__(capacity_blocks)
+        num_ghosts = max(GHOSTS_PER_BLOCK * capacity_blocks, LEAST_GHOSTS)
+        self.model = ReuseModel(capacity_blocks, num_ghosts)
         self.clear()
 
     def clear(self) -> None:
         c = self.capacity_blocks
-        self.model = ReuseModel(c, max(GHOSTS_PER_BLOCK * c, LEAST_GHOSTS))
+        self.model.clear()
         self.duel = Duel(c)
         self.ranking = GroupRanking(c)
         self._keys = Objects()

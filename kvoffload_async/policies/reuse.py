@@ -219,6 +219,22 @@ class ReuseModel:
         """Return the class that each block gets if the request uses it now."""
         return self._classes(keys, self._known.find(keys), prompt)
 
+    def may_become(self, kind: int, prompt: Prompt) -> range:
+        """Return the classes that a new block may have when its request ends, beside its own.
+
+        The prompt may grow: its last block is then another one, and it may pass a length.
+        """
+        if kind == LAST_OF_PROMPT:
+            kind = prompt.new_class - 1
+        elif kind < _NEW_AFTER_KNOWN:
+            return range(0)
+        longest = prompt.new_class - prompt.new_class % 3 + len(_LONG_PROMPT)
+        return range(kind + 1, longest + 1)
+
+    def reuse_within(self, kind: int, num_requests: float) -> float:
+        """Return the probability that a block just used is used again within so many requests."""
+        return self.tables.reuse_within(kind, num_requests)
+
     # -- requests -------------------------------------------------------------------------------
 
     def record(

@@ -134,7 +134,7 @@ class Timeline:
 _TIER_FIGURES: Final = (
     *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),
     *("failed_jobs", "failed_loads", "failed_blocks"),
-    *("dropped_blocks", "late_blocks", "failed_store_blocks"),
+    *("dropped_blocks", "declined_blocks", "late_blocks", "failed_store_blocks"),
 )
 """Figures that depend on the requests only, not on the number of lookups."""
 

@@ -15,8 +15,11 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Final
 
+from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import InputError
+from kvoffload_async.facade.primary import create_admission
 from kvoffload_async.registry import create_policy
 from kvoffload_async.replay.device import Prompt
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext, make_offload_key
@@ -36,7 +39,7 @@ class Row:
         prefix_hit_ratio: Blocks in the longest head that was found, likewise.
         optimum: The prefix hit ratio of an optimum that knows the whole trace.
         gap_closed: Part of the way from LRU to the optimum, in prefix hits; None if they are equal.
-        writes: Blocks stored.
+        writes: Blocks stored; with a tier, in the tier.
     """
 
     policy: str
@@ -232,12 +235,82 @@ class PolicyRun:
             self.writes += len(stored)
 
 
+class TwoTierRun(PolicyRun):
+    """A primary above an LRU tier: hits count in either, writes are those to the tier."""
+
+    def __init__(self, policy: str, capacity: int, tier_blocks: int, *, only_reuse: bool) -> None:
+        """Start empty; raises ConfigError if the policy is unknown."""
+        super().__init__(policy, capacity)
+        self._primary.may_decline = False
+        self._tier = KeyRanking(create_policy(LRU, tier_blocks))
+        self._in_tier: set[OffloadKey] = set()
+        self._tier_blocks = tier_blocks
+        self._admission: Admission | None = None
+        if only_reuse:
+            self._admission = create_admission(self._primary, [tier_blocks])
+
+    def serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
+        """Serve a request; its head in the tier is promoted first."""
+        primary = self._primary
+        positions = {key: position for position, key in enumerate(keys, 1)}
+        ctx = ReqContext(str(number), key_positions=positions)
+        primary.open_request(ctx)
+        answers = primary.lookup_many(keys)
+        found = [
+            answer is LookupResult.HIT or key in self._in_tier
+            for key, answer in zip(keys, answers, strict=True)
+        ]
+        head = keys[: found.index(False)] if False in found else keys
+        present = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.HIT]
+        primary.pin(present)
+        absent = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.MISS]
+        promoted = absent[: len(primary.reserve(absent))]
+        primary.complete_write(promoted, success=True)
+        primary.unpin(present)
+        primary.prepare_load(ctx, [*present, *promoted])
+        primary.complete_load(ctx, [*present, *promoted])
+        granted = primary.prepare_store(ctx, keys)
+        stored = granted.keys_to_store if granted is not None else ()
+        primary.complete_store(ctx, stored, success=True)
+        doubtful: Sequence[OffloadKey] = ()
+        if self._admission is not None:
+            stored, doubtful = self._admission.split(0, ctx, stored, is_final=False)
+        writes = self._write(stored)
+        if self._admission is not None:
+            stored, _ = self._admission.split(0, ctx, doubtful, is_final=True)
+            writes += self._write(stored)
+            self._admission.end_request(ctx, primary.used_by(ctx))
+        reused = primary.close_request(ctx)
+        lacking: Sequence[OffloadKey] = [key for key in reused if key not in self._in_tier]
+        if self._admission is not None:
+            lacking, _ = self._admission.split(0, ReqContext(""), lacking, is_final=True)
+        writes += self._write(lacking)
+        self._tier.access([key for key in reused if key in self._in_tier], lambda _: True)
+        if counts:
+            self.hits += sum(found)
+            self.prefix_hits += len(head)
+            self.writes += writes
+
+    def _write(self, keys: Sequence[OffloadKey]) -> int:
+        new = [key for key in keys if key not in self._in_tier][: self._tier_blocks]
+        surplus = len(self._in_tier) + len(new) - self._tier_blocks
+        victims = self._tier.make_room(new, max(0, surplus), lambda _: True) or []
+        self._in_tier.difference_update(victims)
+        self._tier.admit(new)
+        self._in_tier.update(new)
+        if self._admission is not None:
+            self._admission.note_stored(0, len(new))
+        return len(new)
+
+
 def simulate(
     requests: Iterable[Sequence[int]],
     policies: Sequence[str],
     capacities: Sequence[int],
     *,
     warm_half: bool = False,
+    tier_blocks: int = 0,
+    only_reuse: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Simulation:
     """Simulate a trace.
@@ -248,6 +321,9 @@ def simulate(
         capacities: Capacities in blocks. Empty: some between the smallest useful one and the number
             of distinct blocks.
         warm_half: Count only the requests of the second half.
+        tier_blocks: Capacity of an LRU tier below the primary; 0: none. The optimum is that of one
+            cache of both capacities.
+        only_reuse: Whether that tier has `admission` "reuse".
         should_stop: Checked between the requests; the rows so far are returned.
 
     Raises:
@@ -271,17 +347,20 @@ def simulate(
     hits, prefix_hits = curve.results()
     refs, distinct = curve.block_refs, curve.distinct_blocks
     least = prefix_hits.least(_MOST_OF_HITS * prefix_hits.total)
-    keys = _keys(trace) if set(policies) != {LRU} else []
+    keys = _keys(trace) if tier_blocks or set(policies) != {LRU} else []
     rows: list[Row] = []
     for capacity in capacities or _steps_up_to(distinct):
         if should_stop():
             break
-        optimum = optimal_hits(trace, capacity, first)
-        lru = prefix_hits.at(capacity)
+        optimum = optimal_hits(trace, capacity + tier_blocks, first)
+        lru = prefix_hits.at(capacity + tier_blocks)
         for policy in policies:
             found, heads, writes = hits.at(capacity), lru, refs - hits.at(capacity)
-            if policy != LRU:
-                run = _serve_all(policy, capacity, keys, first, should_stop)
+            if tier_blocks or policy != LRU:
+                run = PolicyRun(policy, capacity)
+                if tier_blocks:
+                    run = TwoTierRun(policy, capacity, tier_blocks, only_reuse=only_reuse)
+                _serve_all(run, keys, first, should_stop)
                 found, heads, writes = run.hits, run.prefix_hits, run.writes
             gap = optimum - lru
             rows.append(
@@ -313,18 +392,15 @@ def _keys(trace: Sequence[Sequence[int]]) -> list[list[OffloadKey]]:
 
 
 def _serve_all(
-    policy: str,
-    capacity: int,
+    run: PolicyRun,
     keys: Sequence[Sequence[OffloadKey]],
     first: int,
     should_stop: Callable[[], bool],
-) -> PolicyRun:
-    run = PolicyRun(policy, capacity)
+) -> None:
     for number, names in enumerate(keys):
         run.serve(number, names, counts=number >= first)
         if should_stop():
             break
-    return run
 
 
 def _steps_up_to(most: int) -> list[int]:
