@@ -345,7 +345,7 @@ def simulate(
         if should_stop():
             break
     hits, prefix_hits = curve.results()
-    refs, distinct = curve.block_refs, curve.distinct_blocks
+    refs, distinct = max(1, curve.block_refs), curve.distinct_blocks
     least = prefix_hits.least(_MOST_OF_HITS * prefix_hits.total)
     keys = _keys(trace) if tier_blocks or set(policies) != {LRU} else []
     rows: list[Row] = []

@@ -215,7 +215,7 @@ class NaiveHd:
         self.capacity = capacity
         self.density_of = density
         self.least_lead = least_lead
-        self.model = NaiveModel(capacity, max(4 * capacity, least_ghosts), update_requests)
+        self.model = NaiveModel(capacity, max(capacity, least_ghosts), update_requests)
         self.ranking = NaiveRanking()
         self.now = 1
         self.resident = set()
@@ -323,8 +323,7 @@ class NaiveHd:
             return
         prompt = self.model.prompt(positions, keys)
         present = [key for key in keys if key in self.resident]
-        for key in present:
-            self.held.add(key)
+        self.held |= set(present) & set(keys[: self.model.num_others])
         kinds = self.model.record(keys, prompt, [key in self.resident for key in keys])
         for key in present:
             self.ranking.remove(key)

@@ -152,7 +152,8 @@ class HdMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(hd, "LEAST_GHOSTS", 20)
+        self.patch.setattr(hd, "LEAST_GHOSTS", 8)
+        self.patch.setattr(hd, "GHOSTS_PER_BLOCK", 1)
         self.patch.setattr(reuse, "_UPDATE_REQUESTS", 3)
         self.patch.setattr(duel, "_LEAST_LEAD", 1)
 
@@ -165,7 +166,7 @@ class HdMachine(RuleBasedStateMachine):
         self.policy = HdPolicy(capacity)
         self.model = NaiveHd(
             capacity,
-            20,
+            8,
             3,
             1,
             lambda kind, age_bin: self.policy.model.tables.density[kind][age_bin],

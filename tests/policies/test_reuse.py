@@ -91,3 +91,23 @@ def test_the_class_tells_new_blocks_by_their_prompt_and_known_ones_by_their_uses
         model.record(keys[:2], model.prompt({}, keys[:2]), [False, False])
         assert model.classes(keys[:1], model.prompt({}, keys[:1])) == [kind], uses
     assert model.classes(keys[2:3], model.prompt({}, keys[:5])) == [6]
+
+
+def test_a_damaged_model_says_so():
+    model = ReuseModel(4, 10)
+    keys = [make_offload_key(f"{n:04}".encode()) for n in range(4)]
+    model.record(keys, model.prompt({}, keys), [True, False, False, False])
+    assert list(model.violations()) == []
+    model._alive[0] += 1
+    model._is_held[0] = 0
+    model._free_groups.take(1)
+    assert len(list(model.violations())) == 3
+
+
+def test_what_was_used_longest_ago_is_forgotten_first():
+    model = ReuseModel(0, 3)
+    keys = [make_offload_key(f"{n:04}".encode()) for n in range(5)]
+    for key in (*keys[:3], keys[0], keys[3]):
+        model.record([key], model.prompt({}, [key]), [False])
+    assert model.known().keys() == {keys[2], keys[0], keys[3]}
+    assert list(model.violations()) == []

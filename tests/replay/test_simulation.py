@@ -186,3 +186,8 @@ def test_a_tier_that_admits_only_reuse_is_written_less():
     (likely,) = simulate(trace, ["lru"], [100], tier_blocks=700, only_reuse=True).rows
     assert every.writes == 9000
     assert likely.writes < every.writes / 2
+
+
+def test_an_interrupt_during_the_first_pass_leaves_no_row():
+    found = simulate(CHAT, ["lru"], [50], warm_half=True, should_stop=lambda: True)
+    assert (found.interrupted, found.rows) == (True, ())
