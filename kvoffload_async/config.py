@@ -275,6 +275,13 @@ def parse_socket_path(value: object, key: str) -> str:
     return value
 
 
+def parse_file_path(value: object, key: str) -> str:
+    """Return the absolute path of a file; raises ConfigError."""
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        _reject(key, value, "an absolute path")
+    return value
+
+
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -439,10 +446,9 @@ class OffloadConfig(Options):
     generation: str | None = option(or_none(parse_generation), None)
     """Version of the weights, an integer or a label; `invalidate` changes it."""
     eviction_policy: str = option(parse_name, "lru")
-    """Name of the primary tier's eviction policy, "lru" or "arc"."""
+    """Name of the primary tier's eviction policy: "lru", "arc" or "hd"."""
     store_threshold: int = option(at_least(0), 0)
-    """Store a block only when it is offered for the n-th time; above 1 only without secondary
-    tiers."""
+    """Store a block, in the primary and the tiers, only when it is offered for the n-th time."""
     max_tracker_size: int = option(at_least(1), 64_000)
     """Keys whose offers are counted for `store_threshold`."""
     accept_prefix: bool = option(parse_bool, default=True)
@@ -484,6 +490,9 @@ class OffloadConfig(Options):
     status_socket: str | None = option(or_none(parse_socket_path), None)
     """Path of the Unix socket that serves the engine's status to `kvoffload top`; only this user
     can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
+    record_trace: str | None = option(or_none(parse_file_path), None)
+    """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
+    read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB."""
     secondary_tiers: tuple[Mapping[str, Any], ...] = option(_tier_list, (), is_shown=False)
     """Tier configurations, in lookup order; see `SecondaryTierFactory`."""
 
@@ -498,10 +507,4 @@ class OffloadConfig(Options):
         if not isinstance(raw, Mapping):
             _reject("config", raw, "an object of keys and values")
         reject_unknown(raw, cls.declared(), "config")
-        config = cls.take(raw)
-        if config.store_threshold > 1 and config.secondary_tiers:
-            raise ConfigError(
-                f"store_threshold: {config.store_threshold} cannot be combined with "
-                "secondary_tiers; omit one of the two"
-            )
-        return config
+        return cls.take(raw)

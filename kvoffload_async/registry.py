@@ -110,6 +110,7 @@ def _as_class(loaded: object, where: str) -> type:
 POLICIES = Registry("eviction_policy", "kvoffload_async.policies")
 POLICIES.register("lru", "kvoffload_async.policies.lru", "LruPolicy")
 POLICIES.register("arc", "kvoffload_async.policies.arc", "ArcPolicy")
+POLICIES.register("hd", "kvoffload_async.policies.hd", "HdPolicy")
 
 
 def check_policy(name: str) -> type[CachePolicy]:
@@ -127,6 +128,15 @@ def check_policy(name: str) -> type[CachePolicy]:
     if not issubclass(loaded, CachePolicy):
         raise ConfigError(f"eviction_policy: {name!r} is no subclass of CachePolicy")
     return loaded
+
+
+def check_tier_policy(name: str) -> None:
+    """Raise ConfigError unless a secondary tier can have a cache policy; see `check_policy`."""
+    if check_policy(name).follows_requests:
+        raise ConfigError(
+            f"eviction_policy: {name!r} ranks the blocks of requests, which a tier does not see; "
+            'give a tier "lru" or "arc"'
+        )
 
 
 def create_policy(name: str, capacity_blocks: int) -> CachePolicy:

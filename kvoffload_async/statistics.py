@@ -127,6 +127,11 @@ class PrimaryStatistics:
         loaded_blocks: Blocks handed to requests for loading.
         evicted_blocks: Blocks evicted to make room.
         refused_stores: Calls of `prepare_store` that found no room.
+        declined_blocks: Blocks that the eviction policy declined to store, as they were worth less
+            than those in the cache.
+        used_blocks: Blocks that ended requests loaded, found, stored or were declined.
+        found_blocks: Those of them that were found, also behind a missing block, where they cannot
+            be loaded: `loaded_blocks` counts prefix hits, this block hits.
         load_pins: Pins of blocks that requests load; a block may have several. Gauge.
         events_dropped: Events dropped because nobody read them in time.
     """
@@ -141,6 +146,9 @@ class PrimaryStatistics:
     loaded_blocks: int
     evicted_blocks: int
     refused_stores: int
+    declined_blocks: int
+    used_blocks: int
+    found_blocks: int
     load_pins: int
     events_dropped: int
 
@@ -229,6 +237,7 @@ class TierStatistics:
         dropped_bytes: Bytes of `dropped_blocks`.
         dropped: `dropped_blocks` by `DROP_REASONS`.
         late_blocks: Blocks submitted to the tier after waiting for room.
+        declined_blocks: Blocks not stored because of `admission`: their reuse was unlikely.
         failed_store_blocks: Blocks given up after failed stores.
         refused_keys: Malformed keys among those that the tier announced.
         jobs_in_flight: Jobs without a result. Gauge.
@@ -280,6 +289,7 @@ class TierStatistics:
     dropped_bytes: int
     dropped: Mapping[DropReason, int]
     late_blocks: int
+    declined_blocks: int
     failed_store_blocks: int
     refused_keys: int
     jobs_in_flight: int

@@ -140,13 +140,16 @@ def test_a_config_that_is_no_mapping_is_refused(raw):
         OffloadConfig.parse(raw)
 
 
-def test_a_store_threshold_does_not_go_with_tiers():
+def test_a_store_threshold_goes_with_tiers():
     raw = {**MINIMAL, "store_threshold": 2, "secondary_tiers": [{"type": "example"}]}
-    with pytest.raises(
-        ConfigError, match="store_threshold: 2 cannot be combined with secondary_tiers"
-    ):
-        OffloadConfig.parse(raw)
-    assert OffloadConfig.parse({**raw, "store_threshold": 1}).store_threshold == 1
+    assert OffloadConfig.parse(raw).store_threshold == 2
+
+
+@pytest.mark.parametrize("path", ["trace.jsonl", 3, "/a\0b"])
+def test_a_trace_is_recorded_at_an_absolute_path(path):
+    assert OffloadConfig.parse({**MINIMAL, "record_trace": "/tmp/t"}).record_trace == "/tmp/t"
+    with pytest.raises(ConfigError, match=r"record_trace: .* an absolute path"):
+        OffloadConfig.parse({**MINIMAL, "record_trace": path})
 
 
 def test_the_callers_mapping_is_not_changed():

@@ -11,10 +11,10 @@ Wrap a policy into a `KeyRanking` for blocks that have keys but no slots.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar
 
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import OffloadKey, ReqContext
 
 
 class CachePolicy(ABC):
@@ -37,9 +37,35 @@ class CachePolicy(ABC):
     name: ClassVar[str]
     """The value of `eviction_policy` that selects this policy."""
 
+    follows_requests: ClassVar[bool] = False
+    """Whether the primary calls `declines` and `request_ended`; a tier never does."""
+
     def __init__(self, capacity_blocks: int) -> None:
         """Rank at most `capacity_blocks` resident keys."""
         self.capacity_blocks = capacity_blocks
+
+    def declines(
+        self,
+        request: ReqContext,
+        keys: Sequence[OffloadKey],
+        missing: Sequence[OffloadKey],
+        free: int | None,
+        is_evictable: Callable[[int], bool],
+    ) -> Collection[OffloadKey]:
+        """Return the blocks of a store that are worth less than those it would evict.
+
+        Asked before every store of a request, if the policy follows requests; `make_room` and
+        `admit` of the other blocks come next, unless the store is refused for lack of room. By
+        default, none is declined.
+
+        Args:
+            request: The request; its `key_positions` describe the whole prompt.
+            keys: The keys of the offer, from the prompt's head to its tail, resident ones included.
+            missing: The absent ones, in the same order.
+            free: Number of free slots. None: no block may be declined.
+            is_evictable: See `make_room`.
+        """
+        return ()
 
     @abstractmethod
     def make_room(
@@ -86,6 +112,28 @@ class CachePolicy(ABC):
             reused: For each slot, whether the request found the block (a hit, which counts towards
                 frequency) or stored it (already counted at admission, so only recency changes).
         """
+
+    def request_ended(
+        self,
+        request: ReqContext,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int | None],
+        reused: Sequence[bool],
+    ) -> None:
+        """Record the uses of a request that has ended; by default, calls `access`.
+
+        Called in place of `access` if the policy follows requests and the request has keys.
+
+        Args:
+            request: The request; its `key_positions` describe the whole prompt.
+            keys: The blocks that it used, ordered from the prompt's head to its tail.
+            slots: Their slots; None for a block that was declined or is no longer resident.
+            reused: See `access`.
+        """
+        present = [
+            (slot, again) for slot, again in zip(slots, reused, strict=True) if slot is not None
+        ]
+        self.access([slot for slot, _ in present], [again for _, again in present])
 
     @abstractmethod
     def discard(self, slots: Sequence[int]) -> None:

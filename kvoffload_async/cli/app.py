@@ -54,6 +54,7 @@ from kvoffload_async.cli.settings import (
     read_config,
     resolve,
 )
+from kvoffload_async.cli.simulate import SimulateOptions, simulate
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.top import top
 from kvoffload_async.errors import InputError
@@ -72,6 +73,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 command(app, BenchOptions)(bench)
+command(app, SimulateOptions)(simulate)
 app.command()(top)
 app.add_typer(store_app)
 

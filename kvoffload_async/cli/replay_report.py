@@ -95,6 +95,7 @@ def figure_rows(report: Report) -> list[tuple[str, str]]:
         ("requests", f"{report.requests:,}"),
         ("block references", f"{report.block_refs:,}"),
         ("hit ratio", f"{report.hit_ratio:.4f}"),
+        ("block hits", f"{report.block_hits:,}"),
         *((f"hits in {name}", f"{count:,}") for name, count in report.hits.items()),
         ("verified blocks", f"{report.verified_blocks:,}"),
         ("corrupt blocks", f"{report.corrupt_blocks:,}"),

@@ -67,7 +67,7 @@ class Flags(CommandOptions):
     )
     block_bytes: str | None = flag(None, "Size of one block. Default: 16KiB.", metavar="SIZE")
     policy: str | None = flag(
-        None, "Eviction policy of the primary tier. Default: lru.", metavar="lru|arc"
+        None, "Eviction policy of the primary tier. Default: lru.", metavar="lru|arc|hd"
     )
     tiers: list[str] | None = flag(
         None,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from typing import Final
 
+from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
@@ -296,6 +297,8 @@ Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
 LATE_BLOCKS_A_STEP: Final = 256
 """Maximum number of pending blocks that a step submits to a tier, besides those it has added."""
 
+_NO_REQUEST: Final = ReqContext("")
+
 _FINAL: Final = (
     BlockMissingError,
     CorruptBlockError,
@@ -350,6 +353,8 @@ class Cascades:
         """Parked key -> requests that wait for its write to end."""
         self._written: list[OffloadKey] = []
         """Parked keys whose writes have ended in this step."""
+        self.admission: Admission | None = None
+        """Decides what is worth storing; None: everything. Set before the first request."""
         self._is_closed = False
 
     @property
@@ -383,6 +388,37 @@ class Cascades:
         return soonest_s
 
     # -- stored blocks --------------------------------------------------------------------------
+
+    def offer(
+        self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
+    ) -> None:
+        """Send the blocks that a tier admits; doubtful ones are decided by `end_request`."""
+        if self.admission is not None:
+            offered = len(keys)
+            is_final = request.is_finished
+            keys, doubtful = self.admission.split(index, request.ctx, keys, is_final=is_final)
+            request.doubtful.setdefault(index, {}).update(dict.fromkeys(doubtful))
+            self._tiers[index].counters.declined_blocks += offered - len(keys) - len(doubtful)
+        if keys:
+            self.send(index, request, keys, now_s)
+
+    def end_request(self, request: RequestState, now_s: float) -> None:
+        """Decide on a request's doubtful blocks; call before the primary closes the request."""
+        if self.admission is None:
+            return
+        for index, waiting in request.doubtful.items():
+            keys = tuple(waiting)
+            stored, _ = self.admission.split(index, request.ctx, keys, is_final=True)
+            added = self.defer(index, stored, now_s)
+            self._tiers[index].counters.declined_blocks += len(keys) - added
+        request.doubtful.clear()
+        self.admission.end_request(request.ctx, self._primary.used_by(request.ctx))
+
+    def defer_reused(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> None:
+        """Queue reused blocks that a tier lacks, and admits."""
+        if self.admission is not None:
+            keys, _ = self.admission.split(index, _NO_REQUEST, keys, is_final=True)
+        self.defer(index, keys, now_s)
 
     def send(
         self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
@@ -498,6 +534,8 @@ class Cascades:
             return  # the copy may still succeed; see `released`
         self._primary.unpin(job.keys)
         landed = job.keys if result.success else result.successful_keys or ()
+        if self.admission is not None:
+            self.admission.note_stored(index, len(landed))
         self._settle(index, job, landed, result.error, now_s)
 
     def released(self, index: int, record: JobRecord, now_s: float) -> None:
@@ -675,7 +713,7 @@ class Touches:
             if tier.is_exact:
                 lacking = tier.lacks(keys)
                 if lacking:
-                    self._cascades.defer(index, lacking, now_s)
+                    self._cascades.defer_reused(index, lacking, now_s)
                     absent = frozenset(lacking)
                     present = [key for key in keys if key not in absent]
                 else:

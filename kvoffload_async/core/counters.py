@@ -73,6 +73,9 @@ class PrimaryCounters:
     loaded_blocks: int = 0
     evicted_blocks: int = 0
     refused_stores: int = 0
+    declined_blocks: int = 0
+    used_blocks: int = 0
+    found_blocks: int = 0
 
     def count_lookups(self, answers: Sequence[LookupResult]) -> None:
         """Count lookups by the primary's answers."""
@@ -122,6 +125,7 @@ class TierCounters:
     failed_blocks: int = 0
     dropped_blocks: int = 0
     late_blocks: int = 0
+    declined_blocks: int = 0
     failed_store_blocks: int = 0
     skipped_lookups: dict[SkipReason, int] = field(
         default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0)

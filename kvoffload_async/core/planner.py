@@ -53,6 +53,7 @@ class Planner:
         """Start with an empty primary; lookups query `tiers` in the given order."""
         self.primary = primary
         self.tiers = tuple(tiers)
+        primary.may_decline = not self.tiers  # the tiers are fed through the primary
         self.limits = limits
         self.counters = PlannerCounters()
         self.shares = Shares(
@@ -109,6 +110,7 @@ class Planner:
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: rank its blocks now; notify the tiers when it can submit no more jobs."""
         request = self._live_request(ctx)
+        self.cascades.end_request(request, self.now_s)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self._decide(request)
@@ -215,7 +217,7 @@ class Planner:
             return
         if success:
             for index in range(len(self.tiers)):
-                self.cascades.send(index, request, written, self.now_s)
+                self.cascades.offer(index, request, written, self.now_s)
         request.writing.difference_update(written)
         if request.is_finished:
             self._end_if_done(request)

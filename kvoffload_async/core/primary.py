@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -142,18 +142,21 @@ class Loads:
         return sum(self._loads.values(), Counter())
 
 
+Accesses = Iterable[tuple[OffloadKey, bool | None]]
+"""Keys that a request used: True for a hit, False for a store, None where a store was declined."""
+
+
 class RecencyLog:
     """Records the blocks that live requests use, until they are ranked at the request's end."""
 
-    def __init__(self, rank: Callable[[Iterable[tuple[OffloadKey, bool]]], None]) -> None:
+    def __init__(self, rank: Callable[[ReqContext, Accesses], None]) -> None:
         """Start empty.
 
         Args:
-            rank: Called with (key, reused) of a request's accesses, head to tail; `reused` is True
-                for a hit, False for a store.
+            rank: Called with a request and its accesses, head to tail.
         """
         self._rank = rank
-        self._accesses: dict[ReqContext, dict[OffloadKey, bool]] = {}
+        self._accesses: dict[ReqContext, dict[OffloadKey, bool | None]] = {}
 
     def open(self, ctx: ReqContext) -> None:
         """Begin a request.
@@ -169,8 +172,8 @@ class RecencyLog:
         """Return whether the request is live."""
         return ctx in self._accesses
 
-    def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool) -> None:
-        """Record that a live request used keys; `reused` of a key is that of its first use.
+    def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool | None) -> None:
+        """Record that a live request used keys; `reused` of a key is that of its first hit or store.
 
         Raises:
             StateError: The request is not live.
@@ -180,7 +183,8 @@ class RecencyLog:
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         if accesses:
             for key in keys:
-                accesses.setdefault(key, reused)
+                if accesses.get(key) is None:
+                    accesses[key] = reused
         else:
             accesses.update(dict.fromkeys(keys, reused))
 
@@ -198,11 +202,11 @@ class RecencyLog:
         if accesses is None:
             raise StateError(f"request {ctx.req_id!r} is unknown or has finished already")
         positions = ctx.key_positions
-        ordered: Iterable[tuple[OffloadKey, bool]] = accesses.items()
+        ordered: Accesses = accesses.items()
         if positions:
             last = max(positions.values()) + 1
             ordered = sorted(ordered, key=lambda access: positions.get(access[0], last))
-        self._rank(ordered)
+        self._rank(ctx, ordered)
         return [key for key, reused in ordered if reused]
 
     def live_requests(self) -> set[ReqContext]:
@@ -382,6 +386,8 @@ class ResidentBlocks:
         self._last_to_go = LastToGo(num_slots)
         self.on_evicted: Callable[[Sequence[int]], None] | None = None
         """Called with slots just before their blocks are evicted; None while not needed."""
+        self.on_request_ended: Callable[[ReqContext, Sequence[OffloadKey]], None] | None = None
+        """Called with each request that ends, and the blocks that it used; None: not needed."""
         self.counters = PrimaryCounters()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
@@ -582,8 +588,11 @@ class ResidentBlocks:
             slots.append(slot)
         return slots
 
-    def _rank(self, accesses: Iterable[tuple[OffloadKey, bool]]) -> None:
+    def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
+        if self._policy.follows_requests:
+            self._rank_request(ctx, dict(accesses))
+            return
         parts = self._parts
         slots: list[int] = []
         reused: list[bool] = []
@@ -591,10 +600,21 @@ class ResidentBlocks:
             slot = parts[key[0] + key[LAST_HASH_BYTE]].get(key)
             if slot is not None:
                 slots.append(slot)
-                reused.append(again)
+                reused.append(bool(again))
         if self._protected:  # the access changes the rank, so the policy must propose them anew
             self._policy.released(self._last_to_go.discard(slots))
         self._policy.access(slots, reused)
+
+    def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
+        """Like `_rank`, for a policy that learns of absent keys too."""
+        keys = tuple(accesses)
+        if not keys:
+            return
+        slots = self._blocks.find(keys)
+        if self._protected:
+            present = [slot for slot in slots if slot is not None]
+            self._policy.released(self._last_to_go.discard(present))
+        self._policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
 class BlockState(enum.Enum):
@@ -614,6 +634,7 @@ class Primary(ResidentBlocks):
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
+        may_decline: Whether the policy may decline blocks of a store; set by the planner.
         drops_pending: Whether protected blocks are evicted when no others are left; set by the
             engine's configuration.
     """
@@ -650,6 +671,7 @@ class Primary(ResidentBlocks):
         refs = self._refs
         self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
         self.drops_pending = True
+        self.may_decline = True
         self._writing = 0
         self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
         """Events for `take_events`, and the count of dropped ones."""
@@ -662,9 +684,20 @@ class Primary(ResidentBlocks):
         """Begin a request; raises StateError if `ctx` is live already."""
         self._recency.open(ctx)
 
+    def used_by(self, ctx: ReqContext) -> Collection[OffloadKey]:
+        """Return the keys that a live request has used so far."""
+        return self._recency.used_by(ctx)
+
     def close_request(self, ctx: ReqContext) -> list[OffloadKey]:
         """End a request: rank the keys it used; return the reused ones, head to tail."""
-        return self._recency.commit(ctx)
+        if self._recency.knows(ctx):
+            used = self._recency.used_by(ctx)
+            self.counters.used_blocks += len(used)
+            if self.on_request_ended is not None:
+                self.on_request_ended(ctx, tuple(used))
+        found = self._recency.commit(ctx)
+        self.counters.found_blocks += len(found)
+        return found
 
     def touch(self, ctx: ReqContext, keys: Sequence[OffloadKey]) -> bool:
         """Record a use of keys; ranked at the request's end, or now if the request is not live.
@@ -679,7 +712,7 @@ class Primary(ResidentBlocks):
         if self._recency.knows(ctx):
             self._recency.note(ctx, keys, reused=True)
             return False
-        self._rank(dict.fromkeys(keys, True).items())
+        self._rank(ctx, dict.fromkeys(keys, True).items())
         return True
 
     # -- reading --------------------------------------------------------------------------------
@@ -735,9 +768,7 @@ class Primary(ResidentBlocks):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         require_keys(keys)
         missing, readable, unpinned = self._sorted_out(keys)
-        wanted: Sequence[OffloadKey] = missing
-        if self._admission is not None:
-            wanted = self._admission.admitted(missing)
+        wanted, declined = self._admitted(ctx, keys, missing, unpinned)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
         if self._accept_prefix and len(wanted) > self.pool.unused.count:
@@ -762,8 +793,48 @@ class Primary(ResidentBlocks):
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
+        self._recency.note(ctx, declined, reused=None)
+        self.counters.declined_blocks += len(declined)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
+
+    def _admitted(
+        self,
+        ctx: ReqContext,
+        keys: Sequence[OffloadKey],
+        missing: Sequence[OffloadKey],
+        unpinned: Collection[int],
+    ) -> tuple[Sequence[OffloadKey], Collection[OffloadKey]]:
+        """Return the missing keys that filter and policy admit, and those that the policy declines.
+
+        The policy chooses as if the `unpinned` slots were pinned, like the store that follows.
+        """
+        wanted = missing if self._admission is None else self._admission.admitted(missing)
+        if not wanted or not self._policy.follows_requests:
+            return wanted, ()
+        positions, offered = ctx.key_positions, wanted
+        if positions:
+            last = max(positions.values()) + 1
+            keys = sorted(keys, key=lambda key: positions.get(key, last))
+            offered = sorted(wanted, key=lambda key: positions.get(key, last))
+        is_evictable = self._may_go_first if self._protected else self._may_go
+        is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
+        key_of, skipped = self._blocks.key_of, list(unpinned)
+
+        def may_go(slot: int) -> bool:
+            if not is_evictable(slot) or slot in unpinned:
+                return False
+            if not is_own_prefix(key_of(slot)):
+                return True
+            skipped.append(slot)
+            return False
+
+        free = self.pool.unused.count if self.may_decline else None
+        declined = self._policy.declines(ctx, keys, offered, free, may_go)
+        self._policy.released(skipped)
+        if declined:
+            wanted = [key for key in wanted if key not in declined]
+        return wanted, declined
 
     @property
     def room(self) -> int:

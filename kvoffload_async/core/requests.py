@@ -24,6 +24,7 @@ class RequestState:
         "_undecided_since_s",
         "asked_at_s",
         "ctx",
+        "doubtful",
         "failed",
         "is_behind",
         "is_deferred",
@@ -56,6 +57,8 @@ class RequestState:
         """Tier -> keys whose promotion from that tier waits for room; see `Lines`."""
         self.is_behind = False
         """Whether it waits behind another request in a line; then no block is retained for it."""
+        self.doubtful: dict[int, dict[OffloadKey, None]] = {}
+        """Tier -> stored blocks of which the request's end decides whether the tier stores them."""
         self.parked: dict[OffloadKey, None] = {}
         """Keys to cascade to the request-level tiers once another request has written them."""
         self.retained: dict[OffloadKey, bool] = {}
@@ -130,6 +133,7 @@ class RequestState:
         """Clear the state of blocks after a reset of the primary."""
         self.writing.clear()
         self.parked.clear()
+        self.doubtful.clear()
         self.retained.clear()
         self.lacking.clear()
         self.promoting = 0

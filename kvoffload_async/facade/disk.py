@@ -14,7 +14,7 @@ from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.places import examine
 from kvoffload_async.facade.secondary import DeclaredTierManager, read_threads
 from kvoffload_async.facade.tier_options import TierOptions, require_model
-from kvoffload_async.registry import check_policy, create_policy
+from kvoffload_async.registry import check_tier_policy, create_policy
 from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.tiers.fs.outcome import Verify
@@ -38,7 +38,7 @@ class FileSystemTierManager(DeclaredTierManager[FsSettings]):
         common = TierOptions.take(options)
         settings = FsSettings.take(options, run_config=identity.run_config, rank=identity.rank)
         require_model(identity)
-        check_policy(settings.eviction_policy)
+        check_tier_policy(settings.eviction_policy)
         high, low, verify = settings.high_watermark, settings.low_watermark, settings.verify
         if low > high:
             raise ConfigError(
@@ -92,7 +92,7 @@ class SlabTierManager(DeclaredTierManager[SlabSettings]):
                 )
         settings = SlabSettings.take(options, run_config=identity.run_config, rank=identity.rank)
         require_model(identity)
-        check_policy(settings.eviction_policy)
+        check_tier_policy(settings.eviction_policy)
         if settings.integrity_key is not None:
             _check_verifies(settings.verify, does=settings.verify)
         threads = settings.wanted_threads or suitable_threads()

@@ -715,6 +715,9 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
         loaded_blocks=0,
         evicted_blocks=0,
         refused_stores=0,
+        declined_blocks=0,
+        used_blocks=0,
+        found_blocks=0,
         load_pins=0,
         events_dropped=0,
     )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
+from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.primary import AdmissionFilter, Primary
 from kvoffload_async.core.readings import Figures, read_primary, take_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager, primary_text
+from kvoffload_async.policies.hd import GHOSTS_PER_BLOCK, LEAST_GHOSTS, HdPolicy
+from kvoffload_async.policies.reuse import ReuseModel
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics
@@ -22,6 +26,15 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+
+
+def create_admission(primary: Primary, capacities: Sequence[float | None]) -> Admission:
+    """Return the admission to tiers of these capacities; see `Admission`."""
+    if isinstance(primary.policy, HdPolicy):
+        return Admission(primary.policy.model, capacities, feeds=False)
+    finite = [int(capacity) for capacity in capacities if capacity not in {None, inf}]
+    num_known = max(LEAST_GHOSTS, GHOSTS_PER_BLOCK * primary.num_slots, *(4 * n for n in finite))
+    return Admission(ReuseModel(0, num_known), capacities, feeds=True)
 
 
 class CPUPrimaryTierOffloadingManager(OffloadingManager):

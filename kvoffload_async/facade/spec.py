@@ -24,7 +24,7 @@ from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, reuse_capacity
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
@@ -32,6 +32,7 @@ from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
+from kvoffload_async.runtime.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
@@ -212,6 +213,11 @@ class CPUOffloadingSpec(_Spec):
             raise ConfigError(
                 "secondary_tiers: CPUOffloadingSpec has none; use TieringOffloadingSpec"
             )
+        if self.config.record_trace is not None:
+            raise ConfigError(
+                "record_trace: CPUOffloadingSpec records none; use TieringOffloadingSpec, which "
+                "needs no tiers"
+            )
         if self.config.status_socket is not None:
             raise ConfigError(
                 "status_socket: CPUOffloadingSpec has none; use TieringOffloadingSpec, which needs "
@@ -257,6 +263,7 @@ class TieringOffloadingSpec(_Spec):
         self._runtime = runtime
         self._host: RuntimeHost | None = None
         self._status = EngineStatus(self.config.model, read_stats)
+        self._recorder: TraceRecorder | None = None
         self._is_shut_down = False
         self._manager: TieringOffloadingManager | None = None
 
@@ -328,6 +335,8 @@ class TieringOffloadingSpec(_Spec):
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)
         finally:
+            if self._recorder is not None:
+                self._recorder.close(min(timeout_s, _STOP_THREADS_S))
             host, self._host = self._host, None
             if host is not None:
                 host.close(min(timeout_s, _STOP_THREADS_S))
@@ -341,7 +350,8 @@ class TieringOffloadingSpec(_Spec):
         primary = self._create_primary()
         tiers: list[SecondaryTierManager | UnopenedTier] = []
         try:
-            for index, tier_config in enumerate(self._tier_configs()):
+            tier_configs = self._tier_configs()
+            for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
         except BaseException:
@@ -352,6 +362,9 @@ class TieringOffloadingSpec(_Spec):
             if host is not None:
                 host.close(_STOP_THREADS_S)
             raise
+        if config.record_trace is not None:
+            self._recorder = TraceRecorder(config.record_trace)
+            primary.core.on_request_ended = self._recorder.note
         return TieringOffloadingManager(
             primary,
             tiers,
@@ -368,6 +381,9 @@ class TieringOffloadingSpec(_Spec):
             clock=self.runtime.runner.now_s,
             generation=config.generation,
             explain_requests=config.explain_requests,
+            reuse_capacities=[
+                reuse_capacity(tier_config, self.stride_bytes) for tier_config in tier_configs
+            ],
         )
 
 

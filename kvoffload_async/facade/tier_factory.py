@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from math import inf
 from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
@@ -20,6 +21,7 @@ from kvoffload_async.config import (
     or_none,
     parse_bool,
     parse_seconds,
+    parse_size_bytes,
     reject_unknown,
     shown,
 )
@@ -118,6 +120,13 @@ class BackpressureClass(StrEnum):
     EMA = "ema"
 
 
+class TierAdmission(StrEnum):
+    """Which stored blocks are written to a tier."""
+
+    ALL = "all"
+    REUSE = "reuse"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineTierOptions(Options):
     """Options of every tier that only the engine uses; the tier's class does not get them."""
@@ -131,6 +140,9 @@ class EngineTierOptions(Options):
     and retries in the background."""
     reopen_pause_s: float = option(parse_seconds, 60.0)
     """Maximum pause between two retries, in seconds; pauses double from 1 s on."""
+    admission: TierAdmission = option(one_of(TierAdmission), TierAdmission.ALL)
+    """Which stored blocks are written to the tier: "all", or with "reuse" only those that are
+    likely to be used again while the tier would keep them."""
 
 
 class SecondaryTierFactory:
@@ -308,6 +320,20 @@ for _name, _module, _class in (
     ("object", "remote", "ObjectTierManager"),
 ):
     SecondaryTierFactory.register_tier(_name, f"kvoffload_async.facade.{_module}", _class)
+
+
+def reuse_capacity(tier_config: Mapping[str, Any], row_bytes: int) -> float | None:
+    """Return the blocks that fit into a tier with `admission` "reuse"; None for other tiers.
+
+    A tier without `capacity_bytes` counts as endless.
+    """
+    if tier_config.get("admission", TierAdmission.ALL) != TierAdmission.REUSE:
+        return None
+    capacity = tier_config.get("capacity_bytes")
+    if capacity is None:
+        return inf
+    return parse_size_bytes(capacity, "capacity_bytes") / row_bytes
+
 
 _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),

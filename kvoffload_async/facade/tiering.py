@@ -24,7 +24,7 @@ from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.core.tier_state import PlannerLimits, TierState
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
-from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_group import TierGroup, UnopenedTier
 from kvoffload_async.remedies import Trouble, remedy
@@ -318,6 +318,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
         generation: int | str | None = None,
         explain_requests: int = 0,
+        reuse_capacities: Sequence[float | None] = (),
     ) -> None:
         """Combine a primary with tiers; the manager owns them.
 
@@ -338,6 +339,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             clock: Monotonic seconds.
             generation: Identifies the weights of the blocks; see `invalidate`.
             explain_requests: Number of requests to record for `explain`.
+            reuse_capacities: For each tier with `admission` "reuse" its capacity in blocks, None
+                for the others; empty: all tiers store everything.
         """
         self.generation = Generation(generation)
         self._primary = primary
@@ -364,6 +367,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             if self.recorder is None
             else RecordingPlanner(*parts, self.recorder, clock)
         )
+        if any(capacity is not None for capacity in reuse_capacities):
+            self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())
         self._steps = OwnerSteps(clock, self.planner)
         self._polled_this_step = False

@@ -180,6 +180,17 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric(
         "primary_refused_stores_total", "Stores refused for lack of room.", "primary.refused_stores"
     ),
+    _metric(
+        "primary_declined_blocks_total",
+        "Blocks that the eviction policy declined to store.",
+        "primary.declined_blocks",
+    ),
+    _metric("primary_used_blocks_total", "Blocks of ended requests.", "primary.used_blocks"),
+    _metric(
+        "primary_found_blocks_total",
+        "Blocks that ended requests found, also behind a missing one.",
+        "primary.found_blocks",
+    ),
     _metric("primary_load_pins", "Pins held by loads.", "primary.load_pins"),
     # What moves between it and the tiers.
     _metric("requests", "Requests in progress.", "planner.requests"),
@@ -285,6 +296,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "reason",
     ),
     _tier("late_blocks_total", "Blocks stored after waiting for room in the tier."),
+    _tier("declined_blocks_total", "Blocks not stored, as their reuse was unlikely."),
     _tier("failed_store_blocks_total", "Blocks abandoned after failed stores."),
     _tier("refused_keys_total", "Announced keys that are malformed."),
     _tier(

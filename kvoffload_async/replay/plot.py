@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from kvoffload_async.replay.report import DEVICE, PRIMARY, Report, Sample
+from kvoffload_async.replay.simulation import Row, Simulation
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
 
 if TYPE_CHECKING:
@@ -63,6 +64,28 @@ def draw(passes: Sequence[Report], path: Path, title: str, note: str) -> None:
         _fill(canvas.add_subplot(place), panel, passes)
     canvas.suptitle(_plain(title), fontsize="x-large")
     canvas.supxlabel(_plain(note), fontsize="small", color="0.35")
+    canvas.savefig(path, dpi=100)
+
+
+def draw_simulation(found: Simulation, path: Path) -> None:
+    """Draw prefix hit ratios over the capacity; raises OSError if the file cannot be written."""
+    canvas = Canvas(figsize=(9, 5.5), layout="constrained")
+    axes = canvas.subplots()
+    axes.plot(*zip(*found.curve, strict=True), color="C0", label="lru, every capacity")
+    by_policy: dict[str, list[Row]] = {}
+    for row in found.rows:
+        by_policy.setdefault(row.policy, []).append(row)
+    for policy, rows in by_policy.items():
+        capacities = [row.capacity for row in rows]
+        axes.plot(capacities, [row.prefix_hit_ratio for row in rows], "o--", label=_plain(policy))
+    optima = sorted({row.capacity: row.optimum for row in found.rows}.items())
+    if optima:
+        axes.plot(*zip(*optima, strict=True), "k^:", label="optimum")
+    axes.set_xscale("log")
+    axes.set_xlabel("blocks in the cache")
+    axes.set_ylabel("prefix hits, share of the block references")
+    axes.grid(alpha=0.3)
+    axes.legend()
     canvas.savefig(path, dpi=100)
 
 

@@ -134,7 +134,7 @@ class Timeline:
 _TIER_FIGURES: Final = (
     *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),
     *("failed_jobs", "failed_loads", "failed_blocks"),
-    *("dropped_blocks", "late_blocks", "failed_store_blocks"),
+    *("dropped_blocks", "declined_blocks", "late_blocks", "failed_store_blocks"),
 )
 """Figures that depend on the requests only, not on the number of lookups."""
 
@@ -146,7 +146,9 @@ class Report:
     Attributes:
         interrupted: Whether it ended before the requests did.
         requests: Ended requests; `block_refs` are their blocks, repeated ones included.
-        hits: Block references found, by tier; see `drivers`.
+        hits: Block references found in the heads of prompts, by tier; see `drivers`.
+        block_hits: Blocks found at any place of the prompts, once per request; those on the device
+            are not included.
         verified_blocks: Loaded blocks compared; `corrupt_blocks` of them differed.
         bytes_stored: Bytes that requests wrote to the primary; `bytes_loaded`: bytes that they
             read from it.
@@ -170,6 +172,7 @@ class Report:
     block_refs: int
     hits: dict[str, int]
     hit_ratio: float
+    block_hits: int
     jobs_submitted: int
     job_results: int
     job_failures: int
@@ -248,6 +251,7 @@ def build_report(
         block_refs=tally.block_refs,
         hits=dict(tally.hits),
         hit_ratio=tally.hits.total() / max(1, tally.block_refs),
+        block_hits=core.primary.counters.found_blocks,
         jobs_submitted=counters.jobs_submitted,
         job_results=counters.job_results,
         job_failures=counters.job_failures,

@@ -95,7 +95,7 @@ def owner_of(num_blocks, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "hd"])
 def test_the_longest_step_with_few_and_with_many_blocks(policy, capsys, benchmark, request):
     sizes, steps, runs = PLAIN_SIZES, PLAIN_STEPS, PLAIN_RUNS
     if request.config.getoption("benchmark_enable"):

@@ -3,14 +3,17 @@
 from planner_invariants import fingerprint
 
 from kvoffload_async.policies.arc import ArcPolicy
+from kvoffload_async.policies.hd import HdPolicy
 from kvoffload_async.policies.lru import LruPolicy
 
-POLICIES = {"lru": LruPolicy, "arc": ArcPolicy}
+POLICIES = {"lru": LruPolicy, "arc": ArcPolicy, "hd": HdPolicy}
 
 
 def policy_state(policy):
     if isinstance(policy, ArcPolicy):
         return policy.t1, policy.t2, policy.b1, policy.b2, policy.p
+    if isinstance(policy, HdPolicy):
+        return tuple(policy.resident()), policy.model.known(), policy.duel.lead
     return tuple(policy.resident())
 
 

@@ -50,7 +50,7 @@ def serve(world, requests, steps=100):
     return done
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "hd"])
 def test_a_burst_of_hits_through_a_small_primary_hits_all(policy):
     """Of 6 prompts of 12 blocks, 36 blocks were hits: the others found no room, and were missed."""
     prompts = [[f"{prompt}.{number}" for number in range(12)] for prompt in range(6)]

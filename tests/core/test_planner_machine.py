@@ -45,7 +45,7 @@ SETUPS = st.fixed_dictionaries(
     {
         "num_slots": st.integers(1, 8),
         "tiers": st.sampled_from([2, 1, 3, 0]),
-        "policy": st.sampled_from(["lru", "arc"]),
+        "policy": st.sampled_from(["lru", "arc", "hd"]),
         "cap": st.sampled_from([4, 1, 2, 8, 0]),
         "cascade_blocks": st.sampled_from([1_000, 4, 1]),
         "faults": st.sampled_from([1_000, 2, 1]),
@@ -333,7 +333,7 @@ class TestPlanner(PlannerMachine.TestCase):
 
 @given(
     orders=st.lists(st.permutations(range(6)), min_size=2, max_size=3),
-    policy=st.sampled_from(["lru", "arc"]),
+    policy=st.sampled_from(["lru", "arc", "hd"]),
 )
 def test_completion_order_does_not_change_the_outcome(orders, policy):
     history = History()

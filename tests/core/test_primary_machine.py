@@ -33,14 +33,16 @@ class PrimaryMachine(RuleBasedStateMachine):
         accept_prefix=st.booleans(),
         has_positions=st.booleans(),
         drops_pending=st.booleans(),
+        may_decline=st.booleans(),
     )
-    def build(self, num_slots, policy, accept_prefix, has_positions, drops_pending):
+    def build(self, num_slots, policy, accept_prefix, has_positions, drops_pending, may_decline):  # noqa: PLR0917 - drawn by hypothesis
         self.num_slots = num_slots
         self.accept_prefix = accept_prefix
         self.primary = Primary(
             num_slots, POLICIES[policy](num_slots), accept_prefix=accept_prefix, enable_events=True
         )
         self.primary.drops_pending = drops_pending
+        self.primary.may_decline = may_decline
         self.primary.on_evicted = self.forget_debts
         self.refs: dict = {}
         self.debts: Counter = Counter()
@@ -106,6 +108,9 @@ class PrimaryMachine(RuleBasedStateMachine):
             assert not (self.accept_prefix and room)
             assert whole_state(self.primary) == before
             return
+        told = {*output.keys_to_store, *output.keys_left_out}
+        if self.primary.policy.follows_requests and self.primary.may_decline:
+            missing = [key for key in missing if key in told]  # the others are declined
         granted = self.head_that_fits(missing, room)
         assert list(output.keys_to_store) == granted
         assert list(output.keys_left_out) == [key for key in missing if key not in granted]

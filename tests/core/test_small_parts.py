@@ -24,7 +24,7 @@ def request(req_id="r"):
 
 
 def ranks_by(policy):
-    return lambda accesses: policy.access(dict(accesses), dict(accesses).__getitem__)
+    return lambda _ctx, accesses: policy.access(dict(accesses), dict(accesses).__getitem__)
 
 
 def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():

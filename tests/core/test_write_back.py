@@ -36,7 +36,7 @@ def offer(world, names, req_id="new"):
     return world.offer(world.live.get(req_id) or world.begin(req_id), names)
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "hd"])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_block_that_every_tier_has_goes_before_an_older_one_that_is_pending(policy, waits):
     world = crowded(policy=policy, waits=waits)
@@ -60,7 +60,7 @@ def test_where_none_of_that_kind_is_left_a_store_drops_as_few_as_it_needs(policy
     world.wind_down()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "hd"])
 def test_a_store_that_waits_is_refused_until_the_tier_has_taken_something(policy):
     world = crowded(policy=policy, waits=True)
     before = resident(world)

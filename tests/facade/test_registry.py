@@ -8,7 +8,14 @@ import pytest
 from kvoffload_async import CachePolicy, ConfigError, SecondaryTierFactory
 from kvoffload_async.errors import UnknownNameError
 from kvoffload_async.policies.arc import ArcPolicy
-from kvoffload_async.registry import POLICIES, Registry, check_policy, create_policy, load_class
+from kvoffload_async.registry import (
+    POLICIES,
+    Registry,
+    check_policy,
+    check_tier_policy,
+    create_policy,
+    load_class,
+)
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ def test_an_empty_registry_knows_nothing():
 # -- policies -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["lru", "arc"])
+@pytest.mark.parametrize("name", ["lru", "arc", "hd"])
 def test_a_built_in_policy_is_created_by_name(name):
     policy = create_policy(name, 7)
     assert isinstance(policy, CachePolicy)
@@ -125,7 +132,7 @@ def test_a_built_in_policy_is_created_by_name(name):
 
 
 def test_an_unknown_policy_is_a_value_error_that_lists_the_choices():
-    with pytest.raises(ValueError, match=r"eviction_policy: 'lfu' is unknown.*'arc', 'lru'"):
+    with pytest.raises(ValueError, match=r"eviction_policy: 'lfu' is unknown.*'arc', 'hd', 'lru'"):
         create_policy("lfu", 7)
 
 
@@ -133,3 +140,9 @@ def test_a_policy_that_is_none_is_refused(monkeypatch, module):
     monkeypatch.setattr(POLICIES, "_loaders", {"bad": lambda: load_class(module, "NoTier")})
     with pytest.raises(ConfigError, match="'bad' is no subclass of CachePolicy"):
         check_policy("bad")
+
+
+def test_a_policy_that_follows_requests_is_none_for_a_tier():
+    check_tier_policy("lru")
+    with pytest.raises(ConfigError, match=r'.hd. ranks the blocks of requests.*"lru" or "arc"'):
+        check_tier_policy("hd")

@@ -95,7 +95,7 @@ def draw_config(chance, folder, kinds):
         "cpu_bytes_to_use": chance.choice((2, 6, 12)) * BLOCK_BYTES,
         "block_bytes": BLOCK_BYTES,
         "model": "fuzz",
-        "eviction_policy": chance.choice(("lru", "arc")),
+        "eviction_policy": chance.choice(("lru", "arc", "hd")),
         "accept_prefix": chance.random() < 0.8,
         "enable_kv_cache_events": chance.random() < 0.5,
         "reserved_fraction": chance.choice((0.0, 0.25)),

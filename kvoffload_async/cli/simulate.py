@@ -1,0 +1,132 @@
+"""`kvoffload simulate`: hit ratios of a trace under policies and capacities."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvoffload_async.cli.command import CommandOptions, argument, flag, running
+from kvoffload_async.cli.ending import finish
+from kvoffload_async.cli.output import (
+    as_unwritable,
+    check_picture,
+    check_writable,
+    drawing_module,
+    publish,
+    shown,
+)
+from kvoffload_async.cli.replay_report import PLOT
+from kvoffload_async.config import one_of
+from kvoffload_async.errors import InputError
+from kvoffload_async.facade.tier_factory import TierAdmission
+from kvoffload_async.replay import simulation
+from kvoffload_async.replay.simulation import LRU, Simulation
+from kvoffload_async.replay.source import TraceFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(CommandOptions):
+    """The options of `kvoffload simulate`."""
+
+    trace: Path = argument("Trace file of JSON lines with hash_ids; - reads standard input.")
+    policy: str = flag(LRU, "Eviction policies, separated by commas.", metavar="lru,arc,hd")
+    capacity: str | None = flag(
+        None,
+        "Capacities in blocks, separated by commas. Default: several from 1,000 to the number of "
+        "distinct blocks.",
+        metavar="N,...",
+    )
+    tier_blocks: int | None = flag(
+        None,
+        "Add an LRU tier of N blocks below the primary; writes are then those to the tier.",
+        metavar="N",
+        min=1,
+    )
+    admission: str = flag(
+        "all", "The tier's admission: all stored blocks, or only likely reuse.", metavar="all|reuse"
+    )
+    warm_half: bool = flag(
+        False,
+        "Count only the second half of the requests; the first warms the cache.",
+        "--warm-half",
+    )
+    json: str | None = flag(
+        None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
+    )
+    plot: Path | None = flag(
+        None,
+        "Plot the hit ratios over the capacity; needs kvoffload-async[plot].",
+        metavar="PNG",
+    )
+
+
+def simulate(given: SimulateOptions) -> None:
+    """Simulate eviction policies on a trace, without moving data.
+
+    LRU is simulated at every capacity in one pass. Other policies run in the engine's own block
+    accounting, one request after the other. The optimum knows the whole trace.
+    """
+    with running(given) as (_console, interrupt):
+        check_writable("--json", given.json)
+        check_picture("--plot", given.plot, PLOT)
+        policies = [name.strip() for name in given.policy.split(",")]
+        capacities = _capacities(given.capacity)
+        only_reuse = one_of(TierAdmission)(given.admission, "--admission") is TierAdmission.REUSE
+        with closing(TraceFile(given.trace)) as trace:
+            found = simulation.simulate(
+                trace,
+                policies,
+                capacities,
+                warm_half=given.warm_half,
+                tier_blocks=given.tier_blocks or 0,
+                only_reuse=only_reuse,
+                should_stop=lambda: interrupt.is_requested,
+            )
+        publish(given.json, partial(_print_table, found), found.to_json())
+        if given.plot:
+            with as_unwritable("--plot", str(given.plot)):
+                drawing_module("--plot", PLOT).draw_simulation(found, given.plot)
+    finish((), interrupted=found.interrupted)
+
+
+def _capacities(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    values = text.split(",")
+    if not all(value.strip().isdecimal() and int(value) > 0 for value in values):
+        raise InputError(
+            f"--capacity {text!r} is not valid; give numbers of blocks from 1 on, separated by "
+            "commas"
+        )
+    return list(map(int, values))
+
+
+def _print_table(found: Simulation, console: Console) -> None:
+    table = Table(
+        title=f"{found.requests:,} requests, {found.block_refs:,} block references",
+        title_justify="left",
+    )
+    for name in ("policy", "capacity", "hits", "prefix hits", "optimum", "gap closed", "writes"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in found.rows:
+        table.add_row(
+            Text(shown(row.policy)),
+            f"{row.capacity:,}",
+            f"{row.hit_ratio:.4f}",
+            f"{row.prefix_hit_ratio:.4f}",
+            f"{row.optimum:.4f}",
+            "" if row.gap_closed is None else f"{row.gap_closed:.1%}",
+            f"{row.writes:,}",
+        )
+    console.print(table)
+    console.print(
+        f"An endless cache finds {found.endless_hit_ratio:.4f}; LRU finds 90 % of that from "
+        f"{found.blocks_for_90_percent:,} blocks on, of {found.distinct_blocks:,}.",
+        highlight=False,
+    )

@@ -1,0 +1,258 @@
+"""HD: keeps the blocks with the most expected hits per request of occupancy, guarded by LRU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.policies.duel import Duel
+from kvoffload_async.policies.groups import GroupRanking
+from kvoffload_async.policies.reuse import NUM_CLASSES, ReuseModel, bin_of
+from kvoffload_async.tables.arrays import Objects, integers
+from kvoffload_async.tables.forest import NumberForest
+from kvoffload_async.types import OffloadKey, ReqContext
+
+GHOSTS_PER_BLOCK: Final = 4
+"""Evicted blocks remembered per block of capacity: the tables must learn of reuse that the cache is
+too small for, and three blocks in four never return."""
+LEAST_GHOSTS: Final = 1 << 14
+
+_KV_GROUP: Final = slice(-4, None)
+"""The part of a key that names its KV-cache group."""
+
+_LRU_RANK: Final = (0, 7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6)
+"""Order of the classes of one request under LRU: its new tail before its known head."""
+
+
+@dataclass(slots=True)
+class _Gaps:
+    """A request's first declined block of each KV-cache group; those behind it cannot be hit."""
+
+    first: dict[bytes, OffloadKey] = field(default_factory=dict)
+
+
+class HdPolicy(CachePolicy):
+    """Hit density of classes, learnt online; two sampled shadows decide between it and LRU.
+
+    The victim is the tail of the group with the lowest expected hits per request for which it would
+    occupy a slot; see `ReuseTables`. Blocks offered for a store compete likewise, and are declined
+    if they are worth the least. Where a block leaves, its descendants in prompts cannot be hit any
+    more: they go first.
+
+    Until their request ends, stored blocks have a provisional class, from its prompt so far; blocks
+    that were stored for no request rank as if used now.
+
+    Memory per slot: about 130 bytes, and 600 with its four ghosts.
+
+    Thread: owner.
+
+    Attributes:
+        model: The known blocks and the estimates of their reuse.
+        ranking: The occupied slots.
+        duel: The shadows; they determine whether the order is by density or LRU's.
+    """
+
+    name = "hd"
+    follows_requests = True
+
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks)
+        num_ghosts = max(GHOSTS_PER_BLOCK * capacity_blocks, LEAST_GHOSTS)
+        self.model = ReuseModel(capacity_blocks, num_ghosts)
+        self.clear()
+
+    def clear(self) -> None:
+        c = self.capacity_blocks
+        self.model.clear()
+        self.duel = Duel(c)
+        self.ranking = GroupRanking(c)
+        self._keys = Objects()
+        self._numbers = integers(c)
+        """Slot -> number of its block in the model, plus one; 0: no request has used it yet."""
+        self._chains = NumberForest(c)
+        self._now = self.model.clock + 1
+        """Number of the request that ends next."""
+        self._offered: dict[OffloadKey, int] = {}
+        """Class of each block of the latest offer."""
+        self._may_decline = False
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def declines(
+        self,
+        request: ReqContext,
+        keys: Sequence[OffloadKey],
+        missing: Sequence[OffloadKey],
+        free: int | None,
+        is_evictable: Callable[[int], bool],
+    ) -> Collection[OffloadKey]:
+        model = self.model
+        classes = model.classes(missing, model.prompt(request.key_positions, keys))
+        self._offered = dict(zip(missing, classes, strict=True))
+        self._may_decline = free is not None
+        if free is None or len(missing) <= free or not self.duel.is_density:
+            return ()
+        gaps = request.get_scratch(_Gaps) or _Gaps()
+        first = {group: key for group, key in gaps.first.items() if key not in self._offered}
+        kept = [key for key in missing if key[_KV_GROUP] not in first]
+        deficit = len(kept) - free
+        if deficit > 0:
+            for key in self._least_of(kept, deficit, is_evictable):
+                first.setdefault(key[_KV_GROUP], key)
+        if not first:
+            return ()
+        gaps.first = first
+        request.put_scratch(gaps)
+        return _behind(first, missing)
+
+    def make_room(
+        self,
+        incoming: Sequence[OffloadKey],
+        count: int,
+        is_evictable: Callable[[int], bool],
+    ) -> list[int] | None:
+        if not count:
+            return []
+        victims = self.ranking.take(count, is_evictable, self._worth)
+        if victims is not None:
+            self._leave(victims)
+        return victims
+
+    def released(self, slots: Sequence[int]) -> None:
+        self.ranking.release(slots)
+
+    def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        self._keys.update(slots, keys)
+        offered, self._offered = self._offered, {}
+        others = [key for key in keys if key not in offered]
+        if others:
+            prompt = self.model.prompt({}, others)
+            offered.update(zip(others, self.model.classes(others, prompt), strict=True))
+        self._form([offered[key] for key in keys], slots, self._now)
+
+    # -- uses -----------------------------------------------------------------------------------
+
+    def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
+        if slots:
+            self.request_ended(ReqContext(""), self._keys.find(slots), slots, reused)
+
+    def request_ended(
+        self,
+        request: ReqContext,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int | None],
+        reused: Sequence[bool],
+    ) -> None:
+        model = self.model
+        prompt = model.prompt(request.key_positions, keys)
+        classes, numbers = model.record(keys, prompt, [slot is not None for slot in slots])
+        self.ranking.remove([slot for slot in slots if slot is not None])
+        self._form(classes, slots, self._now)
+        for slot, number in zip(slots, numbers, strict=False):
+            if slot is not None:
+                self._numbers[slot] = number + 1
+        self._link(keys, slots)
+        self.duel.record(keys, classes, self._now, self._density, may_decline=self._may_decline)
+        self._now = model.clock + 1
+
+    def discard(self, slots: Sequence[int]) -> None:
+        self.ranking.remove(slots)
+        self._leave(slots)
+
+    # -- inspection -----------------------------------------------------------------------------
+
+    def resident(self) -> Iterable[int]:
+        return tuple(self.ranking.walk(self._worth))
+
+    def skipped(self) -> Iterable[int]:
+        return tuple(self.ranking.skipped())
+
+    def violations(self) -> Iterable[str]:
+        yield from self.ranking.violations()
+        yield from self.model.violations()
+        yield from self.duel.violations()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _worth(self, kind: int, time: int) -> tuple[float, int]:
+        if self.duel.is_density:
+            return self._density(kind, time)
+        return time, _LRU_RANK[kind]
+
+    def _density(self, kind: int, time: int) -> tuple[float, int]:
+        return self.model.tables.density[kind][bin_of(self._now - time)], time
+
+    def _least_of(
+        self, offered: Sequence[OffloadKey], count: int, is_evictable: Callable[[int], bool]
+    ) -> list[OffloadKey]:
+        """Return the offered ones of the `count` least worthy of offered and resident blocks."""
+        by_class: dict[int, list[OffloadKey]] = {}
+        for key in offered:
+            by_class.setdefault(self._offered[key], []).append(key)
+        offers = [(self._density(kind, self._now), len(group)) for kind, group in by_class.items()]
+        _, counts = self.ranking.pick(count, is_evictable, self._density, offers)
+        return [
+            key
+            for group, num_declined in zip(by_class.values(), counts, strict=True)
+            for key in group[len(group) - num_declined :]
+        ]
+
+    def _form(self, classes: Sequence[int], slots: Sequence[int | None], time: int) -> None:
+        by_class: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
+        for kind, slot in zip(classes, slots, strict=True):
+            if slot is not None:
+                by_class[kind].append(slot)
+        for kind, group in enumerate(by_class):
+            if group:
+                self.ranking.form(kind, time, group)
+
+    def _leave(self, slots: Sequence[int]) -> None:
+        """Turn the blocks in slots, which are not ranked any more, into ghosts."""
+        numbers = self._numbers
+        self.model.release([numbers[slot] - 1 for slot in slots if numbers[slot]])
+        followers: list[int] = []
+        for slot in slots:
+            numbers[slot] = 0
+            followers += self._chains.remove(slot)
+        if followers:
+            is_first = self.ranking.is_first
+            useless = self._chains.below(followers, slots, is_first)
+            self.ranking.put_first(useless)
+
+    def _link(self, keys: Sequence[OffloadKey], slots: Sequence[int | None]) -> None:
+        """Chain a request's blocks; those behind an absent one cannot be hit and go first."""
+        chains = self._chains
+        previous: dict[bytes, int | None] = {}
+        unreachable: list[int] = []
+        for key, slot in zip(keys, slots, strict=True):
+            group = key[_KV_GROUP]
+            if group not in previous:
+                previous[group] = slot
+                continue
+            before = previous[group]
+            if before is None:
+                if slot is not None:
+                    chains.detach(slot)
+                    unreachable.append(slot)
+                continue
+            if slot is not None:
+                chains.attach(slot, before)
+            previous[group] = slot
+        self.ranking.put_first(unreachable)
+
+
+def _behind(
+    first: dict[bytes, OffloadKey], missing: Sequence[OffloadKey]
+) -> Collection[OffloadKey]:
+    """Return the keys of each KV-cache group from the first declined one on."""
+    found: set[OffloadKey] = set()
+    is_behind = {group for group, key in first.items() if key not in missing}
+    for key in missing:
+        group = key[_KV_GROUP]
+        if first.get(group) == key:
+            is_behind.add(group)
+        if group in is_behind:
+            found.add(key)
+    return found

@@ -1,0 +1,413 @@
+"""Hit ratios of a trace under eviction policies and capacities, without moving bytes.
+
+LRU is simulated at every capacity in one pass: a block is found by a cache that is at least as
+large as the block's *stack distance*, the number of distinct blocks used since its last use
+(Mattson et al., 1970). Other policies run in the engine's own block accounting.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import Final
+
+from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.core.admission import Admission
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.errors import InputError
+from kvoffload_async.facade.primary import create_admission
+from kvoffload_async.registry import create_policy
+from kvoffload_async.replay.device import Prompt
+from kvoffload_async.types import LookupResult, OffloadKey, ReqContext, make_offload_key
+
+LRU: Final = "lru"
+_MOST_OF_HITS: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one capacity, over the requests that count.
+
+    Attributes:
+        policy: Name of the eviction policy.
+        capacity: Number of blocks.
+        hit_ratio: Blocks found, as a part of the block references.
+        prefix_hit_ratio: Blocks in the longest head that was found, likewise.
+        optimum: The prefix hit ratio of an optimum that knows the whole trace.
+        gap_closed: Part of the way from LRU to the optimum, in prefix hits; None if they are equal.
+        writes: Blocks stored; with a tier, in the tier.
+    """
+
+    policy: str
+    capacity: int
+    hit_ratio: float
+    prefix_hit_ratio: float
+    optimum: float
+    gap_closed: float | None
+    writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Results of a simulation.
+
+    Attributes:
+        requests: Requests that count; `block_refs` are their blocks.
+        distinct_blocks: Distinct blocks of the whole trace.
+        endless_hit_ratio: Prefix hit ratio of a cache that never evicts.
+        blocks_for_90_percent: Least capacity at which LRU has 90 % of these hits.
+        rows: A row for each policy and capacity.
+        curve: LRU's prefix hit ratio by capacity, at about 200 capacities.
+        interrupted: Whether rows are missing because of an interrupt.
+    """
+
+    requests: int
+    block_refs: int
+    distinct_blocks: int
+    endless_hit_ratio: float
+    blocks_for_90_percent: int
+    rows: tuple[Row, ...]
+    curve: tuple[tuple[int, float], ...]
+    interrupted: bool
+
+    def to_json(self) -> str:
+        """Return the results as one JSON object, without the curve."""
+        figures = asdict(self)
+        del figures["curve"]
+        return json.dumps(figures, indent=2)
+
+
+class LruCurve:
+    """LRU's hits at every capacity.
+
+    A Fenwick tree has a one at the last use of each block; uses are numbered, tail first within a
+    request, as the engine ranks them.
+    """
+
+    def __init__(self) -> None:
+        self._last_use: dict[int, int] = {}
+        self._tree = [0]
+        self._by_distance: dict[int, int] = {}
+        self._by_head_distance: dict[int, int] = {}
+        self.block_refs = 0
+
+    def use(self, block_ids: Sequence[int], *, counts: bool) -> None:
+        """Serve a request with distinct blocks; only requests that count enter the results."""
+        last_use = self._last_use
+        if counts:
+            self._count(block_ids)
+        for block_id in reversed(block_ids):
+            self._mark_last(last_use.get(block_id))
+            last_use[block_id] = len(self._tree) - 1
+
+    def results(self) -> tuple[_Steps, _Steps]:
+        """Return the hits and the prefix hits."""
+        return _Steps(self._by_distance), _Steps(self._by_head_distance)
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Number of distinct blocks seen."""
+        return len(self._last_use)
+
+    def _count(self, block_ids: Sequence[int]) -> None:
+        tree, num_blocks = self._tree, len(self._last_use)
+        head_distance: int | None = 0
+        self.block_refs += len(block_ids)
+        for block_id in block_ids:
+            node = self._last_use.get(block_id)
+            if node is None:
+                head_distance = None
+                continue
+            distance = num_blocks + 1
+            while node:
+                distance -= tree[node]
+                node &= node - 1
+            self._by_distance[distance] = self._by_distance.get(distance, 0) + 1
+            if head_distance is not None:
+                head_distance = max(head_distance, distance)
+                heads = self._by_head_distance
+                heads[head_distance] = heads.get(head_distance, 0) + 1
+
+    def _mark_last(self, previous: int | None) -> None:
+        """Append a one to the tree, and remove that of the previous use."""
+        tree = self._tree
+        size = len(tree)
+        if previous is not None:
+            while previous < size:
+                tree[previous] -= 1
+                previous += previous & -previous
+        total, below, end = 1, size - 1, size & (size - 1)
+        while below > end:
+            total += tree[below]
+            below &= below - 1
+        tree.append(total)
+
+
+class _Steps:
+    """A count that grows with the capacity."""
+
+    def __init__(self, by_distance: dict[int, int]) -> None:
+        self.distances = sorted(by_distance)
+        self._sums = [0, *accumulate(by_distance[each] for each in self.distances)]
+
+    @property
+    def total(self) -> int:
+        """The count of an endless cache."""
+        return self._sums[-1]
+
+    def at(self, capacity: int) -> int:
+        """Return the count at a capacity."""
+        return self._sums[bisect_left(self.distances, capacity + 1)]
+
+    def least(self, count: float) -> int:
+        """Return the least capacity at which the count is reached, at least 1."""
+        reached = bisect_left(self._sums, count)
+        return self.distances[reached - 1] if reached else 1
+
+
+def optimal_hits(requests: Sequence[Sequence[int]], capacity: int, first: int) -> int:
+    """Return the most hits that a cache can have, from the request number `first` on.
+
+    It evicts, or does not store, the block whose next use is farthest away, and of those of one
+    request the last (Belady, 1966). So its hits are heads of prompts.
+    """
+    never = len(requests)
+    next_use = [[(never, 0)] * len(block_ids) for block_ids in requests]
+    coming: dict[int, tuple[int, int]] = {}
+    for number in range(len(requests) - 1, -1, -1):
+        for index, block_id in enumerate(requests[number]):
+            next_use[number][index] = coming.get(block_id, (never, 0))
+        coming.update((b, (number, index)) for index, b in enumerate(requests[number]))
+    cached: dict[int, tuple[int, int]] = {}
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for number, block_ids in enumerate(requests):
+        if number >= first:
+            hits += sum(block_id in cached for block_id in block_ids)
+        for block_id, use in zip(block_ids, next_use[number], strict=True):
+            if use[0] == never:
+                cached.pop(block_id, None)
+                continue
+            cached[block_id] = use
+            heappush(farthest, (-use[0], -use[1], block_id))
+        while len(cached) > capacity:
+            request, index, block_id = heappop(farthest)
+            if cached.get(block_id) == (-request, -index):
+                del cached[block_id]
+    return hits
+
+
+class PolicyRun:
+    """One policy in the engine's block accounting, request after request.
+
+    Attributes:
+        hits: Blocks found; `prefix_hits` are those in the heads of prompts.
+        writes: Blocks stored.
+    """
+
+    def __init__(self, policy: str, capacity: int) -> None:
+        """Start empty; raises ConfigError if the policy is unknown."""
+        self._primary = Primary(capacity, create_policy(policy, capacity), accept_prefix=True)
+        self.hits = self.prefix_hits = self.writes = 0
+
+    def serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
+        """Serve a request with distinct keys; only requests that count enter the results."""
+        primary = self._primary
+        positions = {key: position for position, key in enumerate(keys, 1)}
+        ctx = ReqContext(str(number), key_positions=positions)
+        primary.open_request(ctx)
+        answers = primary.lookup_many(keys)
+        is_short = LookupResult.MISS in answers
+        head = keys[: answers.index(LookupResult.MISS)] if is_short else keys
+        primary.prepare_load(ctx, head)
+        primary.complete_load(ctx, head)
+        granted = primary.prepare_store(ctx, keys)
+        stored = granted.keys_to_store if granted is not None else ()
+        primary.complete_store(ctx, stored, success=True)
+        primary.close_request(ctx)
+        if counts:
+            self.hits += answers.count(LookupResult.HIT)
+            self.prefix_hits += len(head)
+            self.writes += len(stored)
+
+
+class TwoTierRun(PolicyRun):
+    """A primary above an LRU tier: hits count in either, writes are those to the tier."""
+
+    def __init__(self, policy: str, capacity: int, tier_blocks: int, *, only_reuse: bool) -> None:
+        """Start empty; raises ConfigError if the policy is unknown."""
+        super().__init__(policy, capacity)
+        self._primary.may_decline = False
+        self._tier = KeyRanking(create_policy(LRU, tier_blocks))
+        self._in_tier: set[OffloadKey] = set()
+        self._tier_blocks = tier_blocks
+        self._admission: Admission | None = None
+        if only_reuse:
+            self._admission = create_admission(self._primary, [tier_blocks])
+
+    def serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
+        """Serve a request; its head in the tier is promoted first."""
+        primary = self._primary
+        positions = {key: position for position, key in enumerate(keys, 1)}
+        ctx = ReqContext(str(number), key_positions=positions)
+        primary.open_request(ctx)
+        answers = primary.lookup_many(keys)
+        found = [
+            answer is LookupResult.HIT or key in self._in_tier
+            for key, answer in zip(keys, answers, strict=True)
+        ]
+        head = keys[: found.index(False)] if False in found else keys
+        present = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.HIT]
+        primary.pin(present)
+        absent = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.MISS]
+        promoted = absent[: len(primary.reserve(absent))]
+        primary.complete_write(promoted, success=True)
+        primary.unpin(present)
+        primary.prepare_load(ctx, [*present, *promoted])
+        primary.complete_load(ctx, [*present, *promoted])
+        granted = primary.prepare_store(ctx, keys)
+        stored = granted.keys_to_store if granted is not None else ()
+        primary.complete_store(ctx, stored, success=True)
+        doubtful: Sequence[OffloadKey] = ()
+        if self._admission is not None:
+            stored, doubtful = self._admission.split(0, ctx, stored, is_final=False)
+        writes = self._write(stored)
+        if self._admission is not None:
+            stored, _ = self._admission.split(0, ctx, doubtful, is_final=True)
+            writes += self._write(stored)
+            self._admission.end_request(ctx, primary.used_by(ctx))
+        reused = primary.close_request(ctx)
+        lacking: Sequence[OffloadKey] = [key for key in reused if key not in self._in_tier]
+        if self._admission is not None:
+            lacking, _ = self._admission.split(0, ReqContext(""), lacking, is_final=True)
+        writes += self._write(lacking)
+        self._tier.access([key for key in reused if key in self._in_tier], lambda _: True)
+        if counts:
+            self.hits += sum(found)
+            self.prefix_hits += len(head)
+            self.writes += writes
+
+    def _write(self, keys: Sequence[OffloadKey]) -> int:
+        new = [key for key in keys if key not in self._in_tier][: self._tier_blocks]
+        surplus = len(self._in_tier) + len(new) - self._tier_blocks
+        victims = self._tier.make_room(new, max(0, surplus), lambda _: True) or []
+        self._in_tier.difference_update(victims)
+        self._tier.admit(new)
+        self._in_tier.update(new)
+        if self._admission is not None:
+            self._admission.note_stored(0, len(new))
+        return len(new)
+
+
+def simulate(
+    requests: Iterable[Sequence[int]],
+    policies: Sequence[str],
+    capacities: Sequence[int],
+    *,
+    warm_half: bool = False,
+    tier_blocks: int = 0,
+    only_reuse: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Simulation:
+    """Simulate a trace.
+
+    Args:
+        requests: The requests' block ids.
+        policies: Names of eviction policies.
+        capacities: Capacities in blocks. Empty: some between the smallest useful one and the number
+            of distinct blocks.
+        warm_half: Count only the requests of the second half.
+        tier_blocks: Capacity of an LRU tier below the primary; 0: none. The optimum is that of one
+            cache of both capacities.
+        only_reuse: Whether that tier has `admission` "reuse".
+        should_stop: Checked between the requests; the rows so far are returned.
+
+    Raises:
+        InputError: No request is left to count.
+        ConfigError: A policy is unknown.
+    """
+    trace = [list(dict.fromkeys(block_ids)) for block_ids in requests]
+    first = len(trace) // 2 if warm_half else 0
+    if not any(trace[first:]) or (warm_half and not first):
+        raise InputError(
+            f"a trace of {len(trace)} requests leaves no block to count; give a longer one"
+            + (", or omit --warm-half" if warm_half else "")
+        )
+    for policy in policies:
+        create_policy(policy, 1)
+    curve = LruCurve()
+    for number, block_ids in enumerate(trace):
+        curve.use(block_ids, counts=number >= first)
+        if should_stop():
+            break
+    hits, prefix_hits = curve.results()
+    refs, distinct = max(1, curve.block_refs), curve.distinct_blocks
+    least = prefix_hits.least(_MOST_OF_HITS * prefix_hits.total)
+    keys = _keys(trace) if tier_blocks or set(policies) != {LRU} else []
+    rows: list[Row] = []
+    for capacity in capacities or _steps_up_to(distinct):
+        if should_stop():
+            break
+        optimum = optimal_hits(trace, capacity + tier_blocks, first)
+        lru = prefix_hits.at(capacity + tier_blocks)
+        for policy in policies:
+            found, heads, writes = hits.at(capacity), lru, refs - hits.at(capacity)
+            if tier_blocks or policy != LRU:
+                run = PolicyRun(policy, capacity)
+                if tier_blocks:
+                    run = TwoTierRun(policy, capacity, tier_blocks, only_reuse=only_reuse)
+                _serve_all(run, keys, first, should_stop)
+                found, heads, writes = run.hits, run.prefix_hits, run.writes
+            gap = optimum - lru
+            rows.append(
+                Row(
+                    policy=policy,
+                    capacity=capacity,
+                    hit_ratio=found / refs,
+                    prefix_hit_ratio=heads / refs,
+                    optimum=optimum / refs,
+                    gap_closed=(heads - lru) / gap if gap else None,
+                    writes=writes,
+                )
+            )
+    return Simulation(
+        requests=len(trace) - first,
+        block_refs=refs,
+        distinct_blocks=distinct,
+        endless_hit_ratio=prefix_hits.total / refs,
+        blocks_for_90_percent=least,
+        rows=tuple(rows),
+        curve=tuple((size, prefix_hits.at(size) / refs) for size in _curve_points(distinct)),
+        interrupted=should_stop(),
+    )
+
+
+def _keys(trace: Sequence[Sequence[int]]) -> list[list[OffloadKey]]:
+    """Return the keys that a replay gives the blocks."""
+    return [list(map(make_offload_key, Prompt(0, ids).block_hashes)) for ids in trace]
+
+
+def _serve_all(
+    run: PolicyRun,
+    keys: Sequence[Sequence[OffloadKey]],
+    first: int,
+    should_stop: Callable[[], bool],
+) -> None:
+    for number, names in enumerate(keys):
+        run.serve(number, names, counts=number >= first)
+        if should_stop():
+            break
+
+
+def _steps_up_to(most: int) -> list[int]:
+    """Return 1, 2 and 5 times the powers of ten from 1,000 on, below `most`, and `most` itself."""
+    steps = [factor * 10**power for power in range(3, len(str(most))) for factor in (1, 2, 5)]
+    return [*(step for step in steps if step < most), most]
+
+
+def _curve_points(most: int) -> list[int]:
+    return sorted({max(1, round(most ** (step / 200))) for step in range(201)})

@@ -1,0 +1,59 @@
+"""`kvoffload simulate`: what it prints, and how it ends on bad input."""
+
+import json
+
+import pytest
+
+from kvoffload_async.replay.source import ChatWorkload
+
+TRACE = list(ChatWorkload(80, seed=3))
+
+
+def test_rows_as_json_equal_a_replay(command):
+    trace = command.trace(TRACE)
+    options = ("--policy", "lru,hd", "--capacity", "80,200", "--json", "-")
+    shown = json.loads(command.run("simulate", trace, *options).stdout)
+    assert [(row["policy"], row["capacity"]) for row in shown["rows"]] == [
+        *(("lru", 80), ("hd", 80), ("lru", 200), ("hd", 200))
+    ]
+    for row in shown["rows"]:
+        report = command.figures(
+            trace,
+            *("--primary-blocks", row["capacity"], "--block-bytes", 4096),
+            *("--policy", row["policy"]),
+        )
+        assert report["hit_ratio"] == pytest.approx(row["prefix_hit_ratio"])
+        assert report["block_hits"] == round(row["hit_ratio"] * report["block_refs"])
+
+
+def test_the_table_and_the_least_capacity_are_printed(command):
+    shown = command.run("simulate", command.trace(TRACE), "--warm-half").stdout
+    assert "gap closed" in shown
+    assert "LRU finds 90 % of that from" in " ".join(shown.split())
+    assert "40 requests" in shown
+
+
+def test_a_picture_is_drawn(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.png"
+    result = command.run("simulate", command.trace(TRACE), "--capacity", "90", "--plot", picture)
+    assert result.exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "complaint"),
+    [
+        ('{"hash_ids": [1]}\n{"timestamp": 3}\n', (), "Malformed line 2: it must be an object"),
+        ('{"hash_ids": ["a"]}\n', (), "Malformed line 1: hash_ids[0] is"),
+        ('{"hash_ids": [1]}\n{"hash_ids": [1, 2', (), "Malformed line 2: not JSON"),
+        ('{"hash_ids": [1]}\n', ("--warm-half",), "a trace of 1 requests leaves no block"),
+        ("", (), "no request"),
+        ('{"hash_ids": [1]}\n', ("--capacity", "0"), "--capacity '0' is not valid"),
+        ('{"hash_ids": [1]}\n', ("--policy", "mru"), "eviction_policy: 'mru' is unknown"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(command, tmp_path, lines, options, complaint):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(lines)
+    assert complaint in command.refusal("simulate", trace, *options)

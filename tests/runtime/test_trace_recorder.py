@@ -1,0 +1,117 @@
+"""Recorded traces: what they contain, and that a disk never stops the owner."""
+
+import json
+import threading
+
+import pytest
+
+from kvoffload_async.runtime import trace_recorder
+from kvoffload_async.runtime.trace_recorder import TraceRecorder
+from kvoffload_async.types import ReqContext, make_offload_key
+
+
+def keys(names, group=0):
+    return [make_offload_key(name.encode(), group) for name in names]
+
+
+def lines(path):
+    return [json.loads(line)["hash_ids"] for line in path.read_text().splitlines()]
+
+
+def recorded(path, *prompts, **options):
+    recorder = TraceRecorder(str(path), **options)
+    for prompt in prompts:
+        recorder.note(ReqContext("r"), keys(prompt))
+    recorder.close(10)
+    recorder.close(10)
+    return recorder
+
+
+def test_equal_blocks_have_equal_ids_of_which_no_other_run_has_one(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    recorded(first, "abc", "ab", "")
+    recorded(second, "abc")
+    abc, ab = lines(first)
+    assert abc[:2] == ab
+    assert len({*abc, *lines(second)[0]}) == 6
+    assert all(0 <= each < 2**64 for each in abc)
+
+
+def test_a_prompt_is_written_whole_and_of_one_kv_group(tmp_path):
+    recorder = TraceRecorder(str(tmp_path / "trace"))
+    first, other = keys("abc"), keys("abc", 1)
+    positions = {key: end for end, key in enumerate(first, 1)}
+    positions |= {key: end for end, key in enumerate(other, 1)}
+    recorder.note(ReqContext("r", key_positions=positions), first[:1])
+    recorder.note(ReqContext("r"), first)
+    recorder.close(10)
+    whole, used = lines(tmp_path / "trace")
+    assert whole == used
+
+
+def test_a_full_file_is_rotated_and_one_predecessor_kept(tmp_path):
+    path = tmp_path / "trace"
+    recorded(path, *["abcd"] * 7, max_file_bytes=200)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["trace", "trace.1"]
+    assert len(lines(path)) == 1
+    assert len(lines(tmp_path / "trace.1")) == 2
+    recorded(path, "a")
+    assert len(lines(tmp_path / "trace.1")) == 1
+
+
+def test_a_file_that_cannot_be_written_ends_with_one_warning(tmp_path, caplog):
+    recorder = TraceRecorder(str(tmp_path / "absent" / "trace"))
+    while not recorder._has_failed:
+        recorder.note(ReqContext("r"), keys("a"))
+    for _ in range(3):
+        recorder.note(ReqContext("r"), keys("a"))
+    recorder.close(10)
+    assert recorder.dropped_requests >= 3
+    assert len(caplog.records) == 1
+    assert "record_trace: " in caplog.text
+    assert "No such file or directory" in caplog.text
+
+
+def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, monkeypatch):
+    opened, may_write = threading.Event(), threading.Event()
+
+    def hang(self, file, at_s, keys):
+        opened.set()
+        may_write.wait(10)
+        return 1
+
+    monkeypatch.setattr(trace_recorder, "_MAX_WAITING", 2)
+    monkeypatch.setattr(TraceRecorder, "_write", hang)
+    recorder = TraceRecorder(str(tmp_path / "trace"))
+    recorder.note(ReqContext("r"), keys("a"))
+    assert opened.wait(10)
+    for _ in range(5):
+        recorder.note(ReqContext("r"), keys("a"))
+    assert recorder.dropped_requests == 3
+    recorder.close(0.01)  # the queue is full: it gives up
+    may_write.set()
+    recorder._waiting.put(None)
+    recorder._thread.join(10)
+
+
+@pytest.mark.parametrize("policy", ["lru", "hd"])
+def test_a_recorded_trace_predicts_the_engine(tmp_path, policy):
+    from kvoffload_async.facade.spec import TieringOffloadingSpec
+    from kvoffload_async.replay.run import ReplayOptions, replay
+    from kvoffload_async.replay.simulation import simulate
+    from kvoffload_async.replay.source import ChatWorkload, TraceFile
+
+    path = tmp_path / "trace"
+    spec = TieringOffloadingSpec(
+        {
+            "cpu_bytes_to_use": 120 * 4096,
+            "block_bytes": 4096,
+            "eviction_policy": policy,
+            "record_trace": str(path),
+        }
+    )
+    report = replay(spec, ChatWorkload(120), ReplayOptions())
+    trace = TraceFile(path)
+    (row,) = simulate(trace, [policy], [120]).rows
+    trace.close()
+    assert row.prefix_hit_ratio == pytest.approx(report.hit_ratio, abs=0.01)
