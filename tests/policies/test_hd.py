@@ -72,13 +72,15 @@ def test_blocks_of_a_scan_are_declined_once_it_is_known_that_they_never_return()
     assert all(all(cache.has(*(f"{who}:{n}" for n in range(4)))) for who in range(8))
 
 
-def test_when_a_head_leaves_its_tails_go_next():
+def test_when_a_head_leaves_its_tails_go_before_older_blocks():
     policy = HdPolicy(6)
+    for name, slot in ("old", 4), ("older", 5):
+        policy.admit([key(name)], [slot])
+        policy.request_ended(ReqContext(name), [key(name)], [slot], [False])
     policy.admit([key(n) for n in "abcd"], [0, 1, 2, 3])
     policy.request_ended(ReqContext("r"), [key(n) for n in "abcd"], [0, 1, 2, 3], [False] * 4)
-    policy.admit([key("x")], [4])
     assert policy.make_room([key("y")], 1, lambda slot: slot == 1) == [1]  # the others are pinned
-    policy.released([0, 2, 3, 4])
+    policy.released([0, 2, 3, 4, 5])
     assert policy.make_room([key("z"), key("w")], 2, lambda _: True) == [3, 2]
 
 
