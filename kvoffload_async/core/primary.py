@@ -173,7 +173,7 @@ class RecencyLog:
         return ctx in self._accesses
 
     def note(self, ctx: ReqContext, keys: Iterable[OffloadKey], *, reused: bool | None) -> None:
-        """Record that a live request used keys; `reused` of a key is that of its first hit or store.
+        """Record that a live request used keys; a key's first hit or store determines `reused`.
 
         Raises:
             StateError: The request is not live.
