@@ -33,7 +33,7 @@ class ReuseEstimates(Protocol):
         """Return the classes that a block may have when its request ends, beside its own."""
         ...
 
-    def record(self, keys: Sequence[OffloadKey], prompt: Any, is_held: Sequence[bool]) -> Any:  # noqa: ANN401
+    def record(self, keys: Sequence[OffloadKey], prompt: Any, is_cached: Sequence[bool]) -> Any:  # noqa: ANN401
         """Record a request's uses."""
         ...
 

@@ -169,10 +169,10 @@ class ReuseModel:
         tables: The estimates.
     """
 
-    def __init__(self, num_held: int, num_others: int) -> None:
-        """Start without knowledge; at most `num_held` blocks are held at once."""
+    def __init__(self, num_cached: int, num_others: int) -> None:
+        """Start without knowledge; at most `num_cached` blocks are held at once."""
         self._num_others = num_others
-        self._num_known = num_held + num_others
+        self._num_known = num_cached + num_others
         self.clear()
 
     def clear(self) -> None:
@@ -185,7 +185,7 @@ class ReuseModel:
         self._free = FreeNumbers(count)
         self._others = NumberLists(count)
         """The known blocks that are not held, least recent first."""
-        self._is_held = small_integers(count)
+        self._is_cached = small_integers(count)
         self._uses = small_integers(count)
         self._group_of = integers(count)
         # A group has a known member; while a request is recorded, its new groups have none yet.
@@ -238,14 +238,14 @@ class ReuseModel:
     # -- requests -------------------------------------------------------------------------------
 
     def record(
-        self, keys: Sequence[OffloadKey], prompt: Prompt, is_held: Sequence[bool]
+        self, keys: Sequence[OffloadKey], prompt: Prompt, is_cached: Sequence[bool]
     ) -> tuple[list[int], list[int]]:
         """Record a request's uses, head to tail, and advance the clock.
 
         Args:
             keys: The keys, without duplicates; those behind the first `num_others` are ignored.
             prompt: The request's prompt.
-            is_held: For each key, whether the cache holds the block.
+            is_cached: For each key, whether the cache holds the block.
 
         Returns:
             The class of each block, also of ignored ones, and the numbers of the others.
@@ -256,7 +256,7 @@ class ReuseModel:
         classes = self._classes(keys, found, prompt)
         keys = keys[: self._num_others]
         del found[self._num_others :]
-        others, held, uses = self._others, self._is_held, self._uses
+        others, held, uses = self._others, self._is_cached, self._uses
         again = [number for number in found if number is not None]
         others.remove([number for number in again if not held[number]])
         for number in again:
@@ -266,7 +266,7 @@ class ReuseModel:
         numbers = [next(fresh) if number is None else number for number in found]
         members: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
         not_held: list[int] = []
-        for number, kind, holds in zip(numbers, classes, is_held, strict=False):
+        for number, kind, holds in zip(numbers, classes, is_cached, strict=False):
             uses[number] = min(uses[number] + 1, _MAX_USES)
             members[kind].append(number)
             held[number] = holds
@@ -281,7 +281,7 @@ class ReuseModel:
     def release(self, numbers: Sequence[int]) -> None:
         """Note that blocks are no longer held: their cache has evicted them."""
         for number in numbers:
-            self._is_held[number] = 0
+            self._is_cached[number] = 0
         self._others.append(numbers)
 
     # -- inspection -----------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class ReuseModel:
         for key, number in self._known.items():
             group = self._group_of[number]
             seen = self._class_of_group[group], self._formed_at[group]
-            found[key] = (self._uses[number], *seen, bool(self._is_held[number]))
+            found[key] = (self._uses[number], *seen, bool(self._is_cached[number]))
         return found
 
     def violations(self) -> Iterator[str]:
@@ -309,7 +309,7 @@ class ReuseModel:
         if used != self._num_known + NUM_CLASSES:
             yield f"{used} groups are free or have members"
         others = set(self._others.walk())
-        if others != {number for number in known if not self._is_held[number]}:
+        if others != {number for number in known if not self._is_cached[number]}:
             yield "the list of the blocks that are not held has others"
 
     # -- inside ---------------------------------------------------------------------------------

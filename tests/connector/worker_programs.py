@@ -145,8 +145,8 @@ class Scheduler:
         held, self.hold = self.hold, None
         if step.is_stalled:
             self.hold = self.runtime.hold(self.runtime.default_stream)
-        is_held = held is not None or self.hold is not None
-        self.worker._flush_timeout_s = STALLED_S if is_held else self.deadline_s
+        is_cached = held is not None or self.hold is not None
+        self.worker._flush_timeout_s = STALLED_S if is_cached else self.deadline_s
         flush = flushed | urgent.keys()
         may_go_on = self.worker.handle_preemptions(meta(loads, urgent, flush))
         late = {job_id for job_id in flush if job_id in self.worker._running}

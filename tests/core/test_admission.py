@@ -32,7 +32,7 @@ class Estimates:
     def may_become(self, kind, prompt):
         return [1] if kind == 0 else []
 
-    def record(self, keys, prompt, is_held):
+    def record(self, keys, prompt, is_cached):
         self.recorded.append(list(keys))
 
     def reuse_within(self, kind, num_requests):

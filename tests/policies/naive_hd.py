@@ -37,10 +37,10 @@ class NaiveTables:
 
 
 class NaiveModel:
-    """Known blocks: key -> [uses, group]; `others` are those not held, least recent first."""
+    """Known blocks: key -> [uses, group]; `others` are those not cached, least recent first."""
 
-    def __init__(self, num_held, num_others, update_requests):
-        self.most, self.num_others = num_held + num_others, num_others
+    def __init__(self, num_cached, num_others, update_requests):
+        self.most, self.num_others = num_cached + num_others, num_others
         self.update_requests = update_requests
         self.clock = 0
         self.tables = NaiveTables()
@@ -60,7 +60,7 @@ class NaiveModel:
         uses = self.known[key][0] + 1
         return 1 if uses == 2 else 2 if uses == 3 else 3 if uses < 6 else 4 if uses < 11 else 5
 
-    def record(self, keys, prompt, held):  # noqa: C901 - naive
+    def record(self, keys, prompt, cached):  # noqa: C901 - naive
         self.clock += 1
         for group in self.groups:
             for which, edge in enumerate(EDGES):
@@ -79,11 +79,11 @@ class NaiveModel:
         while len(self.known.keys() | set(keys)) > self.most:
             self.forget(self.others.pop(0))
         groups = {kind: Group(kind, self.clock, kinds[: len(keys)].count(kind)) for kind in kinds}
-        for key, kind, is_held in zip(keys, kinds, held, strict=False):
+        for key, kind, is_cached in zip(keys, kinds, cached, strict=False):
             uses = self.known[key][0] if key in self.known else 0
             self.known[key] = (uses + 1, groups[kind])
             groups[kind].members.append(key)
-            if not is_held:
+            if not is_cached:
                 self.others.append(key)
         for kind in sorted(groups):
             if groups[kind].members:
@@ -219,7 +219,7 @@ class NaiveHd:
         self.ranking = NaiveRanking()
         self.now = 1
         self.resident = set()
-        self.held = set()
+        self.cached = set()
         self.parent = {}
         self.is_density = False
         self.lead = self.total = 0.0
@@ -284,8 +284,8 @@ class NaiveHd:
     def leave(self, keys):
         self.resident -= set(keys)
         for key in keys:
-            if key in self.held:
-                self.held.remove(key)
+            if key in self.cached:
+                self.cached.remove(key)
                 self.model.others.append(key)
         useless = {child for child, parent in self.parent.items() if parent in keys}
         for key in [*keys, *useless]:
@@ -323,7 +323,7 @@ class NaiveHd:
             return
         prompt = self.model.prompt(positions, keys)
         present = [key for key in keys if key in self.resident]
-        self.held |= set(present) & set(keys[: self.model.num_others])
+        self.cached |= set(present) & set(keys[: self.model.num_others])
         kinds = self.model.record(keys, prompt, [key in self.resident for key in keys])
         for key in present:
             self.ranking.remove(key)

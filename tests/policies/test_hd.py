@@ -302,7 +302,7 @@ class HdMachine(RuleBasedStateMachine):
         assert list(policy.violations()) == []
         assert sorted(policy.resident()) == sorted(self.slots.values())
         known = {
-            name: (min(uses, 11), group.kind, group.time, name in model.held)
+            name: (min(uses, 11), group.kind, group.time, name in model.cached)
             for name, (uses, group) in model.model.known.items()
         }
         assert policy.model.known() == known

@@ -99,7 +99,7 @@ def test_a_damaged_model_says_so():
     model.record(keys, model.prompt({}, keys), [True, False, False, False])
     assert list(model.violations()) == []
     model._alive[0] += 1
-    model._is_held[0] = 0
+    model._is_cached[0] = 0
     model._free_groups.take(1)
     assert len(list(model.violations())) == 3
 

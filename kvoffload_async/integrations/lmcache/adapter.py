@@ -34,7 +34,7 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, path_from_environment
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
-from kvoffload_async.integrations.lmcache.staging import Piece
+from kvoffload_async.integrations.lmcache.staging import HostBlock
 from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
 from kvoffload_async.integrations.lmcache.usage import UsageTeller
 from kvoffload_async.observe.prometheus import publish
@@ -120,7 +120,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         """Store objects; of a key that is named twice, the first one."""
         task_id = next(self._task_ids)
         groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
-        pieces = _pieces(encoded, objects)
+        blocks = _host_blocks(encoded, objects)
 
         def report(stored: list[bool]) -> None:
             num_bytes = sum(obj.get_size() for obj in objects)
@@ -131,7 +131,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
 
         answer = _Answer(encoded, report)
         for store_id, indices in groups.items():
-            distinct = list({pieces[i].key: pieces[i] for i in reversed(indices)}.values())[::-1]
+            distinct = list({blocks[i].key: blocks[i] for i in reversed(indices)}.values())[::-1]
             store = self._stores.of(store_id, len(distinct))
             answer.expect(self._when_open(store, methodcaller("store", distinct)), indices)
         answer.all_asked()
@@ -184,7 +184,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         """Load objects; a key that is named twice is loaded into both objects."""
         task_id = next(self._task_ids)
         groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
-        pieces = _pieces(encoded, objects)
+        blocks = _host_blocks(encoded, objects)
 
         def report(loaded: list[bool]) -> None:
             with self._lock:
@@ -198,7 +198,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         for store_id, indices in groups.items():
             store = self._stores.of(store_id)
             for once in _rounds(encoded, indices):
-                wanted = [pieces[i] for i in once]
+                wanted = [blocks[i] for i in once]
                 answer.expect(self._when_open(store, methodcaller("load", wanted)), once)
         answer.all_asked()
         return task_id
@@ -414,10 +414,12 @@ class _Answer:
             self._report(self._results)
 
 
-def _pieces(keys: Sequence[OffloadKey | None], objects: Sequence[MemoryObj]) -> list[Piece]:
+def _host_blocks(
+    keys: Sequence[OffloadKey | None], objects: Sequence[MemoryObj]
+) -> list[HostBlock]:
     """Return the objects with their addresses; those of keys without a code are not used."""
     return [
-        Piece(key or OffloadKey(b""), obj.data_ptr, obj)
+        HostBlock(key or OffloadKey(b""), obj.data_ptr, obj)
         for key, obj in zip(keys, objects, strict=True)
     ]
 

@@ -23,7 +23,7 @@ _IDLE_S: Final = 60.0
 _CLOSE_S: Final = 5.0
 
 
-class Piece(NamedTuple):
+class HostBlock(NamedTuple):
     """An object in the host's memory.
 
     Attributes:
@@ -42,8 +42,8 @@ class _Request:
 
     __slots__ = ("deadline_s", "future", "is_load", "landed", "left", "running")
 
-    def __init__(self, pieces: Sequence[Piece], deadline_s: float, *, is_load: bool) -> None:
-        self.left = list(pieces)
+    def __init__(self, blocks: Sequence[HostBlock], deadline_s: float, *, is_load: bool) -> None:
+        self.left = list(blocks)
         self.deadline_s = deadline_s
         self.is_load = is_load
         self.running = 0
@@ -89,13 +89,13 @@ class StagedTransfers:
             self._copies.close()
             raise
 
-    def store(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+    def store(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
         """Store objects; the future has the stored keys. Objects are not accessed afterwards."""
-        return self._ask(pieces, is_load=False)
+        return self._ask(blocks, is_load=False)
 
-    def load(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+    def load(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
         """Load objects; the future has the loaded keys. Objects are not accessed afterwards."""
-        return self._ask(pieces, is_load=True)
+        return self._ask(blocks, is_load=True)
 
     def close(self) -> None:
         """Fail what waits, and end the thread; call it after the tiers were closed."""
@@ -103,8 +103,8 @@ class StagedTransfers:
         self._thread.join(_CLOSE_S)
         self._copies.close()
 
-    def _ask(self, pieces: Sequence[Piece], *, is_load: bool) -> Future[KeySet]:
-        request = _Request(pieces, time.monotonic() + self._timeout_s, is_load=is_load)
+    def _ask(self, blocks: Sequence[HostBlock], *, is_load: bool) -> Future[KeySet]:
+        request = _Request(blocks, time.monotonic() + self._timeout_s, is_load=is_load)
         self._calls.put(partial(self._waiting.append, request))
         return request.future
 
@@ -140,44 +140,44 @@ class StagedTransfers:
                 rows = self._rows.take(len(request.left), 0)
                 if not len(rows):
                     return
-                pieces, request.left = request.left[: len(rows)], request.left[len(rows) :]
-                self._begin(request, pieces, rows)
+                blocks, request.left = request.left[: len(rows)], request.left[len(rows) :]
+                self._begin(request, blocks, rows)
             else:
                 request.left.clear()
                 self._waiting.popleft()
                 request.end_if_done()
 
-    def _begin(self, request: _Request, pieces: Sequence[Piece], rows: BlockIds) -> None:
+    def _begin(self, request: _Request, blocks: Sequence[HostBlock], rows: BlockIds) -> None:
         request.running += 1
-        keys = [piece.key for piece in pieces]
+        keys = [block.key for block in blocks]
         if request.is_load:
             transfer = self._tiers.load(keys, rows)
         else:
-            self._copy(self._copies.gather, pieces, rows)
+            self._copy(self._copies.gather, blocks, rows)
             transfer = self._tiers.store(keys, rows)
             transfer.at_rest.add_done_callback(partial(self._free, rows))
         transfer.ended.add_done_callback(
             lambda ended: self._calls.put(
-                partial(self._ended, request, pieces, transfer, ended.result())
+                partial(self._ended, request, blocks, transfer, ended.result())
             )
         )
 
     def _ended(
-        self, request: _Request, pieces: Sequence[Piece], transfer: Transfer, ended: Ended
+        self, request: _Request, blocks: Sequence[HostBlock], transfer: Transfer, ended: Ended
     ) -> None:
         request.running -= 1
         request.landed |= ended.keys
         if request.is_load:
-            loaded = [index for index, piece in enumerate(pieces) if piece.key in ended.keys]
+            loaded = [index for index, block in enumerate(blocks) if block.key in ended.keys]
             rows = transfer.block_ids
-            self._copy(self._copies.scatter, [pieces[index] for index in loaded], rows[loaded])
+            self._copy(self._copies.scatter, [blocks[index] for index in loaded], rows[loaded])
             transfer.at_rest.add_done_callback(partial(self._free, rows))
         if request not in self._waiting:
             request.end_if_done()
 
-    def _copy(self, copy: Callable[..., None], pieces: Sequence[Piece], rows: BlockIds) -> None:
-        addresses = np.array([[piece.address] for piece in pieces], dtype=np.int64)
-        if len(pieces):
+    def _copy(self, copy: Callable[..., None], blocks: Sequence[HostBlock], rows: BlockIds) -> None:
+        addresses = np.array([[block.address] for block in blocks], dtype=np.int64)
+        if len(blocks):
             copy(rows, addresses, np.full_like(addresses, self._rows.row_bytes))
 
     def _free(self, rows: BlockIds, _at_rest: Future[None]) -> None:

@@ -22,7 +22,7 @@ from kvoffload_async.facade.plugged import OnEvents, PluggedTiers, Transfer
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.integrations.lmcache.keys import KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
-from kvoffload_async.integrations.lmcache.staging import Piece, StagedTransfers
+from kvoffload_async.integrations.lmcache.staging import HostBlock, StagedTransfers
 from kvoffload_async.types import OffloadingEvent, as_block_ids
 
 logger = logging.getLogger(__name__)
@@ -80,29 +80,29 @@ class OpenStore:
             self.rows.close()
             raise
 
-    def store(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+    def store(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
         """Store distinct objects; the future has the stored keys once the objects may change."""
-        direct, others = self._split(pieces)
+        direct, others = self._split(blocks)
         parts = []
         if direct:
             rows = as_block_ids([row for _, row in direct])
-            transfer = self.tiers.store([piece.key for piece, _ in direct], rows)
-            parts.append(_at_rest(transfer, pieces))
+            transfer = self.tiers.store([block.key for block, _ in direct], rows)
+            parts.append(_at_rest(transfer, blocks))
         if others:
             parts.append(self._stage.store(others))
         self._count(len(direct), len(others))
         return _union(parts)
 
-    def load(self, pieces: Sequence[Piece]) -> Future[KeySet]:
+    def load(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
         """Load distinct objects; the future has the loaded keys once the objects may be used."""
-        direct, others = self._split(pieces)
+        direct, others = self._split(blocks)
         parts = []
         if direct:
             transfer = self._load_in_place(direct)
             if transfer is None:
-                direct, others = [], list(pieces)
+                direct, others = [], list(blocks)
             else:
-                parts.append(_at_rest(transfer, pieces))
+                parts.append(_at_rest(transfer, blocks))
         if others:
             parts.append(self._stage.load(others))
         self._count(len(direct), len(others))
@@ -121,13 +121,13 @@ class OpenStore:
         self.rows.close(is_idle=not report.unfinished_jobs)
         return report
 
-    def _load_in_place(self, direct: Sequence[tuple[Piece, int]]) -> Transfer | None:
+    def _load_in_place(self, direct: Sequence[tuple[HostBlock, int]]) -> Transfer | None:
         """Load into rows of LMCache's memory; None if too many such loads run or one is late."""
         with self._lock:
             if self._late_loads or len(self._direct_loads) >= MOST_DIRECT_LOADS:
                 return None
         rows = as_block_ids([row for _, row in direct])
-        transfer = self.tiers.load([piece.key for piece, _ in direct], rows)
+        transfer = self.tiers.load([block.key for block, _ in direct], rows)
         with self._lock:
             self._direct_loads.add(transfer)
         transfer.ended.add_done_callback(lambda _: self._note_ended(transfer))
@@ -143,15 +143,17 @@ class OpenStore:
             self._direct_loads.discard(transfer)
             self._late_loads.discard(transfer)
 
-    def _split(self, pieces: Sequence[Piece]) -> tuple[list[tuple[Piece, int]], list[Piece]]:
+    def _split(
+        self, blocks: Sequence[HostBlock]
+    ) -> tuple[list[tuple[HostBlock, int]], list[HostBlock]]:
         """Return the objects that are rows, with their rows, and the other ones."""
         direct, others = [], []
-        for piece in pieces:
-            row = self.rows.row_of(piece.address)
+        for block in blocks:
+            row = self.rows.row_of(block.address)
             if row is None:
-                others.append(piece)
+                others.append(block)
             else:
-                direct.append((piece, row))
+                direct.append((block, row))
         return direct, others
 
     def _count(self, in_place: int, staged: int) -> None:
@@ -160,10 +162,10 @@ class OpenStore:
             self.staged += staged
 
 
-def _at_rest(transfer: Transfer, pieces: Sequence[Piece]) -> Future[KeySet]:
+def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
     """Return a future that has the transferred keys at rest, and keeps the objects until then."""
     future: Future[KeySet] = Future()
-    kept = tuple(pieces)
+    kept = tuple(blocks)
 
     def complete(_at_rest: Future[None]) -> None:
         assert kept is not None  # noqa: S101 - the closure is what keeps the objects
