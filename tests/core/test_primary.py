@@ -393,3 +393,13 @@ def test_events_are_only_collected_where_somebody_wants_them():
 def test_a_look_up_of_what_is_too_short_to_be_a_key_is_an_error_that_says_so():
     with pytest.raises(StateError, match=r"b'abc' is too short: .*make_offload_key"):
         Primary(4, LruPolicy(4)).lookup(OffloadKey(b"abc"))
+
+
+def test_the_end_of_a_request_is_reported_with_its_keys_and_an_unknown_request_cannot_end():
+    rig = Rig(names="ab")
+    ended = []
+    rig.primary.on_request_ended = lambda ctx, keys: ended.append((ctx, list(keys)))
+    rig.primary.close_request(rig.ctx)
+    assert ended == [(rig.ctx, ks("ab"))]
+    with pytest.raises(StateError):
+        rig.primary.close_request(ReqContext("unknown"))

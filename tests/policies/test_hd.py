@@ -3,6 +3,7 @@
 import random
 from itertools import groupby
 from operator import itemgetter
+from zlib import crc32
 
 import pytest
 from hypothesis import strategies as st
@@ -332,3 +333,25 @@ class HdMachine(RuleBasedStateMachine):
 
 
 TestHdAgainstItsModel = pytest.mark.stateful(HdMachine.TestCase)
+
+
+def test_a_request_without_sampled_blocks_leaves_the_duel_as_it_is():
+    judge = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
+    names = (key(number) for number in range(1000))
+    unsampled = next(name for name in names if crc32(name) % judge.sampled_part)
+    judge.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=False)
+    assert judge.total == 0.0
+
+
+def test_a_policy_without_evictable_blocks_evicts_none_and_forgets_what_is_discarded():
+    policy = HdPolicy(2)
+    policy.admit([key("a"), key("b")], [0, 1])
+    policy.access([], [])
+    policy.access([0, 1], [False, False])
+    assert policy.make_room([key("c")], 1, lambda _slot: False) is None
+    policy.released([0, 1])
+    policy.discard([0])
+    assert list(policy.resident()) == [1]
+    arrivals, hits = policy.model.tables.counts()
+    assert len(arrivals) == len(hits) == reuse.NUM_CLASSES
+    assert list(policy.violations()) == []
