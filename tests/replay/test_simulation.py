@@ -154,21 +154,28 @@ def test_hd_loses_little_against_lru_where_lru_is_good(trace):
 
 
 @pytest.mark.slow
-def test_a_change_of_regime_costs_nothing_lasting():
+@pytest.mark.parametrize("capacity", [900, 2000])
+def test_a_change_of_regime_costs_nothing_lasting(capacity):
     trace = regimes()
-    assert prefix_hits(trace, "hd", 2000) > prefix_hits(trace, "lru", 2000) - 0.003
+    assert prefix_hits(trace, "hd", capacity) > prefix_hits(trace, "lru", capacity) - 0.003
+
+
+_LOSES = pytest.mark.xfail(strict=True, reason="hd loses more than 0.003: it is not the default")
+_LOSING = {"chats", "many agents", "regimes", "other regimes"}
+"""At a twentieth of their blocks."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(GENERATED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=_LOSES if n in _LOSING else ()) for n in sorted(GENERATED)]
+)
 def test_hd_is_nowhere_more_than_a_little_below_lru(name):
     trace = GENERATED[name]()
     distinct = len({block for request in trace for block in request})
     capacities = [int(distinct * part) for part in (0.05, 0.15, 0.4)]
     found = simulate(trace, ["lru", "hd"], capacities, warm_half=True)
     for lru, hd in zip(found.rows[::2], found.rows[1::2], strict=True):
-        # The goal is 0.003; four of these traces miss it, by up to 0.008. So hd is not the default.
-        assert hd.prefix_hit_ratio > lru.prefix_hit_ratio - 0.012, lru.capacity
+        assert hd.prefix_hit_ratio > lru.prefix_hit_ratio - 0.003, lru.capacity
 
 
 def test_a_tier_adds_its_capacity_and_reuse_writes_less():
