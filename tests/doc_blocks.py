@@ -132,6 +132,8 @@ class PageRunner:
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "PYTEST_ADDOPTS": "",
+            # A pytest that ends removes what earlier ones left, which may be very much.
+            "PYTEST_DEBUG_TEMPROOT": str(programs),
             "COLUMNS": "80",
             "LC_ALL": "C.UTF-8",
         }
