@@ -11,6 +11,7 @@ from servers.valkey import ValkeyServer
 
 from kvoffload_async.errors import (
     BlockMissingError,
+    CallTimeoutError,
     ConfigError,
     CorruptBlockError,
     TierFullError,
@@ -23,6 +24,7 @@ from kvoffload_async.tiers.remote.client import Value
 
 K = [key_of(number) for number in range(32)]
 BLOCK_BYTES = 65536
+NO_ANSWER = {CallTimeoutError, TierTimeoutError, TierUnavailableError}
 
 
 def open_at(url, **options):
@@ -72,7 +74,7 @@ def test_bits_that_flip_in_the_protocol_do_no_harm(harness, proxy, at):
     harness.store(K[:4])
     proxy.set(flip_at=at)
     failures = harness.load(K[:4])
-    assert kinds(failures) <= {CorruptBlockError, TierUnavailableError, TierTimeoutError}
+    assert kinds(failures) <= {CorruptBlockError, *NO_ANSWER}
     assert all(harness.holds(K[i], i) for i in range(4) if i not in failures)
     proxy.set()
     assert recovers(harness, K[:4])
@@ -83,7 +85,7 @@ def test_a_stalled_server_costs_a_deadline_and_hits_come_back(server, proxy):
     with open_at(server.url(proxy.port), call_timeout_s=0.3, job_timeout_s=1.0) as harness:
         harness.store(K[:4])
         proxy.set(stalls=True)
-        assert kinds(harness.load(K[:4])) <= {TierTimeoutError, TierUnavailableError}
+        assert kinds(harness.load(K[:4])) <= NO_ANSWER
         with pytest.raises(TierUnavailableError):
             harness.load(K[:4])
         with pytest.raises(TierUnavailableError):
@@ -200,7 +202,7 @@ def test_a_server_that_reads_slowly_costs_the_deadline_and_holds_nothing(server,
     with open_at(server.url(proxy.port), call_timeout_s=0.5, job_timeout_s=1.0) as harness:
         harness.store(K[:2])
         proxy.set(reader_pause_s=0.1)
-        assert kinds(harness.store(K[8:24])) <= {TierTimeoutError, TierUnavailableError}
+        assert kinds(harness.store(K[8:24])) <= NO_ANSWER
         assert harness.tier.gauges()["bytes_in_flight"] == 0
         proxy.set()
         assert recovers(harness, K[:2])
