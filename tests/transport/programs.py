@@ -4,6 +4,7 @@ Each transfer is checked at its outcome, on the thread that publishes it. From t
 or its device blocks, are another's: they are overwritten at once, and must stay so.
 """
 
+import itertools
 import threading
 from dataclasses import dataclass, field
 
@@ -124,14 +125,17 @@ class Caller:
             runtime=self.runtime,
         )
         self.flying = []  # (event of its check, set of the slots and blocks that it uses)
-        self.number = 0
+        self.numbers = itertools.count(1)
         self.lock = threading.Lock()
+
+    def next_value(self):
+        """Return a byte that nothing has had for a while. Thread: any."""
+        return next(self.numbers) * 7 % 251
 
     def compute(self, step):
         """Write a new value into blocks, on the caller's stream."""
         self.settle({(step.group, block) for block in step.blocks})
-        self.number += 1
-        value = self.number * 7 % 251
+        value = self.next_value()
         with self.runtime.stream(self.stream):
             for table in self.device.layout.groups[step.group]:
                 for block in step.blocks:
@@ -167,18 +171,21 @@ class Caller:
         """Compare what a transfer has moved with the model; what it used is another's now."""
         if outcome.error is None:
             self.compare(step)
-        elif not self.may_fail:
-            self.errors.append(f"{step}: {outcome.error}")
+        else:
+            if not self.may_fail:
+                self.errors.append(f"{step}: {outcome.error}")
+            # A transfer that failed need not have waited for what the caller computed before.
+            self.stream.synchronize()
+        value = self.next_value()
         with self.lock:
-            self.number += 1
             for at, part in enumerate(step.wanted):
                 slots, blocks = list(part.slots), list(part.blocks)
-                self.device.rows[slots] = self.device.model_rows[slots] = self.number % 251
-                if step.direction is LOAD and (outcome.error is not None or self.number % 2):
+                self.device.rows[slots] = self.device.model_rows[slots] = value
+                if step.direction is LOAD and (outcome.error is not None or value % 2):
                     for table in self.device.layout.groups[at]:
-                        table.pages.numpy()[blocks] = self.number % 251
+                        table.pages.numpy()[blocks] = value
                     for model in self.device.model_pages[at]:
-                        model[blocks] = self.number % 251
+                        model[blocks] = value
         checked.set()
 
     def compare(self, step):
