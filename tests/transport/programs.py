@@ -88,9 +88,8 @@ def programs(draw, *, has_faults=False):
         tuple
     )
     computes = st.builds(Compute, st.integers(0, len(geometry.groups) - 1), blocks)
-    moves = st.builds(
-        Move, st.sampled_from([STORE, LOAD]), wants(geometry).map(tuple), st.booleans()
-    )
+    wanted = wants(geometry) | wants(geometry, whole=True)
+    moves = st.builds(Move, st.sampled_from([STORE, LOAD]), wanted.map(tuple), st.booleans())
     steps = draw(st.lists(computes | moves | moves, min_size=2, max_size=10))
     return Program(
         geometry,

@@ -236,15 +236,19 @@ def geometries(draw):
 
 
 @st.composite
-def wants(draw, geometry, *, aligned=False):
-    """A transfer with distinct blocks and distinct slots: any start, any end within a chunk."""
+def wants(draw, geometry, *, aligned=False, whole=False):
+    """A transfer with distinct blocks and distinct slots: any start, any end within a chunk.
+
+    `aligned`: it starts with a chunk; `whole`: it also ends with one.
+    """
     slots = draw(st.permutations(range(geometry.slots)))
     parts = []
     for _ in geometry.groups:
         blocks = tuple(draw(st.permutations(range(geometry.blocks))))
-        blocks = blocks[: draw(st.integers(0, 6))]
-        first = 0 if aligned else draw(st.integers(0, 9))
         per_chunk = geometry.blocks_per_chunk
+        count = draw(st.integers(0, 6))
+        blocks = blocks[: count - count % per_chunk if whole else count]
+        first = 0 if aligned or whole else draw(st.integers(0, 9))
         chunks = -(-(first % per_chunk + len(blocks)) // per_chunk) if blocks else 0
         parts.append(Wanted(blocks, first, tuple(slots[:chunks])))
         slots = slots[chunks:]

@@ -59,7 +59,7 @@ def test_in_lockstep_a_fleet_finds_what_one_unbounded_cache_does_also_beside_a_k
     command, tmp_path
 ):
     trace = command.trace(REQUESTS)
-    shared = f"fs:root_dir={tmp_path}/bucket"
+    shared = f"fs:root_dir={tmp_path}/bucket,probe_timeout_s=60"  # a late answer is a miss
     report = command.figures(
         *(trace, "--fleet", 2, "--primary-blocks", 8, "--tier", shared, "--fleet-kill", 3)
     )
