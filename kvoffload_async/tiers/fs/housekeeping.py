@@ -326,8 +326,9 @@ class Housekeeping:
             return self._files.present(keys)
 
         found = await self._run(find)
-        if self._space is not None:
-            await self._space.remove(self._space.withdraw(found), self._run)
+        if self._space is not None:  # others may have removed known ones
+            gone = found.union(self._space.present(keys))
+            await self._space.remove(self._space.withdraw(gone), self._run)
         elif found:
             await self._run(lambda: self._files.remove(found))
             self._env.blocks_evicted(found)
