@@ -78,8 +78,8 @@ def test_a_tier_that_hangs_holds_up_no_request_beyond_its_deadline(serve, tmp_pa
         valkey.freeze()
         after = again.bench(3)
         if hangs_while == "storing":
-            assert after.count("CHECKSUM MATCH OK") == 2, after
-            wait_until(lambda: stored_blocks(again, "fs") == 16)
+            assert after.count("CHECKSUM MATCH OK") >= 2, after
+            wait_until(lambda: stored_blocks(again, "fs") >= 16)
         else:
             # What was being loaded from the tier when it hung is a miss.
             assert after.count("/cold] LOOKUP: 8/8 chunks hit") >= 2, after
