@@ -181,7 +181,8 @@ def sglang(session: nox.Session) -> None:
     session.install("--no-deps", "-r", str(ROOT / "tests/under_sglang/requirements.txt"))
     session.run(
         *("python", "-m", "pytest", "-s", "tests/under_sglang"),
-        *("tests/integrations/test_sglang.py", "-o", "faulthandler_timeout=900"),
+        *("tests/integrations/test_sglang.py", "--timeout=900"),
+        *("-o", "faulthandler_timeout=900"),
         *session.posargs,
     )
 
@@ -223,7 +224,8 @@ def lmcache(session: nox.Session) -> None:
     session.install("--no-deps", "-r", str(ROOT / "tests/under_lmcache/requirements.txt"))
     session.run(
         *("python", "-m", "pytest", "-s", "tests/under_lmcache"),
-        *("tests/integrations/test_lmcache_adapter.py", "-o", "faulthandler_timeout=900"),
+        *("tests/integrations/test_lmcache_adapter.py", "--timeout=900"),
+        *("-o", "faulthandler_timeout=900"),
         *session.posargs,
     )
 

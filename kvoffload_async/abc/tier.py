@@ -324,9 +324,10 @@ class AsyncTier(ABC):
         """Remove one pin from each of these distinct blocks that has one. Must return at once."""
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:  # noqa: B027 - optional hook
-        """Remove blocks, except pinned ones and those of running jobs, and announce the removals.
+        """Remove blocks, except pinned ones, and announce the removals when they are done.
 
-        Must return at once. Called only if `capabilities.discards`.
+        Must return at once. A block of a running job may stay. Called only if
+        `capabilities.discards`.
         """
 
     @classmethod

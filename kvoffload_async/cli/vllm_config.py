@@ -12,33 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvoffload_async.errors import InputError
+from kvoffload_async.facade.vllm_keys import DECIDED_OF_TIERS, NAMES_UNDER_VLLM, VLLMS_OWN
 
 _MODULE: Final = "kvoffload_async.integrations.vllm"
 _WHOLE_ENGINE: Final = "KVOffloadSpec"
 _EXTRA: Final = "kv_connector_extra_config"
-_TIERS: Final = {
-    "FsTier": "fs",
-    "MooncakeTier": "mooncake",
-    "ObjectTier": "object",
-    "SlabTier": "slab",
-    "ValkeyTier": "valkey",
-}
-"""Names of this package's tiers under vLLM's own spec -> under `KVOffloadSpec`."""
-_VLLMS: Final = frozenset(
-    {
-        "block_size",
-        "blocks_per_chunk",
-        "canonical_layout",
-        "offload_prompt_only",
-        "self_describing_kv_events",
-        "spec_module_path",
-        "spec_name",
-        "sync_load_budget_bytes",
-    }
-)
-"""Keys of the same object that vLLM reads."""
-_DECIDED: Final = ("model", "rank", "run_config")
-"""Keys of a tier that follow from vLLM's configuration."""
 UNKNOWN_BLOCK_BYTES: Final = 64 * 1024
 
 
@@ -72,7 +50,9 @@ def engine_part(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{_EXTRA}: spec_name is not {_WHOLE_ENGINE}, and no tier has module_path {_MODULE}: "
             "nothing here is of this package"
         )
-    engine = {key: value for key, value in extra.items() if key not in _VLLMS} if is_whole else {}
+    engine = (
+        {key: value for key, value in extra.items() if key not in VLLMS_OWN} if is_whole else {}
+    )
     engine.setdefault("cpu_bytes_to_use", extra.get("cpu_bytes_to_use", UNKNOWN_BLOCK_BYTES))
     for key in ("block_bytes", "model", "num_workers", "fingerprint"):
         if key in engine:
@@ -83,7 +63,7 @@ def engine_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tier_part(tier: Mapping[str, Any], number: int) -> dict[str, Any]:
-    for key in _DECIDED:
+    for key in DECIDED_OF_TIERS:
         if key in tier:
             raise InputError(
                 f"{_EXTRA}: secondary_tiers[{number}]: {key}: follows from vLLM's configuration; "
@@ -92,7 +72,7 @@ def _tier_part(tier: Mapping[str, Any], number: int) -> dict[str, Any]:
     part = dict(tier)
     if part.get("module_path") == _MODULE:
         del part["module_path"]
-        part["type"] = _TIERS.get(str(part.get("type")), part.get("type"))
+        part["type"] = NAMES_UNDER_VLLM.get(str(part.get("type")), part.get("type"))
     if isinstance(directory := part.get("root_dir"), str):
         part["root_dir"] = str(Path(directory).absolute())  # vLLM's: relative to where it runs
     return part

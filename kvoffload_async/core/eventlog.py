@@ -27,6 +27,8 @@ class EventLog:
         ownership: See `OffloadingEvent`; applies to events that are taken from now on.
         dropped: Number of dropped events.
         dropped_keys: Number of keys in the dropped events.
+        announced: Blocks that were announced as stored and not as removed, also in events not yet
+            taken; None if they are not tracked. Read-only.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class EventLog:
         self._locality = locality
         self._enabled = enabled
         self._announces_removals = announces_removals
-        self._announced = KeyMap() if enabled and remembers else None
+        self.announced = KeyMap() if enabled and remembers else None
         self._epoch = 0
         self._bound = bound
         self.entries: deque[_Entry] = deque()
@@ -74,8 +76,8 @@ class EventLog:
         if not self._enabled:
             return
         news: Sequence[OffloadKey] = tuple(keys)
-        if self._announced is not None:
-            news = self._changed(news, self._announced, removed=removed)
+        if self.announced is not None:
+            news = self._changed(news, self.announced, removed=removed)
         if not news:
             return
         entries = self.entries

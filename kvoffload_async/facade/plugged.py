@@ -199,6 +199,18 @@ class Transfer:
             yield partial(self.at_rest.set_result, None)
 
 
+class ListPosition(NamedTuple):
+    """A position in the list of all blocks.
+
+    Attributes:
+        tier: Number of the tier.
+        key: The last key before the position; None: the position is before the tier's first one.
+    """
+
+    tier: int = 0
+    key: OffloadKey | None = None
+
+
 class _Lookup:
     """A lookup that waits for probes."""
 
@@ -451,17 +463,50 @@ class PluggedTiers:
         with self._lock:
             self._unpin(keys)
 
-    def discard(self, keys: Sequence[OffloadKey]) -> bool:
+    def discard(self, keys: Sequence[OffloadKey]) -> list[str]:
         """Remove blocks that are not in use; their removal is announced. Non-blocking.
 
         Returns:
-            Whether every tier can remove blocks.
+            The names of the tiers that cannot remove blocks.
         """
         with self._lock:
             able = [port for port in self._ports if port.manager.tier.capabilities.discards]
             if not self._is_closed:
                 self._call_tiers("discard", able, keys)
-            return len(able) == len(self._ports)
+            return [port.state.name for port in self._ports if port not in able]
+
+    def list_keys(
+        self, position: ListPosition, count: int
+    ) -> tuple[list[OffloadKey], ListPosition | None]:
+        """Return blocks that tiers have, each once, and the position after them.
+
+        A block that is present throughout a listing is listed. A tier without events, or that
+        announces no removals, has no list.
+
+        Args:
+            position: Where to begin.
+            count: Maximum number of keys.
+
+        Returns:
+            At most `count` keys, and where to continue; None at the end.
+        """
+        with self._lock:
+            logs = [port.state.event_log.announced for port in self._ports]
+            for tier in range(position.tier, len(logs)):
+                key = position.key if tier == position.tier else None
+                log = logs[tier]
+                if log is None or not (found := log.following(key, count)):
+                    continue
+                before = [other for other in logs[:tier] if other is not None]
+                news = [one for one in found if not any(one in other for other in before)]
+                return news, ListPosition(tier, found[-1])
+        return [], None
+
+    @property
+    def unlisted(self) -> list[str]:
+        """The names of the tiers that `list_keys` leaves out."""
+        logs = [(port.state.name, port.state.event_log) for port in self._ports]
+        return [name for name, log in logs if log.announced is None]
 
     def stats(self) -> list[TierStatistics]:
         """Return the statistics of each tier, also after closing."""

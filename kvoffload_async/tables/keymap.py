@@ -137,6 +137,24 @@ class KeyMap(Collection[OffloadKey]):
         parts = self.parts
         return [parts[key[0] + key[LAST_HASH_BYTE]].pop(key) for key in keys]
 
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return `count` keys, or all that are left, in an order that is fixed for all keys.
+
+        Its cost depends on `count` and the size of a part, not on the number of keys before.
+
+        Args:
+            key: The key after which to begin, present or not; None: begin with the first one.
+            count: Maximum number of keys.
+        """
+        found: list[OffloadKey] = []
+        first = 0 if key is None else sum(_ends(key)) % len(self.distinct)
+        for part in self.distinct[first:]:
+            if len(found) >= count:
+                break
+            found += sorted(part if key is None else [one for one in part if one > key])
+            key = None
+        return found[:count]
+
     def items(self) -> Iterator[tuple[OffloadKey, int]]:
         """Yield every key with its integer."""
         return chain.from_iterable(part.items() for part in self.distinct if part)

@@ -108,7 +108,7 @@ def bytes_a_block(count: int) -> float:
     tracemalloc.start()
     try:
         with counted_tables() as table_bytes:
-            known = KnownBlocks(KeyRanking(LruPolicy(count)), ())
+            known = KnownBlocks(KeyRanking(LruPolicy(count)), (), list)
             for first in range(0, count, PORTION):
                 known.learn([key_of(n) for n in range(first, min(first + PORTION, count))])
             return (tracemalloc.get_traced_memory()[0] + table_bytes()) / count

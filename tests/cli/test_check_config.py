@@ -1,13 +1,9 @@
 """What `check-config` refuses: whatever opening would, and what would misbehave afterwards."""
 
-import ast
 import json
 import os
-from pathlib import Path
 
 import pytest
-
-from kvoffload_async.cli import vllm_config
 
 MODEL = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
 
@@ -289,14 +285,3 @@ def test_the_json_for_vllm_is_accepted_and_says_what_was_not_checked(command, tm
 )
 def test_what_is_wrong_in_the_json_for_vllm_is_named(command, config, why):
     assert why in command.refusal("check-config", command.config(**config))
-
-
-def test_the_names_that_belong_to_vllm_are_those_of_the_integration():
-    integration = Path(vllm_config.__file__).parents[1] / "integrations" / "vllm" / "spec.py"
-    constants = {
-        node.target.id: node.value
-        for node in ast.parse(integration.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.AnnAssign)
-    }
-    assert ast.literal_eval(constants["_VLLMS_OWN"]) == vllm_config._VLLMS
-    assert ast.literal_eval(constants["_UNDER_VLLM"]) == vllm_config._TIERS

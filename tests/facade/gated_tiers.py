@@ -1,6 +1,7 @@
 """Tiers whose copies and probes wait for a test, for a configuration to name."""
 
 import threading
+from contextlib import contextmanager
 
 from kvoffload_async import ExampleSecondaryTierManager
 from kvoffload_async.abc.tier import Direction, TierCapabilities
@@ -64,6 +65,19 @@ class ProbedTier(GatedTier):
         env, _ = self._opened()
         await env.io.run(Direction.METADATA, self.gate.wait)
         return await super().contains(keys)
+
+
+@contextmanager
+def new_gates(monkeypatch):
+    """Yield new gates of `GatedTier` and of `ProbedTier`, which end open."""
+    gates = Gate(), Gate()
+    monkeypatch.setattr(GatedTier, "gate", gates[0])
+    monkeypatch.setattr(ProbedTier, "gate", gates[1])
+    try:
+        yield gates
+    finally:
+        for gate in gates:
+            gate.open()
 
 
 class OwnManager(ExampleSecondaryTierManager):

@@ -120,7 +120,7 @@ def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_
 
 def test_a_block_that_could_not_be_ranked_is_seen_again_and_evicted_once():
     ranking = KeyRanking(LruPolicy(2))
-    known = KnownBlocks(ranking, ())
+    known = KnownBlocks(ranking, (), list)
     known.learn(K[:3], {key: number for number, key in enumerate(K[:3])})
     ranking.discard(K[2:3])
     known.learn(K[:2], {key: number for number, key in enumerate(K[:2])})
@@ -134,7 +134,7 @@ def test_a_block_that_could_not_be_ranked_is_seen_again_and_evicted_once():
 
 def test_a_block_that_could_not_be_ranked_and_is_used_is_not_among_the_oldest():
     ranking = KeyRanking(LruPolicy(2))
-    known = KnownBlocks(ranking, ())
+    known = KnownBlocks(ranking, (), list)
     known.learn(K[:3], {key: number for number, key in enumerate(K[:3])})
     ranking.discard(K[2:3])
     known.learn(K[:1])

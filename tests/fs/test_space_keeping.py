@@ -20,6 +20,8 @@ from fs.spaces import (
     trim,
 )
 
+from kvoffload_async.abc.events import BlocksAppeared
+
 
 def test_a_rescan_corrects_what_strangers_have_added_and_removed(place):
     with place.open(capacity_bytes=room_for(41)) as harness:
@@ -42,6 +44,25 @@ def test_a_rescan_announces_what_others_have_removed(place):
             place.path(key).unlink()
         rescan(harness)
         assert evicted(harness) == set(K[:2])
+
+
+def test_blocks_of_others_and_of_former_runs_are_announced_once_and_not_the_own_ones(place):
+    place.put(K[0])
+    with place.open(capacity_bytes=room_for(41)) as harness:
+        assert appeared(harness) == [K[0]]
+        harness.store(K[1:3])
+        for key in K[3:5]:
+            place.put(key)
+        rescan(harness)
+        rescan(harness)
+        assert sorted(appeared(harness)) == sorted([K[0], *K[3:5]])
+        place.put(K[5])
+        assert harness.load(K[5:6]) == {}
+        assert appeared(harness)[-1] == K[5]
+
+
+def appeared(harness) -> list:
+    return [k for event in harness.events if isinstance(event, BlocksAppeared) for k in event.keys]
 
 
 def test_storing_what_others_have_removed_announces_that_it_was_gone(place):

@@ -32,7 +32,8 @@ def space_with(place, keys) -> tuple[Space, AskedPolicy]:
         UsageFile(FileOps(), str(place.folder), "writer", set),
         place.files(),
         block_bytes=10,
-        announce=lambda _keys: None,
+        announce_found=lambda _keys: None,
+        announce_gone=lambda _keys: None,
     )
     space.blocks.learn(keys)
     return space, policy

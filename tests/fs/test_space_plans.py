@@ -33,7 +33,8 @@ def space_of(place, capacity_blocks):
         usage,
         place.files(),
         block_bytes=10,
-        announce=lambda _keys: None,
+        announce_found=lambda _keys: None,
+        announce_gone=lambda _keys: None,
     )
     return space, usage
 

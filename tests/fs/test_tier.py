@@ -3,15 +3,18 @@
 import asyncio
 import errno
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
-from fs.places import Place
+from fs.places import KIB, Place
+from fs.spaces import check, evicted
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.fs import housekeeping
 from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.types import make_offload_key
 
@@ -132,3 +135,68 @@ def test_a_key_too_long_for_a_file_name_fails_alone_and_hinders_no_closing(place
             assert list(harness.store([K[0], long, K[1]])) == [1]
         assert list(harness.load([K[0], long, K[1]])) == [1]
         assert harness.contains([K[0], long, K[1]]) == {K[0], K[1]}
+
+
+# -- discarding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * KIB}])
+def test_discarded_blocks_are_removed_and_their_removal_announced(place, options):
+    with place.open(**options) as harness:
+        assert harness.store(K[:4]) == {}
+        discard(harness, [*K[:2], K[0], K[7]])
+        assert place.blocks() == set(K[2:4])
+        assert evicted(harness) == set(K[:2])
+        assert harness.store(K[:2]) == {}
+        assert place.blocks() == set(K[:4])
+        if options:
+            check(place, harness, 64 * KIB)
+    harness.tier.discard(K[:1])  # closed: no effect
+
+
+def test_blocks_of_others_are_discarded_before_a_walk_has_found_them(place):
+    with place.open(capacity_bytes=64 * KIB) as harness:
+        place.put(K[0])
+        discard(harness, K[:1])
+        assert not place.blocks()
+
+
+def test_a_block_in_use_is_not_discarded(place):
+    with place.open(capacity_bytes=64 * KIB) as harness:
+        harness.store(K[:2])
+        harness.on_loop(lambda: harness.tier._space.pin(K[:1]))
+        discard(harness, K[:2])
+        assert place.blocks() == {K[0]}
+        harness.on_loop(lambda: harness.tier._space.unpin(K[:1]))
+
+
+def test_nothing_is_discarded_in_a_directory_that_was_replaced(place, caplog):
+    with place.open() as harness:
+        harness.store(K[:1])
+        place.root.rename(place.root.with_name("aside"))
+        shutil.copytree(place.root.with_name("aside"), place.root)
+        discard(harness, K[:1])
+        assert "blocks were not removed" in caplog.text
+        assert place.blocks() == {K[0]}
+        assert not evicted(harness)
+
+
+def test_blocks_beyond_those_that_may_wait_are_kept(place, monkeypatch, caplog):
+    monkeypatch.setattr(housekeeping, "_MOST_DISCARDS", 2)
+    with place.open() as harness:
+        harness.store(K[:4])
+        discard(harness, K[:4])
+        assert place.blocks() == set(K[2:4])
+        assert "2 blocks are not removed" in caplog.text
+
+
+def discard(harness, keys) -> None:
+    """Discard blocks, and wait until that is done."""
+    tasks = []
+
+    def begin() -> None:
+        harness.tier.discard(keys)
+        tasks.append(harness.tier._housekeeping._discarding)
+
+    harness.on_loop(begin)
+    harness.run(_end(tasks))

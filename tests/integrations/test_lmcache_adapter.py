@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -340,13 +341,116 @@ def test_deleted_objects_are_gone_where_a_tier_can_and_locked_ones_stay(start, m
     assert host.told["deleted"] == [keys[1]]
 
 
-def test_a_tier_that_cannot_delete_says_so_once(start, memory, caplog):
+def test_deleting_is_refused_where_no_tier_can_or_the_store_is_not_open(start, memory, slab):
     host = start(EXAMPLE)
+    with pytest.raises(NotImplementedError, match=r"store of model 'm', group 0 is not open"):
+        host.adapter.delete([host.key(1)])
     host.store([host.key(1)], fill(memory, 0))
-    host.adapter.delete([host.key(1)])
-    host.adapter.delete([host.key(1)])
+    with pytest.raises(NotImplementedError, match="tiers of type example cannot remove"):
+        host.adapter.delete([host.key(1)])
     assert host.lookup([host.key(1)]) == [True]
-    assert caplog.text.count("asked to delete") == 1
+    host.adapter.close()
+    host.adapter.delete([host.key(1)])  # closed: no effect
+
+
+def test_of_several_tiers_those_that_cannot_delete_keep_the_object(start, memory, slab, caplog):
+    host = start(EXAMPLE, slab)
+    host.store([host.key(1)], fill(memory, 0))
+    for _ in range(2):
+        host.adapter.delete([host.key(1)])
+    assert host.lookup([host.key(1)]) == [True]
+    assert caplog.text.count("tiers of type example cannot, and keep them") == 1
+    until(lambda: host.told["deleted"] == [host.key(1)])
+
+
+@pytest.fixture(params=[None, "8MiB"])
+def fs(tmp_path, request):
+    capacity = {} if request.param is None else {"capacity_bytes": request.param}
+    return {"type": "fs", "root_dir": str(tmp_path), **capacity}
+
+
+def test_objects_are_deleted_from_files_too(start, memory, fs):
+    host = start(fs)
+    keys = [host.key(number) for number in range(3)]
+    host.store(keys, fill(memory, 0, 1, 2))
+    host.adapter.delete([keys[1], host.key(9)])
+    until(lambda: host.lookup(keys) == [True, False, True])
+    until(lambda: host.told["deleted"] == [keys[1]])
+    assert host.usage() == ({"": 2 * SIZE} if "capacity_bytes" in fs else {})
+
+
+def until(is_so):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.005)
+
+
+def listed(host, size, model=None):
+    """Return the objects of all pages."""
+    found, cursor = [], None
+    while True:
+        page = host.adapter.list_l2_keys(model, size, cursor)
+        assert len(page.entries) <= size
+        found += page.entries
+        if (cursor := page.next_page_token) is None:
+            return found
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_every_object_is_listed_once(start, memory, slab, tmp_path, size):
+    slab["root_dir"] = str(tmp_path / "slab")
+    fs = {"type": "fs", "root_dir": str(tmp_path / "fs"), "capacity_bytes": "24MiB"}
+    host = start({**slab, "capacity_bytes": "24MiB"}, fs, num_stores=3)
+    assert listed(host, size) == []
+    salts = ["", "tenant", "s" * 128]
+    keys = [host.key(n, salt=salts[n % 3], model="mn"[n % 2], rank=n % 5) for n in range(20)]
+    host.store(keys, [memory[0]] * 20)
+    host.store([host.key(30, group=1)], fill(memory, 1))
+    found = listed(host, size)
+    assert len(found) == 21
+    expected = [key.to_encoded_object_key() for key in (*keys, host.key(30, group=1))]
+    assert set(map(repr, expected)) == {repr(entry.key) for entry in found}
+    assert {entry.size_bytes for entry in found} == {SIZE}
+    assert len(listed(host, size, "n")) == 10
+    assert listed(host, size, "other") == []
+    host.adapter.close()
+    assert listed(host, size) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "cursor", "message"),
+    [(0, None, "page_size: 0"), (1, "x", "cursor: 'x'"), (1, "0.0.00", "cursor: '0.0.00'")],
+)
+def test_a_page_that_cannot_be_is_a_value_error(start, size, cursor, message):
+    with pytest.raises(ValueError, match=message):
+        start(EXAMPLE).adapter.list_l2_keys(None, size, cursor)
+
+
+def test_tiers_that_do_not_know_their_contents_refuse_to_list_them(start, memory, tmp_path):
+    host = start({"type": "fs", "root_dir": str(tmp_path)})
+    host.store([host.key(1)], fill(memory, 0))
+    with pytest.raises(NotImplementedError, match="tiers of type fs do not know their contents"):
+        host.adapter.list_l2_keys()
+
+
+def test_files_that_a_former_run_has_stored_are_told_by_salt(start, memory, tmp_path):
+    fs = {"type": "fs", "root_dir": str(tmp_path), "capacity_bytes": "256KiB"}
+    before = start(fs)
+    salts = ["", "tenant", "s" * 128]
+    keys = [before.key(number, salt=salts[number % 3]) for number in range(9)]
+    assert before.store(keys, fill(memory, *range(9))).is_successful()
+    before.adapter.close()
+    host = start(fs)
+    assert host.lookup(keys) == [True] * 9
+    until(lambda: host.usage() == dict.fromkeys(salts, 3 * SIZE))
+    assert len(listed(host, 4)) == 9
+    for first in range(100, 200, 4):  # evicts them; the usage of no salt falls below 0
+        new = [host.key(n, salt=salts[n % 3]) for n in range(first, first + 4)]
+        assert host.store(new, fill(memory, 0, 1, 2, 3)).is_successful()
+    assert set(map(repr, keys)) <= set(map(repr, host.told["deleted"]))
+    on_disk = sum(path.suffix == ".bin" for path in tmp_path.rglob("*"))
+    assert sum(host.usage().values()) == on_disk * SIZE
 
 
 def test_locks_are_counted_and_unlocking_never_fails(start, memory, slab):

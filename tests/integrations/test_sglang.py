@@ -2,18 +2,22 @@
 
 import hashlib
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from facade import gated_tiers
-from facade.gated_tiers import Gate
+from facade.gated_tiers import new_gates
 from integrations import sglang_protocol
 from integrations.sglang_protocol import HostPool
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
-from kvoffload_async.errors import ConfigError, StateError, UnknownNameError
+from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError, UnknownNameError
+from kvoffload_async.facade.plugged import ListPosition
 from kvoffload_async.integrations.sglang.identity import Shard
 from kvoffload_async.integrations.sglang.pages import PoolPages
 from kvoffload_async.observe.status import ask, parse_report
@@ -31,13 +35,8 @@ def sglang():
 
 @pytest.fixture(autouse=True)
 def gates(monkeypatch):
-    """New gates, which end open."""
-    gates = Gate(), Gate()
-    monkeypatch.setattr(gated_tiers.GatedTier, "gate", gates[0])
-    monkeypatch.setattr(gated_tiers.ProbedTier, "gate", gates[1])
-    yield gates
-    for gate in gates:
-        gate.open()
+    with new_gates(monkeypatch) as gates:
+        yield gates
 
 
 @pytest.fixture
@@ -392,12 +391,22 @@ def test_an_unsupported_pool_is_refused_before_anything_starts(create, kind, sta
 def test_pages_larger_than_the_tier_are_refused_and_nothing_is_left(create, tmp_path):
     tier = {"type": "slab", "root_dir": str(tmp_path / "kv"), "capacity_bytes": 4096}
     backend = create(tier)
+    backend.register_mem_pool_host(HostPool(4, page_size=64))
     with pytest.raises(ConfigError, match="capacity_bytes"):
-        backend.register_mem_pool_host(HostPool(4, page_size=64))
+        backend.on_host_pools_registered()
     assert not (tmp_path / "kv").exists()
 
 
-def test_a_second_kind_of_pool_is_refused_and_everything_closed(create, threads_left):
+def test_a_second_kind_of_pool_is_refused_before_anything_starts(create, started_threads):
+    pool = filled(4)
+    backend = create({"type": "example"})
+    backend.register_mem_pool_host(pool)
+    with pytest.raises(ConfigError, match="host pool 'mamba': models with several kinds"):
+        backend.register_mem_host_pool_v2(pool, "mamba")
+    assert started_threads() == []
+
+
+def test_a_pool_that_comes_later_is_refused_and_everything_closed(create, threads_left):
     pool = filled(4)
     backend = create({"type": "example"}, pool)
     with pytest.raises(ConfigError, match="host pool 'mamba': models with several kinds"):
@@ -455,9 +464,66 @@ def test_sglangs_metrics_have_pages_and_bandwidth_of_each_call(create, monkeypat
     assert backend.get_stats().backup_pgs == []
 
 
-def test_clearing_is_refused(create):
-    with pytest.raises(NotImplementedError, match="another namespace"):
-        create({"type": "example"}, filled(4)).clear()
+@pytest.mark.parametrize("kind", ["slab", "fs"])
+def test_clearing_removes_all_pages_of_the_rank_and_no_others(create, tmp_path, kind):
+    tier = {"type": kind, "root_dir": str(tmp_path), "capacity_bytes": "16MiB"}
+    pool = filled(200)
+    ranks = [create(tier, pool, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    keys = keys_of(200)
+    for backend in ranks:
+        assert all(backend.batch_set_v1(keys, pool.indices(range(200))))
+    ranks[0].clear()
+    assert [backend.batch_exists(keys) for backend in ranks] == [0, 200]
+    assert all(ranks[0].batch_set_v1(keys, pool.indices(range(200))))
+    assert ranks[0].batch_exists(keys) == 200
+    ranks[0].close()
+    ranks[0].clear()  # closed: no effect
+
+
+def test_pages_in_use_outlast_clearing_which_says_so(create, tmp_path):
+    tier = {"type": "slab", "root_dir": str(tmp_path), "capacity_bytes": "4MiB"}
+    pool = filled(4)
+    backend = create({**tier, "io_timeout_s": 0.3}, pool)
+    backend.batch_set_v1(keys_of(2), pool.indices([0, 1]))
+    tiers = backend._store.tiers
+    tiers.pin(tiers.list_keys(ListPosition(), 1)[0], 60.0)
+    with pytest.raises(TierTimeoutError, match="not all pages were removed within"):
+        backend.clear()
+    assert sum(map(backend.exists, keys_of(2))) == 1
+
+
+@pytest.mark.parametrize("kind", ["example", "fs"])
+def test_clearing_is_refused_where_a_tier_cannot(create, tmp_path, kind):
+    tier = {"type": kind} | ({"root_dir": str(tmp_path)} if kind == "fs" else {})
+    with pytest.raises(NotImplementedError, match=f"type {kind} cannot.*another namespace"):
+        create(tier, filled(4)).clear()
+
+
+def test_the_registry_has_the_metrics_of_a_rank_until_it_is_closed(create):
+    pool = filled(4)
+    backend = create({"type": "example"}, pool, tp_rank=1, tp_size=2)
+    backend.batch_set_v1(keys_of(2), pool.indices([0, 1]))
+    sample = 'kvoffload_tier_stored_blocks_total{engine="sglang-tp1",tier="example"} 2.0'
+    assert sample in generate_latest(REGISTRY).decode()
+    backend.close()
+    assert "sglang-tp1" not in generate_latest(REGISTRY).decode()
+
+
+def test_in_multiprocess_mode_the_metrics_are_where_the_server_reads_them(tmp_path):
+    """As SGLang's scheduler and its HTTP server: in two processes."""
+    root = Path(__file__).parents[1]
+    environment = os.environ | {
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(root), str(root.parent)]),
+    }
+    scheduler = [sys.executable, root / "integrations" / "sglang_metrics.py", "1"]
+    subprocess.run(scheduler, env=environment, check=True)
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))
+    printed = generate_latest(registry).decode()
+    labels = '{engine="sglang-tp1",tier="example"}'
+    assert f"kvoffload_tier_stored_blocks_total{labels} 3.0" in printed
+    assert f"kvoffload_tier_open{labels} 1.0" in printed
 
 
 def test_the_slow_interface_is_warned_of(create, caplog):

@@ -84,6 +84,19 @@ def test_a_map_is_a_dictionary(steps):
     assert not found
 
 
+@given(some_keys, st.integers(1, 4), st.sampled_from([1, 10_000, 1 << 20]))
+def test_a_map_is_read_in_portions_while_it_changes(keys, count, capacity):
+    spread = KeyMap(capacity)
+    spread.update(keys, range(len(keys)))
+    found, last = [], None
+    while portion := spread.following(last, count):
+        assert len(portion) <= count
+        found += portion
+        last = portion[-1]
+        spread.discard([last])
+    assert sorted(found) == sorted(keys)
+
+
 def test_a_copy_is_its_own_and_a_merge_takes_everything_in():
     one, other = KeyMap(), KeyMap()
     one.update(K[:3], [0, 1, 2])

@@ -61,6 +61,39 @@ def test_a_killed_server_serves_every_chunk_with_the_same_checksums(serve, tmp_p
     assert store["tiers"][0]["failed_blocks"] == 0
 
 
+@pytest.mark.parametrize("hangs_while", ["loading", "storing"])
+def test_a_tier_that_hangs_holds_up_no_request_beyond_its_deadline(serve, tmp_path, hangs_while):
+    """LMCache's bench gives a lookup up after 2.5 s, and a store or a load after 10 s."""
+    deadlines = {"call_timeout_s": 0.3, "probe_timeout_s": 0.3, "io_timeout_s": 0.6}
+    with ValkeyServer(tmp_path) as valkey:
+        hangs = {"type": "valkey", "url": valkey.url(), **deadlines}
+        adapter = plugin(hangs, tier_of("fs", tmp_path), lookup_timeout_s=2)
+        server = serve(adapter)
+        known = 3 if hangs_while == "loading" else 1
+        before = server.bench(known)
+        wait_until(lambda: stored_blocks(server, "fs") == 8 * known)
+        server.kill()
+        again = serve(adapter)
+        again.bench(1)  # opens the tiers
+        valkey.freeze()
+        after = again.bench(3)
+        if hangs_while == "storing":
+            assert after.count("CHECKSUM MATCH OK") >= 2, after
+            wait_until(lambda: stored_blocks(again, "fs") >= 16)
+        else:
+            # What was being loaded from the tier when it hung is a miss.
+            assert after.count("/cold] LOOKUP: 8/8 chunks hit") >= 2, after
+            assert after.count("/warm] LOOKUP: 8/8 chunks hit") == 3, after
+            assert [checksums(before, n) for n in range(3)] == [
+                checksums(after, n) for n in range(3)
+            ]
+        assert "LOOKUP timeout" not in after
+        (store,) = status_of(again)["stores"]
+        frozen, works = store["tiers"]
+        assert frozen["gauges"]["timeouts"] > 0
+        assert (works["failed_blocks"], works["overdue_jobs"]) == (0, 0)
+
+
 def status_of(server):
     """Return the adapter's part of the server's status."""
     with urllib.request.urlopen(f"http://localhost:{server.http_port}/status", timeout=10) as one:
@@ -68,9 +101,9 @@ def status_of(server):
     return next(_adapters(status))
 
 
-def stored_blocks(server):
-    stores = status_of(server)["stores"]
-    return sum(tier["stored_blocks"] for store in stores for tier in store["tiers"])
+def stored_blocks(server, name=None):
+    tiers = [tier for store in status_of(server)["stores"] for tier in store["tiers"]]
+    return sum(tier["stored_blocks"] for tier in tiers if name in {None, tier["name"]})
 
 
 def _adapters(node):

@@ -91,7 +91,6 @@ def test_a_configuration_error_is_sglangs_and_leaves_nothing_attached(rank, tmp_
         rank("mha", "layer_first", "dynamic")
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_four_ranks_agree_on_the_pages_and_each_gets_its_own(tmp_path, kind):
     """Four processes with SGLang's collectives; rank 3 loses a page of its own, or nobody's."""

@@ -12,7 +12,6 @@ from sglang_world import PAGE_SIZE
 PAGES, RUNS = 1000, 5
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 def test_slab_and_sglangs_file_backend_in_turn(  # noqa: PLR0917 - fixtures

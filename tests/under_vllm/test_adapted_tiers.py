@@ -1,5 +1,6 @@
 """vLLM's own tiers under `KVOffloadSpec`: blocks come back, and a fault costs that tier alone."""
 
+import importlib.util
 import inspect
 import threading
 from dataclasses import replace
@@ -22,6 +23,10 @@ from kvoffload_async.integrations.vllm.tier_adapter import AdaptedTierManager
 KEYS = keys_of(1, 2, 3, 4)
 BLOCKS = [[0, 1, 2, 3]]
 TENSORS = SLOT_BYTES // PAGE_BYTES
+needs_helper = pytest.mark.skipif(
+    importlib.util.find_spec("vllm.fs_io_C") is None,
+    reason="this build of vLLM lacks fs_io_C, the C helper of its fs tier",
+)
 VLLMS_THREADS = ("vllm_kv_py_fs", "vllm_offloading_lookup", "kvoffload-ask")
 
 
@@ -67,6 +72,7 @@ def counters_of(world):
     return world.manager.manager.planner.tiers[0].counters
 
 
+@needs_helper
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_come_back_from_vllms_fs_tier(pair, vllms, ranks):
     world = pair([vllms], ranks=ranks)
@@ -97,6 +103,7 @@ def test_vllms_own_engine_and_ours_serve_each_others_files(pair, serving, vllms,
     assert np.array_equal(other.load(KEYS[2:3])[KEYS[2]], content_of(KEYS[1]))
 
 
+@needs_helper
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_file_that_is_too_short_costs_its_block_and_those_behind_it(pair, vllms, tmp_path, bad):
     world = pair([vllms])
@@ -164,6 +171,7 @@ def test_the_events_of_a_tier_have_its_name(pair, vllms):
     assert event.ownership == "FileSystemTierManager"
 
 
+@needs_helper
 def test_vllms_tier_may_stand_behind_one_of_ours(pair, vllms):
     world = pair([{"type": "example"}, vllms])
     before = stored(world)

@@ -33,6 +33,7 @@ from kvoffload_async.facade.plugged import statistics_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, path_from_environment
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
+from kvoffload_async.integrations.lmcache.listing import page_of
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock
 from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
@@ -43,7 +44,7 @@ from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 if TYPE_CHECKING:
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.api import KeyListPage, MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
@@ -211,17 +212,47 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- contents ---------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove objects that are not in use, from tiers that can; it is announced when it is done.
+        """Remove objects that are not in use; their removal is announced when it is done.
 
-        A tier that cannot, which is every one but `slab`, keeps them.
+        With several tiers, those that cannot remove objects keep them.
+
+        Raises:
+            NotImplementedError: Some objects were not removed, because no tier of their store can
+                remove objects, or their store is not open.
         """
+        if self._is_closing:
+            return
+        refused = []
+        missing = {(key.model_name, key.object_group_id) for key in keys}
         for store, encoded in self._open_stores_of(keys):
-            if not store.tiers.discard(encoded) and not self._cannot_delete:
+            missing.discard(store.store_id[:2])
+            unable = store.tiers.discard(encoded)
+            if len(unable) == len(store.tiers.managers):
+                refused.append(f"tiers of type {', '.join(unable)} cannot remove single objects")
+            elif unable and not self._cannot_delete:
                 self._cannot_delete = True
                 logger.warning(
-                    "LMCache has asked to delete objects, which only tiers of type slab can; other "
-                    "tiers keep them until they evict them"
+                    "LMCache has asked to delete objects: tiers of type %s cannot, and keep them",
+                    ", ".join(unable),
                 )
+        for model, group in sorted(missing):
+            refused.append(
+                f"the store of model {model!r}, group {group} is not open: it is opened by the "
+                "first request that names it"
+            )
+        if refused:
+            raise NotImplementedError("objects were not removed: " + "; ".join(refused))
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """Return a page of the objects in open stores; see `page_of` for arguments and errors."""
+        page = page_of(self._stores.every(), self._keys, model_name, page_size, cursor)
+        entries = [
+            api.KeyEntry(key.to_encoded_object_key(), size_bytes)
+            for key, size_bytes in page.objects
+        ]
+        return api.KeyListPage(tuple(entries), page.next_cursor)
 
     def report_status(self) -> dict[str, Any]:
         """Return whether the adapter works, and the state of each store and of its tiers.

@@ -45,6 +45,7 @@ class OpenStore:
     """The tiers of an open store, and the two ways of transferring objects.
 
     Attributes:
+        store_id: Names the store.
         tiers: The tiers.
         rows: Their primary.
         in_place: Objects transferred without a copy.
@@ -59,6 +60,7 @@ class OpenStore:
         on_events: OnEvents,
     ) -> None:
         """Open the tiers; blocks. Raises what `PluggedTiers` raises."""
+        self.store_id = store
         tiers = options.tiers_of(store)
         num_own = max(1, options.staging_bytes // store.object_bytes)
         self.rows = HostRows(store.object_bytes, num_own, host)

@@ -47,6 +47,8 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tie
 from kvoffload_async.integrations.sglang.identity import DECIDED, check_sharing, identified
 from kvoffload_async.integrations.sglang.page_store import PageStore
 from kvoffload_async.integrations.sglang.pages import PoolPages
+from kvoffload_async.observe.multiprocess import MultiprocessMetrics, is_multiprocess
+from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadKey, make_offload_key
@@ -167,39 +169,34 @@ class KVOffloadHiCache(HiCacheStorage):
                         )
                 check_sharing(tier, storage_config)
                 SecondaryTierFactory.check_config({**tier, "run_config": run_config})
+        self._pages: PoolPages | None = None
+        self._tiers: list[dict[str, Any]] = []
         self._store: PageStore | None = None
         self._status = EngineStatus(storage_config.model_name)
+        self._unpublish: Callable[[], None] | None = None
+        self._shared: MultiprocessMetrics | None = None
         self._loads: deque[_Call] = deque(maxlen=_MOST_CALLS)
         self._stores: deque[_Call] = deque(maxlen=_MOST_CALLS)
 
     # -- pools ------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401 - HostKVCache
-        """Examine the pool, map the rows and open the tiers; blocks until they are open.
+        """Examine the pool; starts nothing, because further pools may follow.
 
         Raises:
-            ConfigError: The pool is not supported, or the configuration does not fit to it. As for
-                the other errors, nothing is left running.
-            TierUnavailableError: A tier's storage cannot be reached.
-            TierTimeoutError: A tier did not open in time.
+            ConfigError: The pool is not supported, or the configuration does not fit to it.
             StateError: A pool is registered already.
         """
-        if self._store is not None:
+        if self._pages is not None:
             raise StateError("a host pool is registered already")
         super().register_mem_pool_host(mem_pool_host)
         pages = PoolPages(mem_pool_host)
         dtype = _kv_cache_dtype()
-        tiers = [
+        self._tiers = [
             identified(tier, self._config, mem_pool_host, pages, dtype)
             for tier in self._options.tier
         ]
-        self._status.listen(self._status_path())
-        try:
-            self._store = PageStore(pages, tiers, _MOST_PAGES, self._options.staging_bytes)
-        except BaseException:
-            self._status.close()
-            raise
-        self._status.serve(self.stats, self._slowest)
+        self._pages = pages
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
         """Accept the pool that is registered already, and no other.
@@ -215,6 +212,33 @@ class KVOffloadHiCache(HiCacheStorage):
                 "backend; use another one for this model"
             )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        """Map the rows and open the tiers; blocks until they are open.
+
+        Raises:
+            ConfigError: The configuration does not fit to the pool's pages. As for the other
+                errors, nothing is left running.
+            TierUnavailableError: A tier's storage cannot be reached.
+            TierTimeoutError: A tier did not open in time.
+        """
+        super().on_host_pools_registered()
+        if self._pages is None or self._store is not None:
+            return
+        self._status.listen(self._status_path())
+        try:
+            self._store = PageStore(
+                self._pages, self._tiers, _MOST_PAGES, self._options.staging_bytes
+            )
+        except BaseException:
+            self._status.close()
+            raise
+        self._status.serve(self.stats, self._slowest)
+        name = f"sglang{self._rank_suffix()}"
+        if is_multiprocess():
+            self._shared = MultiprocessMetrics(name)
+        else:
+            self._unpublish = publish(name, self.stats)
 
     # -- pages of the pool ------------------------------------------------------------------------
 
@@ -349,6 +373,8 @@ class KVOffloadHiCache(HiCacheStorage):
         store = self._store
         if store is None or not self._config.enable_storage_metrics:
             return None
+        if self._shared is not None:
+            self._shared.update(store.stats)
         metrics = importlib.import_module("sglang.srt.observability.metrics_collector")
         found = metrics.StorageMetrics()
         for calls, pages, bandwidths in (
@@ -362,19 +388,27 @@ class KVOffloadHiCache(HiCacheStorage):
         return found
 
     def clear(self) -> None:
-        """Refuse.
+        """Remove this rank's pages from the tiers; blocks, with the jobs' deadline.
 
         Raises:
-            NotImplementedError: Always: tiers may be shared with other processes.
+            NotImplementedError: A tier does not know its contents, or cannot remove single pages.
+            TierTimeoutError: Not all pages were removed in time.
         """
-        raise NotImplementedError(
-            "this storage backend cannot be cleared while it is in use; give the tier another "
-            "namespace, or end all processes that use it and remove its directory"
-        )
+        store = self._store
+        if store is None:
+            return
+        if names := store.not_clearable:
+            raise NotImplementedError(
+                f"tiers of type {', '.join(names)} cannot be cleared, unlike slab, and fs with "
+                "capacity_bytes; give the tier another namespace, and its pages are never served"
+            )
+        store.clear()
 
     def close(self) -> None:
         """Close the tiers, and release the memory; idempotent. Blocks for `close_timeout_s`."""
         self._status.close()
+        if self._unpublish is not None:
+            self._unpublish()
         store, self._store = self._store, None
         if store is None:
             return
@@ -391,6 +425,10 @@ class KVOffloadHiCache(HiCacheStorage):
     def _status_path(self) -> str | None:
         """Return the socket's path; ranks except the first append their coordinates."""
         path = self._options.status_socket or path_from_environment()
+        return None if path is None else f"{path}{self._rank_suffix()}"
+
+    def _rank_suffix(self) -> str:
+        """Return the numbers of this rank that are not 0, such as `-tp1`."""
         config = self._config
         coordinates = {
             "dp": config.dp_rank,
@@ -398,8 +436,7 @@ class KVOffloadHiCache(HiCacheStorage):
             "cp": config.attn_cp_rank,
             "tp": config.tp_rank,
         }
-        suffix = "".join(f"-{name}{number}" for name, number in coordinates.items() if number)
-        return None if path is None else f"{path}{suffix}"
+        return "".join(f"-{name}{number}" for name, number in coordinates.items() if number)
 
     def _slowest(self) -> None:
         """Return no requests: SGLang passes none to a storage backend."""

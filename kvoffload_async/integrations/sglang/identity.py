@@ -18,8 +18,8 @@ from kvoffload_async.integrations.sglang.pages import PoolPages
 
 logger = logging.getLogger(__name__)
 
-DECIDED: Final = ("model", "rank", "run_config")
-"""Options of a tier that SGLang's configuration determines."""
+DECIDED: Final = ("enable_kv_events", "model", "rank", "run_config")
+"""Options of a tier that SGLang's configuration or this integration determines."""
 _PRIVATE: Final = ("example", "slab")
 """Tiers whose contents only one process can use."""
 
@@ -82,6 +82,7 @@ def identified(
     is_private = tier.get("type") in _PRIVATE
     return {
         **tier,
+        "enable_kv_events": True,  # so that pages can be listed, and cleared
         "rank": shard.rank + (shard.replica * shard.count if is_private else 0),
         "run_config": {
             "inference_engine": "sglang",

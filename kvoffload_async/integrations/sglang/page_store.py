@@ -9,6 +9,7 @@ has ended.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ import torch
 from kvoffload_async.abc.tier import CloseReport, Direction
 from kvoffload_async.errors import ClosedError, StateError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.facade.host_rows import HostRows, RowCopies
-from kvoffload_async.facade.plugged import Ended, PluggedTiers, statistics_of
+from kvoffload_async.facade.plugged import Ended, ListPosition, PluggedTiers, statistics_of
 from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
 from kvoffload_async.runtime.buffer import row_stride_bytes
@@ -37,6 +38,9 @@ CopyRows = Callable[[Sequence[int], BlockIds], None]
 
 logger = logging.getLogger(__name__)
 
+_KEYS_AT_ONCE: Final = 4096
+_LOOK_AGAIN_S: Final = 0.1
+"""Seconds until pages are removed again that were in use."""
 _GRACE_S: Final = 5.0
 """Seconds after a deadline of the tiers until a call gives up waiting for its report."""
 
@@ -123,6 +127,7 @@ class PageStore:
         self.page_bytes = pages.page_bytes
         row_bytes = row_stride_bytes(pages.page_bytes)
         count = max(1, min(most_pages, max_bytes // row_bytes))
+        self._has_changed = Condition()
         with ExitStack() as undo:
             self._rows = HostRows(row_bytes, 2 * count)
             undo.callback(self._rows.close)
@@ -130,7 +135,7 @@ class PageStore:
             for direction in (Direction.STORE, Direction.LOAD):
                 staging = self._staging[direction] = _Staging(self._rows, count, direction)
                 undo.callback(staging.close)
-            self.tiers = PluggedTiers(tiers, self._rows.view)
+            self.tiers = PluggedTiers(tiers, self._rows.view, on_events=self._note_events)
             undo.pop_all()
         options = [TierOptions.take(tier) for tier in tiers]
         self._probe_timeout_s = sum(tier.probe_timeout_s for tier in options)
@@ -189,6 +194,29 @@ class PageStore:
         """Return the statistics of the tiers, with the rows as the primary's. Thread: any."""
         return statistics_of([(self.tiers, self._rows)])
 
+    @property
+    def not_clearable(self) -> list[str]:
+        """The names of the tiers that do not know their contents, or cannot remove single pages."""
+        return sorted({*self.tiers.unlisted, *self.tiers.discard(())})
+
+    def clear(self) -> None:
+        """Remove all pages that the tiers have; blocks. Pages stored meanwhile may stay.
+
+        Raises:
+            TierTimeoutError: At the jobs' deadline, a page was still there, or in use.
+        """
+        deadline_s = time.monotonic() + self._job_timeout_s
+        while found := self.tiers.list_keys(ListPosition(), _KEYS_AT_ONCE)[0]:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TierTimeoutError(
+                    f"not all pages were removed within {self._job_timeout_s:g} s: some are in "
+                    "use, or a tier is slow"
+                )
+            with self._has_changed:
+                self.tiers.discard(found)
+                self._has_changed.wait(min(left_s, _LOOK_AGAIN_S))
+
     def close(self) -> CloseReport:
         """Fail further calls, close the tiers and release the memory; idempotent.
 
@@ -204,6 +232,11 @@ class PageStore:
         return report
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _note_events(self, _tier: object, _events: object) -> None:
+        """Wake `clear`. Thread: the loop's."""
+        with self._has_changed:
+            self._has_changed.notify_all()
 
     def _pool_copy(self, direction: Direction, host_indices: torch.Tensor, count: int) -> CopyRows:
         addresses = self._pages.addresses(host_indices)

@@ -27,6 +27,7 @@ from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, options_of
 from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.facade.vllm_keys import DECIDED_OF_TIERS, NAMES_UNDER_VLLM, VLLMS_OWN
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
@@ -67,30 +68,6 @@ _DECIDED: Final = {
     "prefault",
 }
 """Keys of `OffloadConfig` determined by vLLM's configuration, or fixed here."""
-
-_DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
-"""Keys of a tier's configuration determined by vLLM's configuration."""
-
-_UNDER_VLLM: Final = {
-    "FsTier": "fs",
-    "MooncakeTier": "mooncake",
-    "ObjectTier": "object",
-    "SlabTier": "slab",
-    "ValkeyTier": "valkey",
-}
-"""Name of each tier under vLLM's own spec -> its name under this spec."""
-
-_VLLMS_OWN: Final = {
-    "block_size",
-    "blocks_per_chunk",
-    "canonical_layout",
-    "offload_prompt_only",
-    "self_describing_kv_events",
-    "spec_module_path",
-    "spec_name",
-    "sync_load_budget_bytes",
-}
-"""Keys that vLLM reads from the same mapping."""
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +248,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         given = dict(self.extra_config)
         check_place_of_options(given)
         own = OffloadConfig.declared().keys() - _DECIDED
-        reject_unknown(given, own | _VLLMS_OWN, "kv_connector_extra_config")
+        reject_unknown(given, own | VLLMS_OWN, "kv_connector_extra_config")
         options = {key: given[key] for key in given if key in own}
         options["blocks_per_chunk"] = self.blocks_per_chunk
         options["block_bytes"] = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
@@ -295,14 +272,14 @@ class KVOffloadSpec(base.OffloadingSpec):
         """Validate a tier of this package, and split off its identity options."""
         self._identity_options.append(None)
         name = tier.get("type") if isinstance(tier, Mapping) else None
-        if name in _UNDER_VLLM and tier.get("module_path", __package__) == __package__:
+        if name in NAMES_UNDER_VLLM and tier.get("module_path", __package__) == __package__:
             raise ConfigError(
                 f"type: {name!r} is for vLLM's own TieringOffloadingSpec; "
-                f'use "{_UNDER_VLLM[name]}" here, without module_path'
+                f'use "{NAMES_UNDER_VLLM[name]}" here, without module_path'
             )
         if name not in SecondaryTierFactory.names() or "module_path" in tier:
             return tier  # an external tier, or an error that the factory reports
-        for key in _DECIDED_OF_TIERS:
+        for key in DECIDED_OF_TIERS:
             if key in tier:
                 raise ConfigError(f"{key}: {tier[key]!r} is determined by vLLM; leave it out")
         places = {"root_dir", "url", "master"}

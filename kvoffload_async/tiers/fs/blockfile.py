@@ -231,7 +231,7 @@ class BlockFiles:
                     found.add(key)
         return frozenset(found)
 
-    def remove(self, keys: Sequence[OffloadKey]) -> DiskChange:
+    def remove(self, keys: Iterable[OffloadKey]) -> DiskChange:
         """Delete blocks' files; errors are logged."""
         change = DiskChange()
         for key in keys:

@@ -7,8 +7,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
@@ -24,6 +25,7 @@ from kvoffload_async.tiers.fs.space import Space, SpaceSettings, Trimming
 from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
 from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
+from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ _OPENING_S = 0.2
 """Maximum time to walk at opening, or for a job that finds no room."""
 _PORTION = 512
 """Blocks learned at a time, so that the loop is blocked only for milliseconds."""
+_MOST_DISCARDS = 65_536
+"""Maximum number of blocks that wait for their removal; further ones are kept."""
 
 
 def _unchecked() -> None:
@@ -77,6 +81,8 @@ class Housekeeping:
         self._walk = NamespaceWalk(ops, namespace, writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
+        self._unwanted: dict[OffloadKey, None] = {}
+        self._discarding: asyncio.Task[None] | None = None
         self._is_leaving = threading.Event()
         self._walks = 0
         self._cycle_begun_s = 0.0
@@ -124,7 +130,8 @@ class Housekeeping:
             usage,
             self._files,
             block_bytes=block_bytes,
-            announce=self._env.blocks_evicted,
+            announce_found=self._env.blocks_appeared,
+            announce_gone=self._env.blocks_evicted,
         )
         self._trimming = Trimming(
             usage, self._space, self._run, self._namespace.folder, settings.capacity_bytes
@@ -190,12 +197,27 @@ class Housekeeping:
             logger.warning("registering again failed: %s", str(error))
             return False
 
+    def discard(self, keys: Collection[OffloadKey]) -> None:
+        """Remove blocks in the background, except those that a job reads or writes."""
+        waiting = self._unwanted
+        waiting.update(dict.fromkeys(islice(keys, max(0, _MOST_DISCARDS - len(waiting)))))
+        if (num_kept := sum(key not in waiting for key in keys)) > 0:
+            logger.warning(
+                "%s: %d blocks are not removed, because %d others wait for it; ask again later",
+                *(self._namespace.folder, num_kept, len(waiting)),
+            )
+        if waiting and self._discarding is None:
+            task = asyncio.get_running_loop().create_task(self._discard(), name="fs:discard")
+            self._discarding = task
+
     async def leave(self) -> None:
         """Stop, release reservations, and unregister."""
         self._is_leaving.set()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task}, timeout=_LEAVE_TIMEOUT_S)
+        tasks = {task for task in (self._task, self._discarding) if task is not None}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LEAVE_TIMEOUT_S)
         await self._run(self._close)
 
     # -- inside ---------------------------------------------------------------------------------
@@ -281,6 +303,35 @@ class Housekeeping:
             except (OSError, OffloadError) as error:
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
+
+    async def _discard(self) -> None:
+        """Remove the unwanted blocks, a portion at a time."""
+        try:
+            while keys := list(islice(self._unwanted, _PORTION)):
+                try:
+                    await self._remove(keys)
+                except (OSError, OffloadError) as error:
+                    folder = self._namespace.folder
+                    logger.warning("%s: blocks were not removed: %s", folder, str(error))
+                for key in keys:
+                    del self._unwanted[key]
+        finally:
+            self._discarding = None
+
+    async def _remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove the files of those of these blocks that have one, and announce it."""
+
+        def find() -> frozenset[OffloadKey]:
+            self._check_root()
+            return self._files.present(keys)
+
+        found = await self._run(find)
+        if self._space is not None:  # others may have removed known ones
+            gone = found.union(self._space.present(keys))
+            await self._space.remove(self._space.withdraw(gone), self._run)
+        elif found:
+            await self._run(lambda: self._files.remove(found))
+            self._env.blocks_evicted(found)
 
     async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
         """Walk until `is_enough`, or for `seconds`. Call with the lock of walks held."""

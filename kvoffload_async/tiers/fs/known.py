@@ -102,12 +102,24 @@ class KnownBlocks:
         ages: Ages of the blocks found by the first cycle; None when no longer needed.
     """
 
-    def __init__(self, policy: KeyRanking, busy: Container[OffloadKey]) -> None:
-        """Start empty; `busy` are the blocks being read or written."""
+    def __init__(
+        self,
+        policy: KeyRanking,
+        busy: Container[OffloadKey],
+        announce: Callable[[Sequence[OffloadKey]], object],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            policy: Ranks the blocks.
+            busy: The blocks being read or written.
+            announce: Called with the blocks that were found and are known from now on.
+        """
         self.is_first_cycle = True
         self.ages: Ages | None = Ages()
         self._policy = policy
         self._busy = busy
+        self._announce = announce
         self._marks = small_integers(policy.capacity_blocks)
         """Slot -> mark of the last cycle that saw its block; 0: no block."""
         self._end = 0
@@ -156,7 +168,9 @@ class KnownBlocks:
                 news.append(key)
         room = max(0, self._policy.capacity_blocks - len(self._policy))
         surplus = max(0, len(news) - room)
-        self.admit(news[surplus:], ages)
+        if surplus < len(news):
+            self.admit(news[surplus:], ages)
+            self._announce(news[surplus:])
         if self.ages is not None and ages:
             self.ages.held.update((key, ages[key]) for key in news[:surplus])
             return []

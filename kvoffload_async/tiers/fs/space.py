@@ -87,7 +87,8 @@ class Space:
         files: BlockFiles,
         *,
         block_bytes: int,
-        announce: Callable[[Iterable[OffloadKey]], None],
+        announce_found: Callable[[Iterable[OffloadKey]], None],
+        announce_gone: Callable[[Iterable[OffloadKey]], None],
     ) -> None:
         """Start without known blocks.
 
@@ -97,7 +98,8 @@ class Space:
             usage: The shared count.
             files: The block files.
             block_bytes: Disk bytes of a block's file.
-            announce: Called with the blocks that were evicted or have vanished.
+            announce_found: Called with the blocks of other processes or runs that were found.
+            announce_gone: Called with the blocks that were evicted or have vanished.
         """
         self._settings = settings
         self._policy = KeyRanking(policy)
@@ -107,9 +109,9 @@ class Space:
         # Tiers that open later find room for their entries, and need not evict blocks for them.
         entries_bytes = settings.capacity_bytes // _ENTRIES_SHARE // _ENTRY_BYTES * _ENTRY_BYTES
         self._limit_bytes = settings.capacity_bytes - min(entries_bytes, _MAX_ENTRIES_BYTES)
-        self._announce = announce
+        self._announce_gone = announce_gone
         self._busy: Counter[OffloadKey] = Counter()
-        self.blocks = KnownBlocks(self._policy, self._busy)
+        self.blocks = KnownBlocks(self._policy, self._busy, announce_found)
 
     @property
     def can_evict(self) -> bool:
@@ -151,7 +153,7 @@ class Space:
         vanished, more = self.blocks.vanished(first, unwalked)
         if vanished:
             self.forget(vanished)
-            self._announce(vanished)
+            self._announce_gone(vanished)
         return more
 
     def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
@@ -228,7 +230,7 @@ class Space:
         self.blocks.left(victims)
         self.blocks.admit(kept)
         if evicted:
-            self._announce(evicted)
+            self._announce_gone(evicted)
         if plan.operation is not None:
             change = changes_of(plan.items)
             await self.settle(plan.reserved_bytes, change, run_io, plan.operation)
@@ -301,6 +303,16 @@ class Space:
         excess = max(0, usage.total_bytes - int(mark * settings.capacity_bytes))
         return min(_TRIM_BATCH, -(-excess // self._block_bytes))
 
+    def withdraw(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Remove those of these blocks that are idle from the policy; `remove` deletes the files.
+
+        Blocks that are not known yet are included.
+        """
+        idle = [key for key in keys if key not in self._busy]
+        self._policy.discard(idle)
+        self.blocks.leave(idle)
+        return idle
+
     def evict_idle(self, count: int) -> list[OffloadKey]:
         """Remove up to `count` idle blocks from the policy; `remove` deletes their files."""
         return self._evict([], self._num_idle(count))
@@ -322,7 +334,7 @@ class Space:
             await run_io(delete)
         finally:
             self.blocks.left(victims)
-            self._announce(victims)
+            self._announce_gone(victims)
             await self.settle(0, change, run_io, operation)
 
     def _num_idle(self, most: int) -> int:

@@ -132,6 +132,7 @@ class FsTier(AsyncTier):
             persistent=True,
             locality=settings.locality,
             announces_removals=has_account,
+            discards=True,
         )
         self.bounds = TierBounds()
         self._settings, self._create_policy = settings, create_policy
@@ -267,6 +268,11 @@ class FsTier(AsyncTier):
         """Record a use of blocks, first block first."""
         if self._space is not None:
             self._space.used(keys)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove blocks in the background; one that a job reads or writes may stay."""
+        if self._housekeeping is not None:
+            self._housekeeping.discard(keys)
 
     async def close(self) -> None:
         """Stop housekeeping, release reservations, unregister; idempotent."""
