@@ -75,12 +75,12 @@ class NativeFiles:
         statuses, digests = await self._file_io.load_files(
             batch, expected, self._attribute, verify=self._verifies
         )
-        if self._verifies:
-            for index, status in enumerate(statuses):
-                start = index * DIGEST_BYTES
-                value = self._attribute.prefix + digests[start : start + DIGEST_BYTES]
-                if not status and value != expected[index]:
-                    remember(keys[index], value)
+        prefix, end = self._attribute.prefix, len(digests)
+        values = [prefix + digests[at : at + DIGEST_BYTES] for at in range(0, end, DIGEST_BYTES)]
+        if values != expected:
+            for key, value, status in zip(keys, values, statuses, strict=False):
+                if not status:
+                    remember(key, value)
         return [index for index, status in enumerate(statuses) if status] if any(statuses) else ()
 
     async def store(self, items: Sequence[StoreItem]) -> Sequence[StoreItem]:

@@ -358,6 +358,9 @@ class FsTier(AsyncTier):
         self, space: Space, job: JobMetadata, failures: Sequence[LoadFailure]
     ) -> None:
         """Process the results of loads: blocks used, missing, or removed as corrupt."""
+        if not failures:
+            space.loaded(job.keys)
+            return
         failed = {failure.index for failure in failures}
         gone = [failure for failure in failures if failure.freed_bytes is not None]
         space.loaded([key for index, key in enumerate(job.keys) if index not in failed])
