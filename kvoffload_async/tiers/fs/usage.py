@@ -36,7 +36,6 @@ Run on I/O threads.
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from collections.abc import Callable, Collection
@@ -46,7 +45,7 @@ from typing import Final, TypeVar
 import xxhash
 
 from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
-from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.files.ops import FileOps, read_all, read_file, write_all
 from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
@@ -686,7 +685,7 @@ class UsageFile:
             raise OSError(f"{self._path} is closed")
         with self._file.locked() as fd:
             last, self._last = self._last, None
-            content = _content(self._ops, fd, self._buffer)
+            content = self._buffer[: read_all(self._ops, fd, self._buffer)]
             found = parsed(content, last)
             usage, is_new = found or Usage(), found is None
             own = self._own
@@ -723,19 +722,5 @@ def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     Raises:
         OSError: It is missing or cannot be read, or its format is newer.
     """
-    fd = ops.open(f"{namespace_folder}/{FILE_NAME}", os.O_RDONLY)
-    try:  # needs no lock: while one slot is being written, the other is valid
-        return parsed(_content(ops, fd, memoryview(bytearray(FILE_BYTES))))
-    finally:
-        ops.close(fd)
-
-
-def _content(ops: FileOps, fd: int, buffer: memoryview) -> memoryview:
-    """Read a file into the buffer; return the part that was read."""
-    done = ops.pread_into(fd, buffer, 0)
-    while 0 < done < FILE_BYTES:
-        count = ops.pread_into(fd, buffer[done:], done)
-        if not count:
-            break
-        done += count
-    return buffer[:done]
+    # Needs no lock: while one slot is being written, the other is valid.
+    return parsed(read_file(ops, f"{namespace_folder}/{FILE_NAME}", FILE_BYTES))
