@@ -428,18 +428,12 @@ class UnreportedUsage:
         """Whether the file has everything that was recorded before this call."""
         return self._reported_version == self._version
 
-    def entry(self) -> WriterCount:
-        """Return this writer's entry as of its next change."""
-        with self._mutex:
-            oldest = min(self.running, default=self._begun)
-            return WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
-
     def rename(self, writer_id: str) -> None:
         """Use another id from the next change on; reservations are kept."""
         self._next_id = writer_id
 
-    def begin_change(self, usage: Usage) -> DiskChange:
-        """Determine whether a failed last change was made; return the changes to count.
+    def begin_change(self, usage: Usage) -> tuple[DiskChange, WriterCount]:
+        """Determine whether a failed last change was made; return the changes to count, and entry.
 
         Entries under former ids are dropped; their reservations are in the current entry.
 
@@ -460,9 +454,11 @@ class UnreportedUsage:
         for name in ids[1:]:
             usage.writers.pop(name, None)
         with self._mutex:
+            # Together: room that is released counts until the change made in it does.
             untold, self._untold = self._untold, DiskChange()
             self._reporting_version = self._version
-        return untold
+            oldest = min(self.running, default=self._begun)
+            return untold, WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
 
     def end_change(self) -> None:
         """Record that the change was made. Call with the file's lock held."""
@@ -511,6 +507,7 @@ class UsageFile:
         # Under its lock:
         self._buffer = memoryview(bytearray(FILE_BYTES))
         self._last: Usage | None = None
+        self._entry = WriterCount(0, 0, 0, 0)
         self._entry_bytes = 0
         self._retained_bytes = 0
         self._own = UnreportedUsage(writer_id)
@@ -605,8 +602,8 @@ class UsageFile:
             operation: The operation that ended.
         """
         own = self._own
+        own.add_untold(change)  # first: a change of the file in between counts too much
         own.reserve(-released_bytes)
-        own.add_untold(change)
         if operation is not None:
             own.end(operation)
 
@@ -677,7 +674,7 @@ class UsageFile:
     def _enter(self, usage: Usage) -> None:
         """Update this writer's entry in the count, if there is a free one."""
         if self._own.writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
-            usage.writers[self._own.writer_id] = self._own.entry()
+            usage.writers[self._own.writer_id] = self._entry
 
     def _change(self, call: Callable[[Usage], T]) -> T:
         """Change the count under its lock, including this writer's pending changes."""
@@ -689,7 +686,7 @@ class UsageFile:
             found = parsed(content, last)
             usage, is_new = found or Usage(), found is None
             own = self._own
-            untold = own.begin_change(usage)
+            untold, self._entry = own.begin_change(usage)
             try:
                 for bucket, (added_bytes, removed_bytes) in untold.buckets.items():
                     usage.change(bucket, added_bytes, removed_bytes)
