@@ -14,7 +14,13 @@ from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace, counted_bytes
-from kvoffload_async.tiers.fs.outcome import LoadFailure, StoreItem, Verify, changes_of
+from kvoffload_async.tiers.fs.outcome import (
+    FileSettings,
+    LoadFailure,
+    StoreItem,
+    Verify,
+    changes_of,
+)
 from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
 from kvoffload_async.tiers.fs.usage import FILE_NAME, Usage, read_usage
 from kvoffload_async.tiers.fs.walk import Inventory, take_inventory
@@ -71,9 +77,7 @@ class Place:
             ops or FileOps(),
             self.namespace,
             WRITER,
-            block_bytes=BLOCK,
-            verify=Verify(verify),
-            **options,
+            FileSettings(block_bytes=BLOCK, verify=Verify(verify), **options),
         )
 
     def open(self, ops: FileOps | None = None, *, num_slots: int = 64, **options) -> TierHarness:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import random
+from contextlib import ExitStack
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
@@ -64,6 +65,20 @@ def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place
         assert evicted(harness)
     assert ops.uncounted == []
     assert ops.largest_bytes <= ROOM_FOR_8
+
+
+def test_one_of_four_tiers_uses_the_capacity_while_the_others_are_idle(place):
+    capacity_bytes = room_for(200)
+    with ExitStack() as tiers:
+        busy, *idle = [
+            tiers.enter_context(place.open(capacity_bytes=capacity_bytes)) for _ in range(4)
+        ]
+        for number, harness in enumerate(idle):
+            harness.store(K[number : number + 1])
+        for first in range(0, 300, 20):
+            assert not busy.store(K[first : first + 20])
+            assert place.disk_bytes() <= capacity_bytes
+        assert place.disk_bytes() >= 0.95 * capacity_bytes
 
 
 @pytest.mark.usefixtures("folders_on_disk")

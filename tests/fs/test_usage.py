@@ -38,6 +38,43 @@ def test_a_count_that_was_never_taken_grants_nothing_before_a_walk(opened):
     assert state(usage) == (4096, 300, 0)
 
 
+def test_room_that_is_released_during_a_change_counts_until_what_was_written_does(
+    opened, monkeypatch
+):
+    usage = opened()
+    assert usage.reserve(100, 1, MANY) == 1
+    begin_change = usage._own.begin_change
+
+    def and_record(found):
+        monkeypatch.undo()
+        begun = begin_change(found)
+        usage.record(100, grown(100))
+        return begun
+
+    monkeypatch.setattr(usage._own, "begin_change", and_record)
+    assert usage.read().total_bytes == 100
+    assert usage.read().total_bytes == 100
+
+
+@pytest.mark.parametrize("step", ["reserve", "add_untold"])
+def test_a_change_between_the_steps_of_a_record_does_not_count_too_little(
+    opened, monkeypatch, step
+):
+    usage = opened()
+    assert usage.reserve(100, 1, MANY) == 1
+    take_step, totals = getattr(usage._own, step), []
+
+    def and_read(argument):
+        monkeypatch.undo()
+        take_step(argument)
+        totals.append(usage.read().total_bytes)
+
+    monkeypatch.setattr(usage._own, step, and_read)
+    usage.record(100, grown(100))
+    assert totals[0] >= 100
+    assert usage.read().total_bytes == 100
+
+
 def test_beside_another_counter_its_count_goes_on(opened):
     first = opened("first")
     settle(first, 0, grown(70))

@@ -7,7 +7,7 @@ from slab.stores import BLOCK, FIELDS, K
 from kvoffload_async import ConfigError
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
-from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.ops import FileOps, read_file
 from kvoffload_async.tiers.slab.layout import StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
@@ -18,7 +18,6 @@ from kvoffload_async.tiers.slab.records import (
     keys_of,
     scan,
 )
-from kvoffload_async.tiers.slab.recovery import read_file
 
 KEY, OTHER = IntegrityKey(b"k" * 16), IntegrityKey(b"o" * 16)
 BLOCKS = K[:6]

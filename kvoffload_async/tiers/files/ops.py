@@ -29,6 +29,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
+import numpy as np
+
 from kvoffload_async.errors import (
     ConfigError,
     TierError,
@@ -881,6 +883,25 @@ def read_all(ops: FileOps, fd: int, buffer: memoryview, offset: int = 0) -> int:
             break
         done += count
     return done
+
+
+def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
+    """Return a file's content, or its first `max_bytes`.
+
+    Raises:
+        OSError: It cannot be read, or is too large for memory.
+    """
+    fd = ops.open(path, os.O_RDONLY)
+    try:
+        size_bytes = ops.fstat(fd).st_size
+        if max_bytes is not None:
+            size_bytes = min(size_bytes, max_bytes)
+        buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
+        return buffer[: read_all(ops, fd, buffer)]
+    except MemoryError as error:  # a sparse file can have any size
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
+    finally:
+        ops.close(fd)
 
 
 def sync_folder(ops: FileOps, folder: str) -> None:

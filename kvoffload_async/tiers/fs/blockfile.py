@@ -12,7 +12,6 @@ import stat as stat_module
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
-from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.ops import (
     DirectIo,
     FileOps,
@@ -27,7 +26,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     Origin,
 )
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
-from kvoffload_async.tiers.fs.outcome import DiskChange, LoadFailure, Verify
+from kvoffload_async.tiers.fs.outcome import DiskChange, FileSettings, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey, block_text
 
@@ -47,61 +46,28 @@ class BlockFiles:
     """The block files of one namespace.
 
     Attributes:
+        settings: How the files are written and read.
         writer: Writes the files.
-        verify: See `Verify`.
         digester: Computes the values of their checksum attributes.
         digest_cache: Cached checksum attributes.
     """
 
     def __init__(
-        self,
-        ops: FileOps,
-        namespace: Namespace,
-        writer_id: str,
-        *,
-        block_bytes: int,
-        verify: Verify = Verify.WHEN_PRESENT,
-        integrity_key: IntegrityKey | None = None,
-        direct_io: bool = False,
-        fsync: bool = False,
-        reuses_inodes: bool = False,
-        counts_bytes: bool = True,
+        self, ops: FileOps, namespace: Namespace, writer_id: str, settings: FileSettings
     ) -> None:
-        """Set how files are written and read.
-
-        Args:
-            ops: The system calls.
-            namespace: Location of the files.
-            writer_id: Part of every temporary file's name; see `writers`.
-            block_bytes: Length of every file.
-            verify: See `Verify`.
-            integrity_key: Key of the checksums; requires `verify` to be `REQUIRED`.
-            direct_io: Bypass the page cache where supported.
-            fsync: Wait for the device before a file is published.
-            reuses_inodes: Whether a victim's inode may be overwritten, provided that no process
-                reads this namespace without verifying: such a reader could read the new bytes under
-                the old name.
-            counts_bytes: Whether stores report their disk usage, which costs system calls.
-        """
+        """Use a namespace's files; `writer_id` is part of every temporary file's name."""
         self._ops = ops
         self._namespace = namespace
-        self._block_bytes = block_bytes
-        self.verify = verify
-        self._direct = DirectIo(wanted=direct_io, where=namespace.folder)
-        self.digester = AttributeDigester(namespace.layout_of(block_bytes), integrity_key)
+        self.settings = settings
+        self._direct = DirectIo(wanted=settings.direct_io, where=namespace.folder)
+        layout = namespace.layout_of(settings.block_bytes)
+        self.digester = AttributeDigester(layout, settings.integrity_key)
         self.digest_cache = DigestCache()
         self.writer = BlockWriter(
-            ops,
-            namespace,
-            self._direct,
-            writer_id,
+            *(ops, namespace, writer_id, settings),
+            direct=self._direct,
             digester=self.digester,
             digest_cache=self.digest_cache,
-            block_bytes=block_bytes,
-            verify=verify,
-            fsync=fsync,
-            reuses_inodes=reuses_inodes,
-            counts_bytes=counts_bytes,
         )
 
     # -- loading --------------------------------------------------------------------------------
@@ -159,7 +125,7 @@ class BlockFiles:
         """
         buffers = (row,) if direct else (row, _SPARE)
         count = self._ops.preadv(fd, buffers, 0)
-        return count == self._block_bytes and self.digester.attribute_value(key, row) == digest
+        return count == len(row) and self.digester.attribute_value(key, row) == digest
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
         """Read a block into the row; return the reason not to serve it, or None."""
@@ -167,24 +133,22 @@ class BlockFiles:
         digest = self._ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
             return BlockMissingError(f"{block_text(key)} has a checksum {why}")  # the file stays
-        if self.verify is Verify.OFF:
+        if self.settings.verify is Verify.OFF:
             digest = None
-        lacks_digest = digest is None and self.verify is Verify.REQUIRED
+        lacks_digest = digest is None and self.settings.verify is Verify.REQUIRED
         # An incomplete file is corrupt, and a direct read past its end would be misaligned.
         if direct or lacks_digest:
             size_bytes = self._ops.fstat(fd).st_size
-            if size_bytes != self._block_bytes:
+            if size_bytes != len(row):
                 return CorruptBlockError(
-                    f"{block_text(key)} has {size_bytes} bytes instead of {self._block_bytes}"
+                    f"{block_text(key)} has {size_bytes} bytes instead of {len(row)}"
                 )
         if lacks_digest:
             return BlockMissingError(f"{block_text(key)} has no checksum, and one is required")
         done = self._fill(fd, row, beyond=not direct)
-        if done != self._block_bytes:
-            how = "ends" if done < self._block_bytes else "goes on"
-            return CorruptBlockError(
-                f"{block_text(key)} {how} after {min(done, self._block_bytes)} bytes"
-            )
+        if done != len(row):
+            how = "ends" if done < len(row) else "goes on"
+            return CorruptBlockError(f"{block_text(key)} {how} after {min(done, len(row))} bytes")
         if digest is not None:
             if self.digester.attribute_value(key, row) != digest:
                 return CorruptBlockError(f"{block_text(key)} has a wrong checksum")

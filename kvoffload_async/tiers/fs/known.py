@@ -176,6 +176,17 @@ class KnownBlocks:
             return []
         return news[:surplus]
 
+    def seen(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Add and mark blocks that were seen through a use; return the slots of ranked ones."""
+        slots = self._policy.find(keys)
+        if self.ages is not None or None in slots:
+            self.learn(keys)
+            slots = self._policy.find(keys)
+        ranked = [slot for slot in dict.fromkeys(slots) if slot is not None]
+        for slot in ranked:
+            self._marks[slot] = self._mark
+        return ranked
+
     def take_oldest(self, count: int) -> list[OffloadKey]:
         """Remove the next oldest idle blocks among those found by the first cycle.
 

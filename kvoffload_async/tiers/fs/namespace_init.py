@@ -24,7 +24,7 @@ from kvoffload_async.tiers.files.features import (
     NewerFormatError,
     check_format,
 )
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, read_file
 from kvoffload_async.tiers.fs.layout import FOLDERS, TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.tiers.fs.usage import FILE_BYTES, NewerCountError, read_usage
@@ -48,14 +48,9 @@ def check_namespace(ops: FileOps, folder: str, *, for_writing: bool) -> None:
         OSError: The format cannot be read.
     """
     try:
-        fd = ops.open(f"{folder}/{FILE_NAME}", os.O_RDONLY)
+        content = bytes(read_file(ops, f"{folder}/{FILE_NAME}", _MAX_BYTES))
     except FileNotFoundError:
         return
-    try:
-        buffer = memoryview(bytearray(_MAX_BYTES))
-        content = bytes(buffer[: ops.pread_into(fd, buffer, 0)])
-    finally:
-        ops.close(fd)
     try:
         body = json.loads(content)
         if not isinstance(body, dict) or body.get("format") != FORMAT:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Self
 
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io.choice import create_file_io
@@ -56,15 +57,43 @@ class NativeFiles:
         files: BlockFiles,
         run_store: RunIo,
     ) -> None:
-        """See `create_native_files`."""
+        """See `create`."""
         self._file_io = file_io
         self._ops = ops
         self._namespace = namespace
         self._files = files
         self._writer = files.writer
         self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
-        self._verifies = files.verify is not Verify.OFF
+        self._verifies = files.settings.verify is not Verify.OFF
         self._run_store = run_store
+
+    @classmethod
+    def create(
+        cls,
+        env: TierEnvironment,
+        ops: FileOps,
+        namespace: Namespace,
+        files: BlockFiles,
+        *,
+        threads: int,
+        run_store: RunIo,
+    ) -> Self | None:
+        """Return the native fast path; None if native code is not used.
+
+        Args:
+            env: The tier's environment.
+            ops: The system calls.
+            namespace: Location of the files.
+            files: Block files, with their checksums.
+            threads: Number of threads that move bytes.
+            run_store: Runs the I/O calls of stores.
+
+        Raises:
+            ConfigError: Native code is required but unusable.
+        """
+        digester, is_system = files.digester.digester, type(ops) is FileOps
+        file_io = create_file_io(env, ops, digester, threads=threads, is_system=is_system)
+        return None if file_io is None else cls(file_io, ops, namespace, files, run_store)
 
     async def load(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> Sequence[int]:
         """Load blocks into rows; return the indices that must be loaded by `BlockFiles`."""
@@ -75,12 +104,12 @@ class NativeFiles:
         statuses, digests = await self._file_io.load_files(
             batch, expected, self._attribute, verify=self._verifies
         )
-        if self._verifies:
-            for index, status in enumerate(statuses):
-                start = index * DIGEST_BYTES
-                value = self._attribute.prefix + digests[start : start + DIGEST_BYTES]
-                if not status and value != expected[index]:
-                    remember(keys[index], value)
+        prefix, end = self._attribute.prefix, len(digests)
+        values = [prefix + digests[at : at + DIGEST_BYTES] for at in range(0, end, DIGEST_BYTES)]
+        if values != expected:
+            for key, value, status in zip(keys, values, statuses, strict=False):
+                if not status:
+                    remember(key, value)
         return [index for index, status in enumerate(statuses) if status] if any(statuses) else ()
 
     async def store(self, items: Sequence[StoreItem]) -> Sequence[StoreItem]:
@@ -88,7 +117,7 @@ class NativeFiles:
 
         The results of the others are filled in, even if this is cancelled.
         """
-        writer = self._writer
+        writer, settings = self._writer, self._writer.settings
         if writer.lacks_attributes or not self._ops.can_refuse_to_replace:
             return items
         keys = [item.key for item in items]
@@ -96,14 +125,14 @@ class NativeFiles:
         stem, serial = writer.temp_names()
         how = FileStores(
             self._located([item.victim for item in items])[2],
-            f"{folder}/{UNVERIFIED_MARKER}" if writer.reuses_inodes and self._verifies else "",
+            f"{folder}/{UNVERIFIED_MARKER}" if settings.reuses_inodes and self._verifies else "",
             bytes([item.may_write for item in items]),
             stem,
             serial,
             self._attribute,
             root.modes.file_mode,
-            writer.fsync,
-            writer.counts_bytes,
+            settings.fsync,
+            settings.counts_bytes,
             self._verifies,
         )
         batch = FileBatch((root.fd, root.path), names, keys, [item.slot for item in items])
@@ -119,7 +148,7 @@ class NativeFiles:
                     for index, item in enumerate(items if left else ())
                     if item.may_write and item in left
                 ]
-                if temps or writer.fsync:
+                if temps or settings.fsync:
                     await self._finish(items, temps)
         return left
 
@@ -178,35 +207,5 @@ class NativeFiles:
         except TierError as error:
             logger.warning("temporary files of a job not removed yet: %s", str(error))
             self._writer.litter += temps
-            for item in items if self._writer.fsync else ():
+            for item in items if self._writer.settings.fsync else ():
                 item.status, item.error = StoreStatus.FAILED, error
-
-
-def create_native_files(
-    env: TierEnvironment,
-    ops: FileOps,
-    namespace: Namespace,
-    files: BlockFiles,
-    *,
-    threads: int,
-    run_store: RunIo,
-) -> NativeFiles | None:
-    """Return the native fast path; None if native code is not used.
-
-    Args:
-        env: The tier's environment.
-        ops: The system calls.
-        namespace: Location of the files.
-        files: Block files, with their checksums.
-        threads: Number of threads that move bytes.
-        run_store: Runs the I/O calls of stores.
-
-    Raises:
-        ConfigError: Native code is required but unusable.
-    """
-    file_io = create_file_io(
-        env, ops, files.digester.digester, threads=threads, is_system=type(ops) is FileOps
-    )
-    if file_io is None:
-        return None
-    return NativeFiles(file_io, ops, namespace, files, run_store)

@@ -110,7 +110,11 @@ class Space:
         entries_bytes = settings.capacity_bytes // _ENTRIES_SHARE // _ENTRY_BYTES * _ENTRY_BYTES
         self._limit_bytes = settings.capacity_bytes - min(entries_bytes, _MAX_ENTRIES_BYTES)
         self._announce_gone = announce_gone
-        self._busy: Counter[OffloadKey] = Counter()
+        self._busy: set[OffloadKey] = set()
+        self._pinned_again: Counter[OffloadKey] = Counter()
+        """Pins of busy blocks beyond the first of each."""
+        self._passed: set[OffloadKey] = set()
+        """Busy blocks that the policy was not allowed to evict."""
         self.blocks = KnownBlocks(self._policy, self._busy, announce_found)
 
     @property
@@ -171,24 +175,26 @@ class Space:
 
     def loaded(self, keys: Sequence[OffloadKey]) -> None:
         """Record loaded blocks, first block first; they may be stored by another process."""
-        self.blocks.learn(keys)
-        self._policy.access(keys)
+        slots = self.blocks.seen(keys)
+        self._policy.policy.access(slots, [True] * len(slots))
 
-    def pin(self, keys: Iterable[OffloadKey]) -> None:
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Prevent the eviction of blocks while they are read or written."""
+        if not self._busy.isdisjoint(keys):
+            self._pinned_again.update(self._busy.intersection(keys))
         self._busy.update(keys)
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Release one `pin`."""
-        busy = self._busy
-        released = []
-        for key in keys:
-            if busy[key] > 1:
-                busy[key] -= 1
-            else:
-                del busy[key]
-                released.append(key)
-        self._policy.released(released)
+        """Release one `pin` of the same blocks."""
+        released = set(keys)
+        if self._pinned_again:
+            shared = self._pinned_again.keys() & released
+            released -= shared
+            self._pinned_again -= Counter(shared)
+        self._busy -= released
+        if passed := self._passed & released:
+            self._passed -= passed
+            self._policy.released(list(passed))
 
     # -- room for a job -------------------------------------------------------------------------
 
@@ -349,11 +355,16 @@ class Space:
 
         Some of the new blocks may already have room.
         """
-        busy = self._busy
         incoming = [*coming, *placeholders(count - len(coming))]
-        victims = self._policy.make_room(incoming, count, lambda key: key not in busy) or []
+        victims = self._policy.make_room(incoming, count, self._is_idle) or []
         self.blocks.leave(victims)
         return victims
+
+    def _is_idle(self, key: OffloadKey) -> bool:
+        if key not in self._busy:
+            return True
+        self._passed.add(key)
+        return False
 
 
 _SLICE_S = 5.0

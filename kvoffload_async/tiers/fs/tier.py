@@ -40,10 +40,11 @@ from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.namespace_init import warn_of_former
-from kvoffload_async.tiers.fs.native_files import NativeFiles, create_native_files
+from kvoffload_async.tiers.fs.native_files import NativeFiles
 from kvoffload_async.tiers.fs.outcome import (
     LOST_ROOM,
     DiskChange,
+    FileSettings,
     LoadFailure,
     StoreItem,
     Verify,
@@ -161,10 +162,7 @@ class FsTier(AsyncTier):
         self._rows = env.kv_view.cast("B", (env.kv_view.nbytes,))
         namespace = settings.namespace
         writers = WriterRegistry(self._ops, namespace.folder)
-        self._files = BlockFiles(
-            self._ops,
-            namespace,
-            writers.writer_id,
+        file_settings = FileSettings(
             block_bytes=self._row_bytes,
             verify=settings.verify,
             integrity_key=settings.integrity_key,
@@ -174,6 +172,7 @@ class FsTier(AsyncTier):
             reuses_inodes=settings.reuse_inodes and not settings.trust_vllm_directory,
             counts_bytes=settings.space is not None,
         )
+        self._files = BlockFiles(self._ops, namespace, writers.writer_id, file_settings)
         self._housekeeping = Housekeeping(self._ops, namespace, writers, self._files, env)
         try:
             await env.io.run(Direction.METADATA, self._enter)
@@ -198,7 +197,7 @@ class FsTier(AsyncTier):
             raise unusable(settings.root_dir, error) from error
         self._calls = SerialExecutor("fs:store", self._run)
         if not settings.direct_io:
-            self._native = create_native_files(
+            self._native = NativeFiles.create(
                 *(env, self._ops, namespace, self._files),
                 threads=settings.io_threads,
                 run_store=self._run_store,
@@ -364,6 +363,9 @@ class FsTier(AsyncTier):
         self, space: Space, job: JobMetadata, failures: Sequence[LoadFailure]
     ) -> None:
         """Process the results of loads: blocks used, missing, or removed as corrupt."""
+        if not failures:
+            space.loaded(job.keys)
+            return
         failed = {failure.index for failure in failures}
         gone = [failure for failure in failures if failure.freed_bytes is not None]
         space.loaded([key for index, key in enumerate(job.keys) if index not in failed])

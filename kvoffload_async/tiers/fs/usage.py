@@ -36,7 +36,6 @@ Run on I/O threads.
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from collections.abc import Callable, Collection
@@ -46,7 +45,7 @@ from typing import Final, TypeVar
 import xxhash
 
 from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
-from kvoffload_async.tiers.files.ops import FileOps, write_all
+from kvoffload_async.tiers.files.ops import FileOps, read_all, read_file, write_all
 from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.outcome import DiskChange
 
@@ -429,18 +428,12 @@ class UnreportedUsage:
         """Whether the file has everything that was recorded before this call."""
         return self._reported_version == self._version
 
-    def entry(self) -> WriterCount:
-        """Return this writer's entry as of its next change."""
-        with self._mutex:
-            oldest = min(self.running, default=self._begun)
-            return WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
-
     def rename(self, writer_id: str) -> None:
         """Use another id from the next change on; reservations are kept."""
         self._next_id = writer_id
 
-    def begin_change(self, usage: Usage) -> DiskChange:
-        """Determine whether a failed last change was made; return the changes to count.
+    def begin_change(self, usage: Usage) -> tuple[DiskChange, WriterCount]:
+        """Determine whether a failed last change was made; return the changes to count, and entry.
 
         Entries under former ids are dropped; their reservations are in the current entry.
 
@@ -461,9 +454,11 @@ class UnreportedUsage:
         for name in ids[1:]:
             usage.writers.pop(name, None)
         with self._mutex:
+            # Together: room that is released counts until the change made in it does.
             untold, self._untold = self._untold, DiskChange()
             self._reporting_version = self._version
-        return untold
+            oldest = min(self.running, default=self._begun)
+            return untold, WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
 
     def end_change(self) -> None:
         """Record that the change was made. Call with the file's lock held."""
@@ -512,6 +507,7 @@ class UsageFile:
         # Under its lock:
         self._buffer = memoryview(bytearray(FILE_BYTES))
         self._last: Usage | None = None
+        self._entry = WriterCount(0, 0, 0, 0)
         self._entry_bytes = 0
         self._retained_bytes = 0
         self._own = UnreportedUsage(writer_id)
@@ -606,8 +602,8 @@ class UsageFile:
             operation: The operation that ended.
         """
         own = self._own
+        own.add_untold(change)  # first: a change of the file in between counts too much
         own.reserve(-released_bytes)
-        own.add_untold(change)
         if operation is not None:
             own.end(operation)
 
@@ -678,7 +674,7 @@ class UsageFile:
     def _enter(self, usage: Usage) -> None:
         """Update this writer's entry in the count, if there is a free one."""
         if self._own.writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
-            usage.writers[self._own.writer_id] = self._own.entry()
+            usage.writers[self._own.writer_id] = self._entry
 
     def _change(self, call: Callable[[Usage], T]) -> T:
         """Change the count under its lock, including this writer's pending changes."""
@@ -686,11 +682,11 @@ class UsageFile:
             raise OSError(f"{self._path} is closed")
         with self._file.locked() as fd:
             last, self._last = self._last, None
-            content = _content(self._ops, fd, self._buffer)
+            content = self._buffer[: read_all(self._ops, fd, self._buffer)]
             found = parsed(content, last)
             usage, is_new = found or Usage(), found is None
             own = self._own
-            untold = own.begin_change(usage)
+            untold, self._entry = own.begin_change(usage)
             try:
                 for bucket, (added_bytes, removed_bytes) in untold.buckets.items():
                     usage.change(bucket, added_bytes, removed_bytes)
@@ -723,19 +719,5 @@ def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:
     Raises:
         OSError: It is missing or cannot be read, or its format is newer.
     """
-    fd = ops.open(f"{namespace_folder}/{FILE_NAME}", os.O_RDONLY)
-    try:  # needs no lock: while one slot is being written, the other is valid
-        return parsed(_content(ops, fd, memoryview(bytearray(FILE_BYTES))))
-    finally:
-        ops.close(fd)
-
-
-def _content(ops: FileOps, fd: int, buffer: memoryview) -> memoryview:
-    """Read a file into the buffer; return the part that was read."""
-    done = ops.pread_into(fd, buffer, 0)
-    while 0 < done < FILE_BYTES:
-        count = ops.pread_into(fd, buffer[done:], done)
-        if not count:
-            break
-        done += count
-    return buffer[:done]
+    # Needs no lock: while one slot is being written, the other is valid.
+    return parsed(read_file(ops, f"{namespace_folder}/{FILE_NAME}", FILE_BYTES))

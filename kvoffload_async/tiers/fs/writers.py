@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 
 from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import locked
-from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, disk_bytes
+from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, disk_bytes, read_file
 
 HEARTBEAT_S = 60.0
 DEAD_AFTER_S = 600.0
@@ -236,12 +236,7 @@ def remove_entry(ops: FileOps, path: str) -> None:
         PermissionError: The file is not an entry, not even a torn one, or cannot be read.
         OSError: It cannot be removed.
     """
-    fd = ops.open(path, os.O_RDONLY)
-    try:
-        buffer = bytearray(len(_ENTRY_START))
-        count = ops.pread_into(fd, memoryview(buffer), 0)
-    finally:
-        ops.close(fd)
-    if not _ENTRY_START.startswith(buffer[:count].rstrip(b"\0")):  # zeros: left by a power cut
+    start = bytes(read_file(ops, path, len(_ENTRY_START)))
+    if not _ENTRY_START.startswith(start.rstrip(b"\0")):  # zeros: left by a power cut
         raise PermissionError(errno.EPERM, "not a writer's entry", path)
     ops.unlink(path)

@@ -28,7 +28,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     Origin,
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus, Verify
+from kvoffload_async.tiers.fs.outcome import FileSettings, StoreItem, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ class BlockWriter:
     """Writes the block files of one namespace.
 
     Attributes:
-        lacks_attributes: Whether a checksum attribute could not be set.
+        settings: How the files are written.
         writer_id: Part of every temporary file's name.
-        fsync: See `BlockFiles`; so are `reuses_inodes` and `counts_bytes`.
+        lacks_attributes: Whether a checksum attribute could not be set.
         litter: Temporary files that could not be removed; `sweep_litter` retries.
     """
 
@@ -63,30 +63,21 @@ class BlockWriter:
         self,
         ops: FileOps,
         namespace: Namespace,
-        direct: DirectIo,
         writer_id: str,
+        settings: FileSettings,
         *,
+        direct: DirectIo,
         digester: AttributeDigester,
         digest_cache: DigestCache,
-        block_bytes: int,
-        verify: Verify,
-        fsync: bool,
-        reuses_inodes: bool,
-        counts_bytes: bool,
     ) -> None:
-        """Set how files are written; see `BlockFiles`."""
         self._ops = ops
         self._namespace = namespace
-        self._direct = direct
-        self._digest_cache = digest_cache
         self.writer_id = writer_id
-        self._block_bytes = block_bytes
-        self._verify = verify
-        self.fsync = fsync
-        self.reuses_inodes = reuses_inodes
-        self.counts_bytes = counts_bytes
-        self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
+        self.settings = settings
+        self._direct = direct
         self._digester = digester
+        self._digest_cache = digest_cache
+        self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
         self._serials = itertools.count(step=_SERIALS)
         self._synced: set[str] = set()
         self.lacks_attributes = False
@@ -111,7 +102,7 @@ class BlockWriter:
     def sync_names(self, items: Sequence[StoreItem]) -> None:
         """With `fsync`, wait until the names of stored blocks are durable."""
         folders: dict[str, list[StoreItem]] = {}
-        for item in items if self.fsync else ():
+        for item in items if self.settings.fsync else ():
             if item.status in _STORED:
                 path = self._namespace.get_file_name(item.key)
                 folders.setdefault(path.rpartition("/")[0], []).append(item)
@@ -170,7 +161,7 @@ class BlockWriter:
 
     def sync_root(self) -> None:
         """With `fsync`, wait until the namespace's folder is durable; raises OSError."""
-        if self.fsync:
+        if self.settings.fsync:
             sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_litter(self) -> None:
@@ -221,7 +212,7 @@ class BlockWriter:
                     return StoreStatus.VICTIM_GONE
                 recycled = self._may_overwrite(temp)
             digest = self._fill(temp, item.key, row, recycled=recycled)
-            file_bytes = disk_bytes(self._ops.stat(temp)) if self.counts_bytes else 0
+            file_bytes = disk_bytes(self._ops.stat(temp)) if self.settings.counts_bytes else 0
             is_published = self._publish(temp, path)
         except OSError:
             self.discard(temp)
@@ -300,7 +291,7 @@ class BlockWriter:
         kind of checksum in a reader that does not compare it. A file with several hard
         links may be open under another name.
         """
-        if self.reuses_inodes and self._is_sole_file_with_digest(temp):
+        if self.settings.reuses_inodes and self._is_sole_file_with_digest(temp):
             return True
         self._ops.unlink(temp)
         return False
@@ -350,15 +341,17 @@ class BlockWriter:
     ) -> bytes | None:
         try:
             digest = None
-            if self._verify is not Verify.OFF or recycled:  # a victim's digest must be replaced
+            if (
+                self.settings.verify is not Verify.OFF or recycled
+            ):  # a victim's digest must be replaced
                 # Before the write, so that the write finds the row in the CPU cache.
                 digest = self._digester.attribute_value(key, row)
             self._write_row(fd, row)
             if recycled:
-                self._ops.truncate(fd, self._block_bytes)
+                self._ops.truncate(fd, self.settings.block_bytes)
             if digest is not None:
                 self._set_digest(fd, digest, is_vital=recycled)
-            if self.fsync:
+            if self.settings.fsync:
                 self._ops.fsync(fd)  # not fdatasync, which does not sync attributes
             return digest
         finally:
@@ -376,7 +369,7 @@ class BlockWriter:
         try:
             self._ops.set_xattr(fd, ATTRIBUTE, digest)
         except OSError as error:
-            if is_vital or error.errno not in _NO_XATTR or self._verify is Verify.REQUIRED:
+            if is_vital or error.errno not in _NO_XATTR or self.settings.verify is Verify.REQUIRED:
                 raise
             if not self.lacks_attributes:
                 self.lacks_attributes = True

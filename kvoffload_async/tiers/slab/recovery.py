@@ -9,7 +9,6 @@ Thread: an I/O thread; calls block as long as the filesystem does.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat as stat_module
@@ -27,7 +26,7 @@ from kvoffload_async.tiers.files.ops import (
     FileOps,
     NotRegularFileError,
     disk_bytes,
-    read_all,
+    read_file,
     write_all,
 )
 from kvoffload_async.tiers.slab.layout import (
@@ -339,25 +338,6 @@ def replace_file(ops: FileOps, path: str, parts: Iterable[bytes]) -> None:
     finally:
         ops.close(fd)
     ops.rename(path + TEMP_SUFFIX, path)
-
-
-def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryview:
-    """Return a file's content, or its first `max_bytes`.
-
-    Raises:
-        OSError: It cannot be read, or is too large for memory.
-    """
-    fd = ops.open(path, os.O_RDONLY)
-    try:
-        size_bytes = ops.fstat(fd).st_size
-        if max_bytes is not None:
-            size_bytes = min(size_bytes, max_bytes)
-        buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
-        return buffer[: read_all(ops, fd, buffer)]
-    except MemoryError as error:  # a sparse file can have any size
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
-    finally:
-        ops.close(fd)
 
 
 logger = logging.getLogger(__name__)

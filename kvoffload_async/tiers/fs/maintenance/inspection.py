@@ -10,7 +10,7 @@ import re
 import stat as stat_module
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, Verification
-from kvoffload_async.tiers.files.ops import FileOps, names_in
+from kvoffload_async.tiers.files.ops import Entry, FileOps, names_in, read_all, read_file
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
 from kvoffload_async.tiers.fs.usage import Usage, read_usage
@@ -101,13 +101,7 @@ def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
 def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
     """Return a run configuration, or None if it is missing or unreadable."""
     try:
-        fd = ops.open(path, os.O_RDONLY)
-        try:
-            buffer = bytearray(_MAX_MANIFEST_BYTES)
-            count = ops.pread_into(fd, memoryview(buffer), 0)
-        finally:
-            ops.close(fd)
-        fields = json.loads(bytes(buffer[:count]))
+        fields = json.loads(bytes(read_file(ops, path, _MAX_MANIFEST_BYTES)))
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) and _is_shallow(fields) else None
@@ -126,9 +120,6 @@ def _is_shallow(fields: Mapping[str, Any]) -> bool:
 
 def _manifest_path(root_dir: str, match: re.Match[str]) -> str:
     return f"{root_dir}/{match['base']}/config.json"
-
-
-_Entries = list[tuple[str, os.stat_result]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +164,7 @@ class Scan:
     unreadable: list[str] = field(default_factory=list)
 
     def take_in(
-        self, namespace: FoundNamespace, entries: _Entries, error: OSError | None, folder: str
+        self, namespace: FoundNamespace, entries: list[Entry], error: OSError | None, folder: str
     ) -> None:
         """Add the entries of a folder, and the error if they are incomplete."""
         if error is not None:
@@ -209,42 +200,30 @@ class Scan:
 async def scan_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Scan:
     """Walk over a namespace; entries removed meanwhile are skipped. Incomplete if stopped."""
     scan = Scan()
-    top, error = await io.run(_list, io.ops, namespace.folder)
-    scan.take_in(namespace, top, error, namespace.folder)
-    folders = [
-        path
-        for path, status in top
-        if path != namespace.folder and stat_module.S_ISDIR(status.st_mode)
-    ]
+    ops, folder = io.ops, namespace.folder
+    top, error = await io.run(_found, lambda: [(folder, ops.stat(folder)), *ops.entries(folder)])
+    scan.take_in(namespace, top, error, folder)
+    folders = [path for path, status in top[1:] if stat_module.S_ISDIR(status.st_mode)]
     io.control.expect(len(folders))
-    async with aclosing(io.share_out(iter(folders), partial(_walk, io.ops))) as walked:
+    async with aclosing(
+        io.share_out(iter(folders), lambda path: _found(partial(ops.walk, path)))
+    ) as walked:
         async for folder, (entries, error) in walked:
             scan.take_in(namespace, entries, error, folder)
             io.control.advance(1)
     return scan
 
 
-def _list(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
-    """Return a folder and its direct entries. Thread-safe."""
-    entries: _Entries = []
+def _found(entries: Callable[[], Iterable[Entry]]) -> tuple[list[Entry], OSError | None]:
+    """Return entries, and the error if they are incomplete; none of a folder that is gone."""
+    found: list[Entry] = []
     try:
-        entries.append((folder, ops.stat(folder)))
-        entries.extend(ops.entries(folder))
+        found.extend(entries())
     except FileNotFoundError:
-        return entries, None
+        pass
     except OSError as error:
-        return entries, error
-    return entries, None
-
-
-def _walk(ops: FileOps, folder: str) -> tuple[_Entries, OSError | None]:
-    """Return all entries below a folder. Thread-safe."""
-    entries: _Entries = []
-    try:
-        entries.extend(ops.walk(folder))
-    except OSError as error:
-        return entries, error
-    return entries, None
+        return found, error
+    return found, None
 
 
 _LOOKS = 100
@@ -613,23 +592,13 @@ class BlockChecker:
         if wanted is not None and length != wanted:
             return Verdict.CORRUPT, f"{length} bytes instead of {wanted}"
         data = memoryview(bytearray(length))
-        if (done := self._fill(fd, data)) < length:
+        if (done := read_all(self._ops, fd, data)) < length:
             return Verdict.CORRUPT, f"ends after {done} bytes"
         if verdict := _NOT_COMPARED.get(origin):
             return verdict, ""
         if digest != digester.attribute_value(block.key, data):
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
-
-    def _fill(self, fd: int, data: memoryview) -> int:
-        """Read the beginning of a file; return the number of bytes read."""
-        done = 0
-        while done < len(data):
-            count = self._ops.pread_into(fd, data[done:], done)
-            if count == 0:
-                break
-            done += count
-        return done
 
     def _corrupt(self, fd: int, block: FoundBlock, reason: str) -> Outcome:
         """Check that the path still names the file that was read, and remove it if requested."""

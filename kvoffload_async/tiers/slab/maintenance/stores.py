@@ -30,7 +30,7 @@ from kvoffload_async.tiers.files.features import (
 )
 from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import InUseError, holder_of, lock_for_process
-from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError
+from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, read_file
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
     LOCK,
@@ -67,7 +67,6 @@ from kvoffload_async.tiers.slab.recovery import (
     list_folder,
     live_in,
     note_uses,
-    read_file,
     read_if_there,
     read_manifest,
     read_session,
