@@ -4,8 +4,8 @@ The estimates (`density`) are taken from the policy under test, as rounding woul
 equals; `test_reuse` compares them with a naive computation.
 """
 
-import itertools
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from zlib import crc32
 
 from kvoffload_async.policies.reuse import NUM_CLASSES
@@ -333,7 +333,7 @@ class NaiveHd:
         unreachable = []
         for group in dict.fromkeys(key[-4:] for key in keys):
             chain = [key for key in keys if key[-4:] == group]
-            for before, key in itertools.pairwise(chain):
+            for before, key in pairwise(chain):
                 if key in self.resident:
                     if before in self.resident and before not in unreachable:
                         self.parent[key] = before
@@ -366,16 +366,18 @@ class NaiveHd:
             self.is_density = False
 
     def use_lru(self, keys):
+        head = len(list(takewhile(self.lru_shadow.__contains__, keys)))
         hits = [key for key in keys if key in self.lru_shadow]
         self.lru_shadow = [key for key in self.lru_shadow if key not in hits]
         new = [key for key in keys if key not in hits][: self.shadow_blocks - len(hits)]
         surplus = len(self.lru_shadow) + len(hits) + len(new) - self.shadow_blocks
         del self.lru_shadow[: max(0, surplus)]
         self.lru_shadow += [key for key in keys if key in hits or key in new][::-1]
-        return len(hits)
+        return head
 
     def use_shadow(self, sample):
         time, shadow = self.now, self.shadow
+        head = len(list(takewhile(shadow.group_of.__contains__, [key for key, _ in sample])))
         hits = [key for key, _ in sample if key in shadow.group_of]
         new = [[k for k, each in sample if each == kind and k not in hits] for kind in range(12)]
         for key in hits:
@@ -397,4 +399,4 @@ class NaiveHd:
             fitting = new[kind][:room]
             shadow.form(kind, time, found + fitting)
             num_others -= len(found)
-        return len(hits)
+        return head
