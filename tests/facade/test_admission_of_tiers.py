@@ -20,7 +20,8 @@ def keys(names):
 
 @pytest.fixture(params=["lru", "hd"])
 def manager(request):
-    with TieringOffloadingSpec({**CONFIG, "eviction_policy": request.param}) as spec:
+    config = {**CONFIG, "eviction_policy": request.param, "explain_requests": 2}
+    with TieringOffloadingSpec(config) as spec:
         yield spec.get_manager()
 
 
@@ -59,6 +60,7 @@ def test_unlikely_blocks_are_declined_by_that_tier_alone(manager):
     probabilities(manager, likely=())
     serve(manager, "abc")
     assert figures(manager) == [(0, 3), (3, 0)]
+    assert "example: 3 blocks declined: their reuse is unlikely" in str(manager.explain("r"))
 
 
 def test_doubtful_blocks_are_stored_or_declined_when_the_request_ends(manager):
