@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 from zlib import crc32
 
@@ -60,7 +60,7 @@ class Duel:
         time: int,
         density: Worth,
         *,
-        may_decline: bool,
+        may_decline: Callable[[int], bool],
     ) -> None:
         """Record the uses of a request, head to tail, with the class of each block.
 
@@ -69,7 +69,7 @@ class Duel:
             classes: The class of each block.
             time: Number of the request.
             density: Worth of a group.
-            may_decline: Whether blocks may be declined.
+            may_decline: Whether new blocks of a class may be declined.
         """
         sample = [
             (key, kind)
@@ -145,7 +145,7 @@ class _DensityShadow(_Shadow):
         time: int,
         density: Worth,
         *,
-        may_decline: bool,
+        may_decline: Callable[[int], bool],
     ) -> int:
         """Record a request's uses, head to tail; return the length of the head that was found."""
         hits: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
@@ -161,12 +161,11 @@ class _DensityShadow(_Shadow):
             self.ranking.remove(numbers)
         surplus = len(sample) - num_hits - self.free.count
         if surplus > 0:
-            offers = [(density(kind, time), len(new[kind])) for kind in range(NUM_CLASSES)]
-            victims, declined = self.ranking.pick(
-                surplus, _anything, density, offers if may_decline else ()
-            )
-            for keys, count in zip(new, declined, strict=False):
-                del keys[len(keys) - count :]
+            kinds = [kind for kind in range(NUM_CLASSES) if new[kind] and may_decline(kind)]
+            offers = [(density(kind, time), len(new[kind])) for kind in kinds]
+            victims, declined = self.ranking.pick(surplus, _anything, density, offers)
+            for kind, count in zip(kinds, declined, strict=True):
+                del new[kind][len(new[kind]) - count :]
             self.ranking.remove(victims)
             self.evict(victims)
         for kind in range(NUM_CLASSES):

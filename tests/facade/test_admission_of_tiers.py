@@ -99,6 +99,26 @@ def test_reused_blocks_that_the_tier_lacks_are_stored_once_they_are_likely(manag
     assert figures(manager)[0][0] == 3
 
 
+@pytest.mark.parametrize(
+    ("likely", "other", "declined"),
+    [((), "reuse", 3), ((0,), "reuse", 2), ((9,), "reuse", 0), ((), "all", 0)],
+)
+def test_the_primary_declines_what_no_tier_stores(likely, other, declined):
+    tiers = [{"type": "example", "admission": each} for each in ("reuse", other)]
+    config = {**CONFIG, "cpu_bytes_to_use": "8KiB", "eviction_policy": "hd"}
+    with TieringOffloadingSpec({**config, "secondary_tiers": tiers}) as spec:
+        manager = spec.get_manager()
+        admission = manager.planner.cascades.admission
+        admission._is_likely = lambda index, kind: index == 0 and kind in likely
+        policy = manager.planner.primary.policy
+        serve(manager, "xy")
+        policy.duel.is_density = True
+        policy.model.tables.density = [[float(kind in range(1, 6))] * 26 for kind in range(12)]
+        serve(manager, "xy")
+        serve(manager, "abc")
+        assert manager.stats().primary.declined_blocks == declined
+
+
 def test_the_capacity_of_a_tier_is_in_blocks():
     assert reuse_capacity({"type": "slab", "capacity_bytes": "1MiB"}, 4096) is None
     assert reuse_capacity({"admission": "all"}, 4096) is None

@@ -228,6 +228,7 @@ class NaiveHd:
         self.part = max(1, min(8, capacity // 256))
         self.shadow_blocks = capacity // self.part
         self.may_decline = False
+        self.tiers_store = set()
         self.gaps = {}
         self.offered = {}
 
@@ -245,12 +246,13 @@ class NaiveHd:
             return set()
         gaps = self.gaps.setdefault(request, {})
         first = {group: key for group, key in gaps.items() if key not in missing}
-        behind = set(first)
-        kept = [key for key in missing if key[-4:] not in behind]
+        wanted = [key for key in missing if self.may_be_stored(self.offered[key], prompt)]
+        kept = [key for key in missing if key[-4:] not in first or key in wanted]
         declined = set(missing) - set(kept)
         if len(kept) > free:
-            kinds = list(dict.fromkeys(self.offered[key] for key in kept))
-            by_kind = [[key for key in kept if self.offered[key] == kind] for kind in kinds]
+            unwanted = [key for key in kept if key not in wanted]
+            kinds = list(dict.fromkeys(self.offered[key] for key in unwanted))
+            by_kind = [[key for key in unwanted if self.offered[key] == kind] for kind in kinds]
             offers = [
                 (self.density(kind, self.now), len(group))
                 for kind, group in zip(kinds, by_kind, strict=True)
@@ -261,7 +263,7 @@ class NaiveHd:
                 for group, count in zip(by_kind, counts, strict=True)
                 for key in group[len(group) - count :]
             }
-            for key in kept:
+            for key in unwanted:
                 if key in least:
                     first.setdefault(key[-4:], key)
                 if key[-4:] in first:
@@ -269,6 +271,15 @@ class NaiveHd:
         if first:
             self.gaps[request] = first
         return declined
+
+    def may_be_stored(self, kind, prompt):
+        """Whether a tier stores the class, or one that a longer prompt would give the block."""
+        grown = range(0)
+        if kind == 0:
+            grown = range(prompt[1], 12 if prompt[1] >= 9 else 9)
+        elif kind >= 6:
+            grown = range(kind, 12 if kind >= 9 else 9)
+        return not self.tiers_store.isdisjoint({kind, *grown})
 
     def make_room(self, count, may_leave):
         if not count:
@@ -384,12 +395,11 @@ class NaiveHd:
             shadow.remove(key)
         surplus = len(shadow.group_of) + len(sample) - self.shadow_blocks
         if surplus > 0:
-            offers = [(self.density(kind, time), len(new[kind])) for kind in range(12)]
-            victims, counts = shadow.choose(
-                surplus, lambda _: True, self.density, offers if self.may_decline else ()
-            )
-            for group, count in zip(new, counts, strict=False):
-                del group[len(group) - count :]
+            kinds = set(range(12)) - self.tiers_store if self.may_decline else set()
+            offers = [(self.density(kind, time), len(new[kind])) for kind in kinds]
+            victims, counts = shadow.choose(surplus, lambda _: True, self.density, offers)
+            for kind, count in zip(kinds, counts, strict=True):
+                del new[kind][len(new[kind]) - count :]
             for key in victims:
                 shadow.remove(key)
         num_others = len(hits)

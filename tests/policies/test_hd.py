@@ -101,6 +101,25 @@ def test_blocks_behind_a_declined_one_are_declined_in_later_offers_of_the_reques
     assert not policy.declines(ctx, keys[:2], keys[:2], 0, lambda _: True)
 
 
+def test_classes_that_a_tier_stores_are_not_declined_but_evicted_first():
+    policy = HdPolicy(6)
+    resident = [key("old"), key("older")]
+    policy.admit(resident, [0, 1])
+    policy.request_ended(ReqContext("r"), resident, [0, 1], [False, False])
+    policy.duel.is_density = True
+    policy.model.tables.density = [[1.0] * 26 for _ in range(reuse.NUM_CLASSES)]
+    policy.model.tables.density[9][0] = policy.model.tables.density[0][0] = 0.0
+    keys = [key(n) for n in "abc"]  # of the classes 9, 9 and 0
+    ctx = ReqContext("s", key_positions={k: n for n, k in enumerate(keys)})
+    assert policy.declines(ctx, keys, keys, 0, lambda _: True) == set(keys)
+    policy.tiers_store = {0}.__contains__
+    assert policy.declines(ctx, keys, keys, 0, lambda _: True) == set(keys[:2])
+    policy.tiers_store = {11}.__contains__  # which all would have in a prompt of 64 blocks
+    assert not policy.declines(ctx, keys, keys, 0, lambda _: True)
+    policy.admit(keys, [2, 3, 4])
+    assert policy.make_room([key("z")], 3, lambda _: True) == [4, 3, 2]
+
+
 def test_with_room_or_where_nothing_may_be_declined_everything_is_taken():
     policy = HdPolicy(4)
     keys = [key(n) for n in range(4)]
@@ -163,8 +182,11 @@ class HdMachine(RuleBasedStateMachine):
     def teardown(self):
         self.patch.undo()
 
-    @initialize(capacity=st.integers(1, 24))
-    def start(self, capacity):
+    @initialize(
+        capacity=st.integers(1, 24),
+        tiers_store=st.sets(st.integers(0, reuse.NUM_CLASSES - 1), max_size=3),
+    )
+    def start(self, capacity, tiers_store):
         self.capacity = capacity
         self.policy = HdPolicy(capacity)
         self.model = NaiveHd(
@@ -174,6 +196,8 @@ class HdMachine(RuleBasedStateMachine):
             1,
             lambda kind, age_bin: self.policy.model.tables.density[kind][age_bin],
         )
+        self.policy.tiers_store = tiers_store.__contains__
+        self.model.tiers_store = tiers_store
         self.model.order = self.in_order
         self.slots = {}
         self.free = list(range(capacity))
@@ -339,7 +363,7 @@ def test_a_request_without_sampled_blocks_leaves_the_duel_as_it_is():
     judge = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
     names = (key(number) for number in range(1000))
     unsampled = next(name for name in names if crc32(name) % judge.sampled_part)
-    judge.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=False)
+    judge.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=lambda _: False)
     assert judge.total == 0.0
 
 
