@@ -111,8 +111,10 @@ class HdPolicy(CachePolicy):
         kept = [key for key in offers if key[_KV_GROUP] not in first]
         deficit = len(missing) - len(offers) + len(kept) - free
         if deficit > 0 and kept:
-            for key in self._least_of(kept, deficit, is_evictable):
-                first.setdefault(key[_KV_GROUP], key)
+            least = self._least_of(kept, deficit, is_evictable)
+            for key in kept:
+                if key in least:
+                    first.setdefault(key[_KV_GROUP], key)
         if not first:
             return ()
         gaps.first = first
@@ -201,18 +203,18 @@ class HdPolicy(CachePolicy):
 
     def _least_of(
         self, offered: Sequence[OffloadKey], count: int, is_evictable: Callable[[int], bool]
-    ) -> list[OffloadKey]:
+    ) -> set[OffloadKey]:
         """Return the offered ones of the `count` least worthy of offered and resident blocks."""
         by_class: dict[int, list[OffloadKey]] = {}
         for key in offered:
             by_class.setdefault(self._offered[key], []).append(key)
         offers = [(self._density(kind, self._now), len(group)) for kind, group in by_class.items()]
         _, counts = self.ranking.pick(count, is_evictable, self._density, offers)
-        return [
+        return {
             key
             for group, num_declined in zip(by_class.values(), counts, strict=True)
             for key in group[len(group) - num_declined :]
-        ]
+        }
 
     def _form(self, classes: Sequence[int], slots: Sequence[int | None], time: int) -> None:
         by_class: list[list[int]] = [[] for _ in range(NUM_CLASSES)]

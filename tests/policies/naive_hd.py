@@ -249,8 +249,8 @@ class NaiveHd:
         wanted = [key for key in missing if self.may_be_stored(self.offered[key], prompt)]
         kept = [key for key in missing if key[-4:] not in first or key in wanted]
         declined = set(missing) - set(kept)
-        if len(kept) > free:
-            unwanted = [key for key in kept if key not in wanted]
+        unwanted = [key for key in kept if key not in wanted]
+        if unwanted and len(kept) > free:
             kinds = list(dict.fromkeys(self.offered[key] for key in unwanted))
             by_kind = [[key for key in unwanted if self.offered[key] == kind] for kind in kinds]
             offers = [

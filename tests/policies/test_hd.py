@@ -101,6 +101,20 @@ def test_blocks_behind_a_declined_one_are_declined_in_later_offers_of_the_reques
     assert not policy.declines(ctx, keys[:2], keys[:2], 0, lambda _: True)
 
 
+def test_of_declined_blocks_of_several_classes_the_first_of_the_prompt_ends_its_head():
+    policy = HdPolicy(4)
+    _, known, b, last = keys = [key(n) for n in ("a", "known", "b", "last")]
+    policy.request_ended(ReqContext("r"), [known], [None], [False])
+    policy.admit([key("x"), key("y")], [0, 1])
+    policy.access([0, 1], [True, True])
+    policy.duel.is_density = True
+    policy.model.tables.density = [[1.0] * 26 for _ in range(reuse.NUM_CLASSES)]
+    policy.model.tables.density[1] = [0.0] * 26  # the known block's class
+    policy.model.tables.density[9] = [0.5] + [1.0] * 25
+    declined = policy.declines(ReqContext("s"), keys, keys, 2, lambda _: True)
+    assert declined == {known, b, last}
+
+
 def test_classes_that_a_tier_stores_are_not_declined_but_evicted_first():
     policy = HdPolicy(6)
     resident = [key("old"), key("older")]
@@ -169,7 +183,7 @@ REQUESTS = 3
 
 
 class HdMachine(RuleBasedStateMachine):
-    """The policy and its model in small caches, with tables that are updated often."""
+    """The policy and its model in small caches, with tables that are updated often, and learn."""
 
     def __init__(self):
         super().__init__()
@@ -178,6 +192,7 @@ class HdMachine(RuleBasedStateMachine):
         self.patch.setattr(hd, "GHOSTS_PER_BLOCK", 1)
         self.patch.setattr(reuse, "_UPDATE_REQUESTS", 3)
         self.patch.setattr(duel, "_LEAST_LEAD", 1)
+        self.patch.setattr(reuse, "_PRIOR_ARRIVALS", 1.0)
 
     def teardown(self):
         self.patch.undo()
@@ -303,6 +318,13 @@ class HdMachine(RuleBasedStateMachine):
         present = [name for name in sorted(names) if name in self.slots]
         self.policy.access([self.slots[name] for name in present], [True] * len(present))
         self.model.request_ended({}, present)
+
+    @rule(is_density=st.booleans())
+    def decide(self, is_density):
+        """Let an order lead, which a few requests hardly bring about."""
+        lead = 5.0 if is_density else 0.0
+        for one in (self.policy.duel, self.model):
+            one.lead, one.is_density = lead, is_density
 
     @rule(names=pins)
     def pin(self, names):
