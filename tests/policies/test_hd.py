@@ -134,6 +134,18 @@ def test_classes_that_a_tier_stores_are_not_declined_but_evicted_first():
     assert policy.make_room([key("z")], 3, lambda _: True) == [4, 3, 2]
 
 
+@pytest.mark.parametrize(("tiers_store", "is_taken"), [((), False), ((0,), True)])
+def test_the_duel_declines_by_the_rule_of_the_cache(tiers_store, is_taken):
+    policy = HdPolicy(2)
+    policy.tiers_store = tiers_store.__contains__
+    policy.model.tables.density = [[0.0] + [1.0] * 25 for _ in range(reuse.NUM_CLASSES)]
+    for names in ([key("a")], [key("b")], [key("c")], [key("c")]):
+        # A new block, of class 0, is worth least; LRU finds the last one.
+        policy.declines(ReqContext("r"), names, names, 1, lambda _: True)
+        policy.request_ended(ReqContext("r"), names, [None], [False])
+    assert policy.duel.lead == (0.0 if is_taken else -1.0)
+
+
 def test_with_room_or_where_nothing_may_be_declined_everything_is_taken():
     policy = HdPolicy(4)
     keys = [key(n) for n in range(4)]
