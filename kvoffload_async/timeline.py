@@ -22,6 +22,7 @@ TransferDirection = Literal["load", "store"]
 """Load: to the device or the primary. Store: away from it."""
 
 NoteKind = Literal[
+    "declined",
     "evicted",
     "left_out",
     "nothing_to_store",
@@ -122,11 +123,12 @@ class Note:
         at_s: Time of the first occurrence.
         kind: `waits` for a permit, `scheduled` (no lookup outstanding), `pinned` and `unpinned`
             (blocks to load), `reserved` (slots to store into), `evicted` (blocks evicted for
-            them), `left_out` and `refused` (no room for some, or any), `nothing_to_store`,
+            them), `declined` (not worth storing, for the eviction policy or the tier's
+            `admission`), `left_out` and `refused` (no room for some, or any), `nothing_to_store`,
             `stored`, `store_failed`, `pending` (blocks waiting for a tier), `released` (the copy
             of an overdue job ended), `reset`.
         num_blocks: Number of blocks.
-        tier: The tier, if the event belongs to one.
+        tier: The tier, if the event belongs to one; `"primary"` for what the policy declined.
         reason: Reason, if the kind has several.
         seconds: Duration, if the kind has one.
         times: Number of consecutive occurrences.
@@ -357,6 +359,7 @@ _WORDS: Final = {
 
 
 _NOTES: Final[Mapping[NoteKind, str]] = {
+    "declined": "{tier}: {blocks} declined: {reason}",
     "evicted": "{blocks} are evicted to make room",
     "left_out": "no room for {blocks}: left out, to be offered again",
     "nothing_to_store": "{blocks} offered for storing: all are there",

@@ -355,6 +355,8 @@ class Cascades:
         """Parked keys whose writes have ended in this step."""
         self.admission: Admission | None = None
         """Decides what is worth storing; None: everything. Set before the first request."""
+        self.on_declined: Callable[[ReqContext, int, int], None] | None = None
+        """Called with a request, a tier and the number of its blocks that the tier declines."""
         self._is_closed = False
 
     @property
@@ -398,7 +400,7 @@ class Cascades:
             is_final = request.is_finished
             keys, doubtful = self.admission.split(index, request.ctx, keys, is_final=is_final)
             request.doubtful.setdefault(index, {}).update(dict.fromkeys(doubtful))
-            self._tiers[index].counters.declined_blocks += offered - len(keys) - len(doubtful)
+            self._decline(index, request.ctx, offered - len(keys) - len(doubtful))
         if keys:
             self.send(index, request, keys, now_s)
 
@@ -410,7 +412,7 @@ class Cascades:
             keys = tuple(waiting)
             stored, _ = self.admission.split(index, request.ctx, keys, is_final=True)
             added = self.defer(index, stored, now_s)
-            self._tiers[index].counters.declined_blocks += len(keys) - added
+            self._decline(index, request.ctx, len(keys) - added)
         request.doubtful.clear()
         self.admission.end_request(request.ctx, self._primary.used_by(request.ctx))
 
@@ -562,6 +564,12 @@ class Cascades:
         self._drop_all("closed")
 
     # -- internal -------------------------------------------------------------------------------
+
+    def _decline(self, index: int, ctx: ReqContext, count: int) -> None:
+        if count:
+            self._tiers[index].counters.declined_blocks += count
+            if self.on_declined is not None:
+                self.on_declined(ctx, index, count)
 
     def _takes_store(self, index: int, now_s: float) -> bool:
         """Return whether a tier takes a job now; pause its queue if not."""

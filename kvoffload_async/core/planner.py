@@ -53,7 +53,7 @@ class Planner:
         """Start with an empty primary; lookups query `tiers` in the given order."""
         self.primary = primary
         self.tiers = tuple(tiers)
-        primary.may_decline = not self.tiers  # the tiers are fed through the primary
+        primary.may_decline = not self.tiers  # unless the admission says what they do not store
         self.limits = limits
         self.counters = PlannerCounters()
         self.shares = Shares(

@@ -634,7 +634,8 @@ class Primary(ResidentBlocks):
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        may_decline: Whether the policy may decline blocks of a store; set by the planner.
+        may_decline: Whether the policy may decline blocks of a store; not while a tier, which is
+            fed through the primary, stores everything.
         drops_pending: Whether protected blocks are evicted when no others are left; set by the
             engine's configuration.
     """

@@ -443,6 +443,8 @@ def _own_parent(ctx: ReqContext) -> object | None:
     return ctx.trace_context
 
 
+_WORTH_LESS: Final = "they are worth less than the resident blocks"
+_UNLIKELY: Final = "their reuse is unlikely"
 _REFUSED: Final[tuple[MissReason, ...]] = ("no_room", "expired", "paused")
 
 
@@ -471,6 +473,7 @@ class RecordingPlanner(Planner):
             labels += [(name, answer) for answer in answers]
         labels += [(PLANNER, reason) for reason in _REFUSED]
         recorder.read_lookups(labels, self._lookup_figures)
+        self.cascades.on_declined = self._note_declined
 
     def tell_time(self) -> None:
         """Set the recorder's time to the current time."""
@@ -506,7 +509,7 @@ class RecordingPlanner(Planner):
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
         self.tell_time()
-        before = self._pending_counts()
+        before, declined = self._pending_counts(), self.primary.counters.declined_blocks
         output = super().prepare_store(keys, ctx)
         if output is None:
             self.recorder.note(ctx, "refused", len(keys))
@@ -517,7 +520,9 @@ class RecordingPlanner(Planner):
             self.recorder.note(ctx, "evicted", len(output.evicted_keys))
         if output.keys_left_out:
             self.recorder.note(ctx, "left_out", len(output.keys_left_out))
-        if not output.keys_to_store and not output.keys_left_out:
+        if declined := self.primary.counters.declined_blocks - declined:
+            self.recorder.note(ctx, "declined", declined, tier=PRIMARY, reason=_WORTH_LESS)
+        if not output.keys_to_store and not output.keys_left_out and not declined:
             self.recorder.note(ctx, "nothing_to_store", len(keys))
         self._note_pending(ctx, before)
         return output
@@ -603,6 +608,9 @@ class RecordingPlanner(Planner):
         super()._end_if_done(request)
         if request.ctx not in self.requests:
             self.recorder.done(request.ctx)
+
+    def _note_declined(self, ctx: ReqContext, index: int, count: int) -> None:
+        self.recorder.note(ctx, "declined", count, tier=self._names[index], reason=_UNLIKELY)
 
     def _pending_counts(self) -> list[int]:
         return [queue.count for queue in self.cascades.queues]

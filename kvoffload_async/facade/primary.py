@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import Final
 
 from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.primary import AdmissionFilter, Primary
@@ -27,13 +28,25 @@ from kvoffload_async.types import (
     as_block_ids,
 )
 
+MOST_KNOWN: Final = 1 << 20
+"""Most blocks that an admission remembers, in at most 190 MB; those used last."""
+
 
 def create_admission(primary: Primary, capacities: Sequence[float | None]) -> Admission:
-    """Return the admission to tiers of these capacities; see `Admission`."""
-    if isinstance(primary.policy, HdPolicy):
-        return Admission(primary.policy.model, capacities, feeds=False)
+    """Return the admission to tiers of these capacities; see `Admission`.
+
+    If no tier stores everything, HD may decline in the primary what no tier stores.
+    """
+    policy = primary.policy
+    if isinstance(policy, HdPolicy):
+        admission = Admission(policy.model, capacities, feeds=False)
+        if None not in capacities:
+            policy.tiers_store = admission.stores
+            primary.may_decline = True
+        return admission
     finite = [int(capacity) for capacity in capacities if capacity not in {None, inf}]
-    num_known = max(LEAST_GHOSTS, GHOSTS_PER_BLOCK * primary.num_slots, *(4 * n for n in finite))
+    wanted = GHOSTS_PER_BLOCK * max([primary.num_slots, *finite])
+    num_known = min(max(LEAST_GHOSTS, wanted), MOST_KNOWN)
     return Admission(ReuseModel(0, num_known), capacities, feeds=True)
 
 

@@ -1,8 +1,8 @@
-"""A duel of two orders of eviction: which would have found more of a sample of the blocks?"""
+"""A duel of two orders of eviction: which would have had more prefix hits on a sample of blocks?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 from zlib import crc32
 
@@ -28,14 +28,15 @@ _LEAST_LEAD: Final = 8
 class Duel:
     """Two shadow caches of an eighth of the capacity, fed with one block in eight.
 
-    Both decline and evict by the rules of the cache itself.
+    Both decline and evict by the rules of the cache itself. What counts is the head of a request's
+    sampled blocks that a shadow finds: an order may find more blocks, and still shorter heads.
 
     Memory: that of an eighth of the cache's blocks, twice, without payload.
 
     Thread: owner.
 
     Attributes:
-        lead: Hits of the density order beyond those of LRU, fading.
+        lead: Prefix hits of the density order beyond those of LRU, fading.
         total: References sampled, fading likewise.
         is_density: Whether the order by density leads; at first, and while neither leads, the order
             stays.
@@ -59,7 +60,7 @@ class Duel:
         time: int,
         density: Worth,
         *,
-        may_decline: bool,
+        may_decline: Callable[[int], bool],
     ) -> None:
         """Record the uses of a request, head to tail, with the class of each block.
 
@@ -68,7 +69,7 @@ class Duel:
             classes: The class of each block.
             time: Number of the request.
             density: Worth of a group.
-            may_decline: Whether blocks may be declined.
+            may_decline: Whether new blocks of a class may be declined.
         """
         sample = [
             (key, kind)
@@ -118,7 +119,7 @@ class _LruShadow(_Shadow):
         self._oldest_first = NumberLists(capacity)
 
     def use(self, keys: Sequence[OffloadKey]) -> int:
-        """Record a request's uses, head to tail; return how many of the blocks were found."""
+        """Record a request's uses, head to tail; return the length of the head that was found."""
         found = self.table.find(keys)
         hits = [number for number in found if number is not None]
         self._oldest_first.remove(hits)
@@ -130,7 +131,7 @@ class _LruShadow(_Shadow):
         self.add(new)
         present = [number for number in self.table.find(keys) if number is not None]
         self._oldest_first.append(present[::-1])
-        return len(hits)
+        return _head(found)
 
 
 class _DensityShadow(_Shadow):
@@ -144,9 +145,9 @@ class _DensityShadow(_Shadow):
         time: int,
         density: Worth,
         *,
-        may_decline: bool,
+        may_decline: Callable[[int], bool],
     ) -> int:
-        """Record a request's uses, head to tail; return how many of the blocks were found."""
+        """Record a request's uses, head to tail; return the length of the head that was found."""
         hits: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
         new: list[list[OffloadKey]] = [[] for _ in range(NUM_CLASSES)]
         found = self.table.find([key for key, _ in sample])
@@ -160,19 +161,22 @@ class _DensityShadow(_Shadow):
             self.ranking.remove(numbers)
         surplus = len(sample) - num_hits - self.free.count
         if surplus > 0:
-            offers = [(density(kind, time), len(new[kind])) for kind in range(NUM_CLASSES)]
-            victims, declined = self.ranking.pick(
-                surplus, _anything, density, offers if may_decline else ()
-            )
-            for keys, count in zip(new, declined, strict=False):
-                del keys[len(keys) - count :]
+            kinds = [kind for kind in range(NUM_CLASSES) if new[kind] and may_decline(kind)]
+            offers = [(density(kind, time), len(new[kind])) for kind in kinds]
+            victims, declined = self.ranking.pick(surplus, _anything, density, offers)
+            for kind, count in zip(kinds, declined, strict=True):
+                del new[kind][len(new[kind]) - count :]
             self.ranking.remove(victims)
             self.evict(victims)
         for kind in range(NUM_CLASSES):
             members = hits[kind] + self.add(new[kind][: self.free.count])
             if members:
                 self.ranking.form(kind, time, members)
-        return num_hits
+        return _head(found)
+
+
+def _head(found: Sequence[int | None]) -> int:
+    return found.index(None) if None in found else len(found)
 
 
 def _anything(_: int) -> bool:

@@ -41,6 +41,9 @@ class HdPolicy(CachePolicy):
     if they are worth the least. Where a block leaves, its descendants in prompts cannot be hit any
     more: they go first.
 
+    A declined block is stored in no tier either. So blocks of classes that a tier stores are not
+    declined: they are admitted with their worth, and so are evicted first.
+
     Until their request ends, stored blocks have a provisional class, from its prompt so far; blocks
     that were stored for no request rank as if used now.
 
@@ -52,6 +55,7 @@ class HdPolicy(CachePolicy):
         model: The known blocks and the estimates of their reuse.
         ranking: The occupied slots.
         duel: The shadows; they determine whether the order is by density or LRU's.
+        tiers_store: Whether some tier stores blocks of a class.
     """
 
     name = "hd"
@@ -59,6 +63,7 @@ class HdPolicy(CachePolicy):
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__(capacity_blocks)
+        self.tiers_store: Callable[[int], bool] = _never
         num_ghosts = max(GHOSTS_PER_BLOCK * capacity_blocks, LEAST_GHOSTS)
         self.model = ReuseModel(capacity_blocks, num_ghosts)
         self.clear()
@@ -89,23 +94,32 @@ class HdPolicy(CachePolicy):
         is_evictable: Callable[[int], bool],
     ) -> Collection[OffloadKey]:
         model = self.model
-        classes = model.classes(missing, model.prompt(request.key_positions, keys))
+        prompt = model.prompt(request.key_positions, keys)
+        classes = model.classes(missing, prompt)
         self._offered = dict(zip(missing, classes, strict=True))
         self._may_decline = free is not None
         if free is None or len(missing) <= free or not self.duel.is_density:
             return ()
+        wanted = {
+            kind
+            for kind in set(classes)
+            if any(map(self.tiers_store, (kind, *model.may_become(kind, prompt))))
+        }
         gaps = request.get_scratch(_Gaps) or _Gaps()
         first = {group: key for group, key in gaps.first.items() if key not in self._offered}
-        kept = [key for key in missing if key[_KV_GROUP] not in first]
-        deficit = len(kept) - free
-        if deficit > 0:
-            for key in self._least_of(kept, deficit, is_evictable):
-                first.setdefault(key[_KV_GROUP], key)
+        offers = [key for key, kind in self._offered.items() if kind not in wanted]
+        kept = [key for key in offers if key[_KV_GROUP] not in first]
+        deficit = len(missing) - len(offers) + len(kept) - free
+        if deficit > 0 and kept:
+            least = self._least_of(kept, deficit, is_evictable)
+            for key in kept:
+                if key in least:
+                    first.setdefault(key[_KV_GROUP], key)
         if not first:
             return ()
         gaps.first = first
         request.put_scratch(gaps)
-        return _behind(first, missing)
+        return _behind(first, offers)
 
     def make_room(
         self,
@@ -154,7 +168,7 @@ class HdPolicy(CachePolicy):
             if slot is not None:
                 self._numbers[slot] = number + 1
         self._link(keys, slots)
-        self.duel.record(keys, classes, self._now, self._density, may_decline=self._may_decline)
+        self.duel.record(keys, classes, self._now, self._density, may_decline=self._is_declinable)
         self._now = model.clock + 1
 
     def discard(self, slots: Sequence[int]) -> None:
@@ -184,20 +198,23 @@ class HdPolicy(CachePolicy):
     def _density(self, kind: int, time: int) -> tuple[float, int]:
         return self.model.tables.density[kind][bin_of(self._now - time)], time
 
+    def _is_declinable(self, kind: int) -> bool:
+        return self._may_decline and not self.tiers_store(kind)
+
     def _least_of(
         self, offered: Sequence[OffloadKey], count: int, is_evictable: Callable[[int], bool]
-    ) -> list[OffloadKey]:
+    ) -> set[OffloadKey]:
         """Return the offered ones of the `count` least worthy of offered and resident blocks."""
         by_class: dict[int, list[OffloadKey]] = {}
         for key in offered:
             by_class.setdefault(self._offered[key], []).append(key)
         offers = [(self._density(kind, self._now), len(group)) for kind, group in by_class.items()]
         _, counts = self.ranking.pick(count, is_evictable, self._density, offers)
-        return [
+        return {
             key
             for group, num_declined in zip(by_class.values(), counts, strict=True)
             for key in group[len(group) - num_declined :]
-        ]
+        }
 
     def _form(self, classes: Sequence[int], slots: Sequence[int | None], time: int) -> None:
         by_class: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
@@ -243,13 +260,15 @@ class HdPolicy(CachePolicy):
         self.ranking.put_first(unreachable)
 
 
-def _behind(
-    first: dict[bytes, OffloadKey], missing: Sequence[OffloadKey]
-) -> Collection[OffloadKey]:
+def _never(_: int) -> bool:
+    return False
+
+
+def _behind(first: dict[bytes, OffloadKey], offers: Sequence[OffloadKey]) -> Collection[OffloadKey]:
     """Return the keys of each KV-cache group from the first declined one on."""
     found: set[OffloadKey] = set()
-    is_behind = {group for group, key in first.items() if key not in missing}
-    for key in missing:
+    is_behind = {group for group, key in first.items() if key not in offers}
+    for key in offers:
         group = key[_KV_GROUP]
         if first.get(group) == key:
             is_behind.add(group)

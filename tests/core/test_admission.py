@@ -6,6 +6,7 @@ import pytest
 
 from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.primary import Primary
+from kvoffload_async.facade import primary
 from kvoffload_async.facade.primary import create_admission
 from kvoffload_async.policies.hd import HdPolicy
 from kvoffload_async.policies.lru import LruPolicy
@@ -48,6 +49,22 @@ def test_likely_blocks_are_stored_doubtful_ones_wait_and_the_others_are_declined
     assert admission.split(0, CTX, ks("abcd"), is_final=False) == (ks("bd"), ks("a"))
     assert admission.split(0, CTX, ks("abcd"), is_final=True) == (ks("bd"), [])
     assert admission.split(0, CTX, [], is_final=True) == ([], ())
+
+
+def test_a_class_is_stored_if_any_tier_stores_it():
+    admission = Admission(Estimates(likely={1}), [5.0, 10.0], feeds=True)
+    admission._is_likely = lambda index, kind: index == kind
+    assert [admission.stores(kind) for kind in range(3)] == [True, True, False]
+
+
+def test_what_is_remembered_of_a_large_tier_is_bounded(monkeypatch):
+    monkeypatch.setattr(primary, "MOST_KNOWN", 20)
+    admission = create_admission(Primary(4, LruPolicy(4)), [10.0**9])
+    for number in range(40):
+        admission.end_request(ReqContext("r"), ks([f"{number:04}{part}" for part in "abc"]))
+    known = admission._estimates.known()
+    assert len(known) == 20
+    assert set(ks(["0039a", "0039b", "0039c"])) <= known.keys()
 
 
 def test_another_tier_stores_everything():

@@ -98,6 +98,16 @@ def test_the_head_that_a_request_has_used_is_kept_when_its_tail_is_offered(prima
     assert primary.forgotten() == []
 
 
+def test_what_the_policy_has_skipped_is_released_though_all_is_declined(primary):
+    ctx = begin(primary, "abcd")
+    store(primary, ctx, ks("ab"))
+    released = []
+    primary.policy.released = released.extend
+    primary.policy.unwanted = ks("c")
+    store(primary, ctx, ks("c"))
+    assert {primary.slot_of(key) for key in ks("ab")} <= set(released)
+
+
 def test_where_nothing_may_be_declined_the_policy_is_told(primary):
     primary.may_decline = False
     primary.policy.unwanted = ks("a")

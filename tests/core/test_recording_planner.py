@@ -108,6 +108,30 @@ def test_what_a_store_has_no_room_for():
     ]
 
 
+def test_what_the_policy_declines():
+    world = world_of(2, 0, accept_prefix=True)
+    world.primary.policy.follows_requests = True
+    world.primary.policy.declines = lambda _request, _keys, missing, *_: missing[1:]
+    ctx = world.begin()
+    world.store(ctx, "ab")
+    world.store(ctx, "ab")
+    world.primary.policy.declines = lambda _request, _keys, missing, *_: missing
+    world.store(ctx, "c")
+    assert notes_of(world) == [
+        ("reserved", 1),
+        ("declined", 1),
+        ("stored", 1),
+        ("reserved", 1),
+        ("stored", 1),
+        ("declined", 1),
+    ]
+    declined = events_of(world)[-1]
+    assert (declined.tier, declined.reason) == (
+        "primary",
+        "they are worth less than the resident blocks",
+    )
+
+
 def test_what_is_evicted_to_make_room():
     world = world_of(1, 0)
     ctx = world.begin("one")

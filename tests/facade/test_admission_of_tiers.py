@@ -20,7 +20,8 @@ def keys(names):
 
 @pytest.fixture(params=["lru", "hd"])
 def manager(request):
-    with TieringOffloadingSpec({**CONFIG, "eviction_policy": request.param}) as spec:
+    config = {**CONFIG, "eviction_policy": request.param, "explain_requests": 2}
+    with TieringOffloadingSpec(config) as spec:
         yield spec.get_manager()
 
 
@@ -59,6 +60,7 @@ def test_unlikely_blocks_are_declined_by_that_tier_alone(manager):
     probabilities(manager, likely=())
     serve(manager, "abc")
     assert figures(manager) == [(0, 3), (3, 0)]
+    assert "example: 3 blocks declined: their reuse is unlikely" in str(manager.explain("r"))
 
 
 def test_doubtful_blocks_are_stored_or_declined_when_the_request_ends(manager):
@@ -95,6 +97,26 @@ def test_reused_blocks_that_the_tier_lacks_are_stored_once_they_are_likely(manag
     probabilities(manager, likely=(1, 2))
     serve(manager, "abc")
     assert figures(manager)[0][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("likely", "other", "declined"),
+    [((), "reuse", 3), ((0,), "reuse", 2), ((9,), "reuse", 0), ((), "all", 0)],
+)
+def test_the_primary_declines_what_no_tier_stores(likely, other, declined):
+    tiers = [{"type": "example", "admission": each} for each in ("reuse", other)]
+    config = {**CONFIG, "cpu_bytes_to_use": "8KiB", "eviction_policy": "hd"}
+    with TieringOffloadingSpec({**config, "secondary_tiers": tiers}) as spec:
+        manager = spec.get_manager()
+        admission = manager.planner.cascades.admission
+        admission._is_likely = lambda index, kind: index == 0 and kind in likely
+        policy = manager.planner.primary.policy
+        serve(manager, "xy")
+        policy.duel.is_density = True
+        policy.model.tables.density = [[float(kind in range(1, 6))] * 26 for kind in range(12)]
+        serve(manager, "xy")
+        serve(manager, "abc")
+        assert manager.stats().primary.declined_blocks == declined
 
 
 def test_the_capacity_of_a_tier_is_in_blocks():

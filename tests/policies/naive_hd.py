@@ -4,8 +4,8 @@ The estimates (`density`) are taken from the policy under test, as rounding woul
 equals; `test_reuse` compares them with a naive computation.
 """
 
-import itertools
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from zlib import crc32
 
 from kvoffload_async.policies.reuse import NUM_CLASSES
@@ -228,6 +228,7 @@ class NaiveHd:
         self.part = max(1, min(8, capacity // 256))
         self.shadow_blocks = capacity // self.part
         self.may_decline = False
+        self.tiers_store = set()
         self.gaps = {}
         self.offered = {}
 
@@ -245,12 +246,13 @@ class NaiveHd:
             return set()
         gaps = self.gaps.setdefault(request, {})
         first = {group: key for group, key in gaps.items() if key not in missing}
-        behind = set(first)
-        kept = [key for key in missing if key[-4:] not in behind]
+        wanted = [key for key in missing if self.may_be_stored(self.offered[key], prompt)]
+        kept = [key for key in missing if key[-4:] not in first or key in wanted]
         declined = set(missing) - set(kept)
-        if len(kept) > free:
-            kinds = list(dict.fromkeys(self.offered[key] for key in kept))
-            by_kind = [[key for key in kept if self.offered[key] == kind] for kind in kinds]
+        unwanted = [key for key in kept if key not in wanted]
+        if unwanted and len(kept) > free:
+            kinds = list(dict.fromkeys(self.offered[key] for key in unwanted))
+            by_kind = [[key for key in unwanted if self.offered[key] == kind] for kind in kinds]
             offers = [
                 (self.density(kind, self.now), len(group))
                 for kind, group in zip(kinds, by_kind, strict=True)
@@ -261,7 +263,7 @@ class NaiveHd:
                 for group, count in zip(by_kind, counts, strict=True)
                 for key in group[len(group) - count :]
             }
-            for key in kept:
+            for key in unwanted:
                 if key in least:
                     first.setdefault(key[-4:], key)
                 if key[-4:] in first:
@@ -269,6 +271,15 @@ class NaiveHd:
         if first:
             self.gaps[request] = first
         return declined
+
+    def may_be_stored(self, kind, prompt):
+        """Whether a tier stores the class, or one that a longer prompt would give the block."""
+        grown = range(0)
+        if kind == 0:
+            grown = range(prompt[1], 12 if prompt[1] >= 9 else 9)
+        elif kind >= 6:
+            grown = range(kind, 12 if kind >= 9 else 9)
+        return not self.tiers_store.isdisjoint({kind, *grown})
 
     def make_room(self, count, may_leave):
         if not count:
@@ -333,7 +344,7 @@ class NaiveHd:
         unreachable = []
         for group in dict.fromkeys(key[-4:] for key in keys):
             chain = [key for key in keys if key[-4:] == group]
-            for before, key in itertools.pairwise(chain):
+            for before, key in pairwise(chain):
                 if key in self.resident:
                     if before in self.resident and before not in unreachable:
                         self.parent[key] = before
@@ -366,28 +377,29 @@ class NaiveHd:
             self.is_density = False
 
     def use_lru(self, keys):
+        head = len(list(takewhile(self.lru_shadow.__contains__, keys)))
         hits = [key for key in keys if key in self.lru_shadow]
         self.lru_shadow = [key for key in self.lru_shadow if key not in hits]
         new = [key for key in keys if key not in hits][: self.shadow_blocks - len(hits)]
         surplus = len(self.lru_shadow) + len(hits) + len(new) - self.shadow_blocks
         del self.lru_shadow[: max(0, surplus)]
         self.lru_shadow += [key for key in keys if key in hits or key in new][::-1]
-        return len(hits)
+        return head
 
     def use_shadow(self, sample):
         time, shadow = self.now, self.shadow
+        head = len(list(takewhile(shadow.group_of.__contains__, [key for key, _ in sample])))
         hits = [key for key, _ in sample if key in shadow.group_of]
         new = [[k for k, each in sample if each == kind and k not in hits] for kind in range(12)]
         for key in hits:
             shadow.remove(key)
         surplus = len(shadow.group_of) + len(sample) - self.shadow_blocks
         if surplus > 0:
-            offers = [(self.density(kind, time), len(new[kind])) for kind in range(12)]
-            victims, counts = shadow.choose(
-                surplus, lambda _: True, self.density, offers if self.may_decline else ()
-            )
-            for group, count in zip(new, counts, strict=False):
-                del group[len(group) - count :]
+            kinds = set(range(12)) - self.tiers_store if self.may_decline else set()
+            offers = [(self.density(kind, time), len(new[kind])) for kind in kinds]
+            victims, counts = shadow.choose(surplus, lambda _: True, self.density, offers)
+            for kind, count in zip(kinds, counts, strict=True):
+                del new[kind][len(new[kind]) - count :]
             for key in victims:
                 shadow.remove(key)
         num_others = len(hits)
@@ -397,4 +409,4 @@ class NaiveHd:
             fitting = new[kind][:room]
             shadow.form(kind, time, found + fitting)
             num_others -= len(found)
-        return len(hits)
+        return head

@@ -101,6 +101,51 @@ def test_blocks_behind_a_declined_one_are_declined_in_later_offers_of_the_reques
     assert not policy.declines(ctx, keys[:2], keys[:2], 0, lambda _: True)
 
 
+def test_of_declined_blocks_of_several_classes_the_first_of_the_prompt_ends_its_head():
+    policy = HdPolicy(4)
+    _, known, b, last = keys = [key(n) for n in ("a", "known", "b", "last")]
+    policy.request_ended(ReqContext("r"), [known], [None], [False])
+    policy.admit([key("x"), key("y")], [0, 1])
+    policy.access([0, 1], [True, True])
+    policy.duel.is_density = True
+    policy.model.tables.density = [[1.0] * 26 for _ in range(reuse.NUM_CLASSES)]
+    policy.model.tables.density[1] = [0.0] * 26  # the known block's class
+    policy.model.tables.density[9] = [0.5] + [1.0] * 25
+    declined = policy.declines(ReqContext("s"), keys, keys, 2, lambda _: True)
+    assert declined == {known, b, last}
+
+
+def test_classes_that_a_tier_stores_are_not_declined_but_evicted_first():
+    policy = HdPolicy(6)
+    resident = [key("old"), key("older")]
+    policy.admit(resident, [0, 1])
+    policy.request_ended(ReqContext("r"), resident, [0, 1], [False, False])
+    policy.duel.is_density = True
+    policy.model.tables.density = [[1.0] * 26 for _ in range(reuse.NUM_CLASSES)]
+    policy.model.tables.density[9][0] = policy.model.tables.density[0][0] = 0.0
+    keys = [key(n) for n in "abc"]  # of the classes 9, 9 and 0
+    ctx = ReqContext("s", key_positions={k: n for n, k in enumerate(keys)})
+    assert policy.declines(ctx, keys, keys, 0, lambda _: True) == set(keys)
+    policy.tiers_store = {0}.__contains__
+    assert policy.declines(ctx, keys, keys, 0, lambda _: True) == set(keys[:2])
+    policy.tiers_store = {11}.__contains__  # which all would have in a prompt of 64 blocks
+    assert not policy.declines(ctx, keys, keys, 0, lambda _: True)
+    policy.admit(keys, [2, 3, 4])
+    assert policy.make_room([key("z")], 3, lambda _: True) == [4, 3, 2]
+
+
+@pytest.mark.parametrize(("tiers_store", "is_taken"), [((), False), ((0,), True)])
+def test_the_duel_declines_by_the_rule_of_the_cache(tiers_store, is_taken):
+    policy = HdPolicy(2)
+    policy.tiers_store = tiers_store.__contains__
+    policy.model.tables.density = [[0.0] + [1.0] * 25 for _ in range(reuse.NUM_CLASSES)]
+    for names in ([key("a")], [key("b")], [key("c")], [key("c")]):
+        # A new block, of class 0, is worth least; LRU finds the last one.
+        policy.declines(ReqContext("r"), names, names, 1, lambda _: True)
+        policy.request_ended(ReqContext("r"), names, [None], [False])
+    assert policy.duel.lead == (0.0 if is_taken else -1.0)
+
+
 def test_with_room_or_where_nothing_may_be_declined_everything_is_taken():
     policy = HdPolicy(4)
     keys = [key(n) for n in range(4)]
@@ -150,7 +195,7 @@ REQUESTS = 3
 
 
 class HdMachine(RuleBasedStateMachine):
-    """The policy and its model in small caches, with tables that are updated often."""
+    """The policy and its model in small caches, with tables that are updated often, and learn."""
 
     def __init__(self):
         super().__init__()
@@ -159,12 +204,16 @@ class HdMachine(RuleBasedStateMachine):
         self.patch.setattr(hd, "GHOSTS_PER_BLOCK", 1)
         self.patch.setattr(reuse, "_UPDATE_REQUESTS", 3)
         self.patch.setattr(duel, "_LEAST_LEAD", 1)
+        self.patch.setattr(reuse, "_PRIOR_ARRIVALS", 1.0)
 
     def teardown(self):
         self.patch.undo()
 
-    @initialize(capacity=st.integers(1, 24))
-    def start(self, capacity):
+    @initialize(
+        capacity=st.integers(1, 24),
+        tiers_store=st.sets(st.integers(0, reuse.NUM_CLASSES - 1), max_size=3),
+    )
+    def start(self, capacity, tiers_store):
         self.capacity = capacity
         self.policy = HdPolicy(capacity)
         self.model = NaiveHd(
@@ -174,6 +223,8 @@ class HdMachine(RuleBasedStateMachine):
             1,
             lambda kind, age_bin: self.policy.model.tables.density[kind][age_bin],
         )
+        self.policy.tiers_store = tiers_store.__contains__
+        self.model.tiers_store = tiers_store
         self.model.order = self.in_order
         self.slots = {}
         self.free = list(range(capacity))
@@ -280,6 +331,13 @@ class HdMachine(RuleBasedStateMachine):
         self.policy.access([self.slots[name] for name in present], [True] * len(present))
         self.model.request_ended({}, present)
 
+    @rule(is_density=st.booleans())
+    def decide(self, is_density):
+        """Let an order lead, which a few requests hardly bring about."""
+        lead = 5.0 if is_density else 0.0
+        for one in (self.policy.duel, self.model):
+            one.lead, one.is_density = lead, is_density
+
     @rule(names=pins)
     def pin(self, names):
         self.pinned |= names
@@ -339,7 +397,7 @@ def test_a_request_without_sampled_blocks_leaves_the_duel_as_it_is():
     judge = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
     names = (key(number) for number in range(1000))
     unsampled = next(name for name in names if crc32(name) % judge.sampled_part)
-    judge.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=False)
+    judge.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=lambda _: False)
     assert judge.total == 0.0
 
 

@@ -160,15 +160,8 @@ def test_a_change_of_regime_costs_nothing_lasting(capacity):
     assert prefix_hits(trace, "hd", capacity) > prefix_hits(trace, "lru", capacity) - 0.003
 
 
-_LOSES = pytest.mark.xfail(strict=True, reason="hd loses more than 0.003: it is not the default")
-_LOSING = {"chats", "many agents", "regimes", "other regimes"}
-"""At a twentieth of their blocks."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=_LOSES if n in _LOSING else ()) for n in sorted(GENERATED)]
-)
+@pytest.mark.parametrize("name", sorted(GENERATED))
 def test_hd_is_nowhere_more_than_a_little_below_lru(name):
     trace = GENERATED[name]()
     distinct = len({block for request in trace for block in request})
