@@ -140,7 +140,7 @@ def test_a_master_that_freezes_costs_calls_the_response_timeout_and_is_joined_ag
         assert harness.store(K[:2]) == {}
         os.kill(own_master._process.pid, signal.SIGSTOP)
         for ask in (harness.contains, harness.load):
-            with pytest.raises(TierUnavailableError, match="the store hangs|no helper"):
+            with pytest.raises(TierUnavailableError, match=r"the store hangs|no helper"):
                 ask(K[:2])
         os.kill(own_master._process.pid, signal.SIGCONT)
         if not harness.run(is_joined(harness.tier)):
