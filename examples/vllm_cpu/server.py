@@ -154,6 +154,8 @@ class Server:
         began_s = time.monotonic()
         with self._open("POST", "/v1/completions", body) as lines:
             for line in lines:
+                if time.monotonic() - began_s > REQUEST_S:
+                    raise ServerError(f"no whole answer within {REQUEST_S:.0f} s\n{self.said()}")
                 event = line.decode().removeprefix("data:").strip()
                 if not event or event == "[DONE]":
                     continue
