@@ -124,12 +124,16 @@ class Server:
         try:
             self._await_health()
         except BaseException:
-            self.stop()
+            self.kill()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop the server, or kill it if the caller failed or was stopped itself."""
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
 
     @property
     def group(self) -> int:

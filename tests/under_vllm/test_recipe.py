@@ -134,6 +134,20 @@ def test_a_server_of_a_tier_that_hangs_answers_until_it_is_stopped_and_ends_with
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_server_whose_caller_is_stopped_is_killed_whatever_it_does_with_the_signal(
+    recipe, tmp_path, monkeypatch
+):
+    server = recipe("server")
+    monkeypatch.setattr(server.Server, "_await_health", lambda _: None)
+    running = server.Server(tmp_path, tmp_path / "log")
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    running._command = [sys.executable, "-c", deaf]
+    with pytest.raises(SystemExit), running:
+        process = running._process
+        raise SystemExit(1)
+    assert process.returncode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_conversations_that_return_come_from_a_tier_with_the_same_answers(recipe, tmp_path):
