@@ -142,9 +142,8 @@ def test_a_server_whose_caller_is_stopped_is_killed_whatever_it_does_with_the_si
     running = server.Server(tmp_path, tmp_path / "log")
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     running._command = [sys.executable, "-c", deaf]
-    with pytest.raises(SystemExit), running:
-        process = running._process
-        raise SystemExit(1)
+    process = running.__enter__()._process
+    running.__exit__(SystemExit, SystemExit(1), None)
     assert process.returncode == -signal.SIGKILL
 
 
