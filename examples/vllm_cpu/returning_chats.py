@@ -493,7 +493,8 @@ def run_all(arguments: argparse.Namespace, scratch: Path) -> list[Run]:
             runs += new
             compare(runs)
             if arguments.json:
-                found = {"machine": about, "figures": figures_of(runs)}
+                rows = figures_of(runs)
+                found = {"machine": about, "table": table(rows), "figures": rows}
                 found["runs"] = [asdict(run) for run in runs]
                 arguments.json.write_text(json.dumps(found, indent=1))
             names = ", ".join(SETUPS[run.setup] for run in new)
