@@ -152,7 +152,8 @@ def test_a_server_whose_caller_is_stopped_is_killed_whatever_it_does_with_the_si
 def test_conversations_that_return_come_from_a_tier_with_the_same_answers(recipe, tmp_path):
     recipe("model")  # skips without it
     found = tmp_path / "found.json"
-    command = [sys.executable, str(RECIPE / "returning_chats.py"), "--cases", "steady"]
+    command = ["timeout", "450", sys.executable, str(RECIPE / "returning_chats.py")]
+    command += ["--cases", "steady"]
     command += ["--setups", "slab", "--together"]
     command += ["--chats", "3", "--turns", "2", "--first-tokens", "128", "--turn-tokens", "32"]
     command += ["--device-blocks", "12", "--concurrency", "2", "--repeats", "1"]
