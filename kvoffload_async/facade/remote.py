@@ -290,6 +290,7 @@ class MooncakeTierManager(DeclaredTierManager[MooncakeSettings]):
         common = TierOptions.take(options)
         helper = HelperSettings.take(
             options,
+            response_timeout_s=common.probe_timeout_s,
             start_timeout_s=common.open_timeout_s,
             leave_timeout_s=min(_MAX_LEAVE_S, common.close_timeout_s / 2),
         )

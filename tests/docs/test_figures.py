@@ -46,6 +46,31 @@ def test_the_page_gets_a_table_of_every_pass_and_the_same_again(tool, report):
     assert tool["page"](written, report) == written
 
 
+def test_figures_of_returning_chats_are_written_into_the_page_and_the_readme(tool):
+    machine = {"date": "2026-01-02", "cores": 2, "processor": "P", "memory_bytes": 2**34}
+    machine |= {"system": "S", "load_average": 1.0, "vllm": "0.32.0", "kvoffload_async": "9"}
+    rows = [
+        {"case": case, "turns": "later turns", "setup": setup, "concurrency": 4, "p50_ms": ms}
+        for case, factor in (("steady", 1), ("bound", 9))
+        for setup, ms in (
+            *(("none", 8000 * factor), ("vllm-fs", 4000 * factor)),
+            *(("fs", 3000 * factor), ("slab", 2000 * factor)),
+        )
+    ]
+    report = {"machine": machine, "table": "A table\n", "figures": rows, "runs": []}
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    written = tool["chats_page"](text, report)
+    assert "2 x P, 16 GiB, S, load 1.0; vLLM 0.32.0" in written
+    assert "\nA table\n" in written
+    assert tool["chats_page"](written, report) == written
+    first = tool["chats_index"]((ROOT / "docs/index.md").read_text(), report)
+    assert "images/returning_chats.png" in first
+    assert "vLLM 0.32.0 on 2 CPU cores" in first
+    line = tool["chats_readme"]((ROOT / "README.md").read_text(), report)
+    assert "8.0 s without a tier,\n4.0 with vLLM's" in line
+    assert "3.0 with `fs` and 2.0 with `slab`" in line
+
+
 def test_every_figure_of_the_readmes_table_belongs_to_one_tier():
     text = (ROOT / "README.md").read_text()
     (head,) = re.findall(r"^\| \| .*\|$", text, re.MULTILINE)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,14 +43,14 @@ def run_of(chats, setup, tokens, waits):
         chats.Phase(name, 4, 2.0, 0.5, waits, 100, 50, 0, tokens=tokens)
         for name in ("turn 1", "turn 2", "restart")
     ]
-    return chats.Run(setup, phases, disk_bytes=5_000_000)
+    return chats.Run("steady", setup, phases, disk_bytes=5_000_000)
 
 
 def test_chats_are_compared_with_those_without_a_tier_and_unanswered_ones_are_not_wrong(recipe):
     chats = recipe("returning_chats")
     right = run_of(chats, "none", [(1, 2), (3, 4), (5, 6)], [0.1, 0.2, 0.3])
     ours = run_of(chats, "fs", [(1, 2), (3, 9), ()], [0.4, 0.5, 0.6])
-    chats.compare([ours], [right])
+    chats.compare([right, ours])
     assert [phase.wrong for phase in ours.phases] == [1, 1, 1]
     rows = chats.figures_of([right, ours])
     assert [(row["turns"], row["setup"]) for row in rows] == [
@@ -57,6 +58,7 @@ def test_chats_are_compared_with_those_without_a_tier_and_unanswered_ones_are_no
         *(("after a restart", "none"), ("after a restart", "fs")),
     ]
     assert rows[1] == {
+        "case": "steady",
         "concurrency": 4,
         "turns": "later turns",
         "setup": "fs",
@@ -69,11 +71,51 @@ def test_chats_are_compared_with_those_without_a_tier_and_unanswered_ones_are_no
         "failed": 0,
         "wrong": 1,
         "disk_mb": 5.0,
+        "ended_early": 0,
     }
     assert (
-        "| 4 | later turns | KVOffloadSpec, fs | 500, 600 ms | 50 | 5.0 ms | 50% | 0, 1 | 5 MB |"
+        "| 4 | later turns | KVOffloadSpec, fs | 500, 600 ms | 50 | 5.00 ms | 50% | 0, 1 | 5 MB |"
         in (chats.table(rows))
     )
+
+
+def test_the_run_without_a_tier_belongs_to_every_case_and_a_restart_only_to_the_first(recipe):
+    chats = recipe("returning_chats")
+    runs = [run_of(chats, setup, [(1,)], [0.1]) for setup in ("none", "slab", "slab")]
+    runs[2].case = "bound"
+    rows = chats.figures_of(runs)
+    assert [(row["case"], row["turns"], row["setup"]) for row in rows] == [
+        *(("steady", turns, setup) for turns in chats.KINDS for setup in ("none", "slab")),
+        *(("bound", "later turns", setup) for setup in ("none", "slab")),
+    ]
+
+
+def test_a_run_that_fails_ends_early_and_the_others_go_on(recipe):
+    chats = recipe("returning_chats")
+    runs = [chats.Run("steady", setup) for setup in ("fs", "slab")]
+
+    def phases(run, error=None):
+        run.phases.append(chats.Phase("turn 1", 1))
+        yield
+        if error is not None:
+            raise error
+        run.phases.append(chats.Phase("turn 2", 1))
+        yield
+
+    failing = phases(runs[0], chats.ServerError("it is gone\nand its log"))
+    chats.alternate([(runs[0], failing), (runs[1], phases(runs[1]))])
+    assert [len(run.phases) for run in runs] == [1, 2]
+    assert [run.error for run in runs] == ["ServerError: it is gone", ""]
+
+
+def test_servers_run_together_except_where_one_would_fill_the_filesystem_of_all(recipe):
+    chats = recipe("returning_chats")
+    arguments = SimpleNamespace(cases=["hang", "fill"], setups=list(chats.SETUPS), together=True)
+    assert chats.groups_of(arguments, backwards=False) == [
+        [("steady", "none")],
+        [("hang", "vllm-ValkeyTier"), ("hang", "valkey")],
+        *([("fill", setup)] for setup in ("vllm-fs", "fs", "slab")),
+    ]
 
 
 def test_a_server_of_a_tier_that_hangs_answers_until_it_is_stopped_and_ends_with_the_run(
@@ -92,12 +134,27 @@ def test_a_server_of_a_tier_that_hangs_answers_until_it_is_stopped_and_ends_with
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_server_whose_caller_is_stopped_is_killed_whatever_it_does_with_the_signal(
+    recipe, tmp_path, monkeypatch
+):
+    server = recipe("server")
+    monkeypatch.setattr(server.Server, "_await_health", lambda _: None)
+    running = server.Server(tmp_path, tmp_path / "log")
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    running._command = [sys.executable, "-c", deaf]
+    process = running.__enter__()._process
+    running.__exit__(SystemExit, SystemExit(1), None)
+    assert process.returncode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_conversations_that_return_come_from_a_tier_with_the_same_answers(recipe, tmp_path):
     recipe("model")  # skips without it
     found = tmp_path / "found.json"
-    command = [sys.executable, str(RECIPE / "returning_chats.py"), "--setups", "none", "slab"]
+    command = ["timeout", "450", sys.executable, str(RECIPE / "returning_chats.py")]
+    command += ["--cases", "steady"]
+    command += ["--setups", "slab", "--together"]
     command += ["--chats", "3", "--turns", "2", "--first-tokens", "128", "--turn-tokens", "32"]
     command += ["--device-blocks", "12", "--concurrency", "2", "--repeats", "1"]
     command += ["--model", str(tmp_path / "model"), "--json", str(found)]

@@ -1,5 +1,7 @@
 """What `KVOffloadSpec` tells people: figures, events, and the length of copies."""
 
+import socket
+
 import pytest
 from engine_world import EXAMPLE, PAGE_BYTES
 from vllm.v1.kv_offload import base
@@ -7,6 +9,7 @@ from vllm_world import keys_of
 
 from kvoffload_async.integrations.vllm import KVOffloadSpec, engine_metrics
 from kvoffload_async.observe.status import ask, parse_report
+from kvoffload_async.statistics import DROP_REASONS
 
 
 def test_every_figure_has_a_definition(pair):
@@ -149,6 +152,23 @@ def test_what_tiers_hold_and_whether_they_are_left_alone_is_told(pair):
     data = here.manager.get_stats().data["data"]
     assert data[f"{ours}corrupt_blocks"] == {("1:example",): 3}
     assert data[f"{ours}suspended_directions"] == {("1:example",): 1}
+
+
+def test_a_tier_that_never_opened_is_shown_beside_an_open_one(pair):
+    pytest.importorskip("redis")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"valkey://127.0.0.1:{closed.getsockname()[1]}/0"
+        here = pair([*EXAMPLE, {"type": "valkey", "url": url, "required": False}])
+        data = here.manager.get_stats().data["data"]
+    assert data["vllm:kvoffload_async_open"] == {("1:example",): 1, ("2:valkey",): 0}
+
+
+def test_the_help_of_dropped_blocks_names_every_reason():
+    text = KVOffloadSpec.build_metric_definitions({})[
+        "vllm:kvoffload_async_dropped_blocks"
+    ].documentation
+    assert not [reason for reason in DROP_REASONS if reason not in text]
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "kv.sock"), (2, "kv.sock-2")])

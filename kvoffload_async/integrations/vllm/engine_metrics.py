@@ -47,7 +47,10 @@ _TIER_COUNTERS: Final = {
     "vllm:kvoffload_async_loaded_blocks": "Blocks promoted from a secondary tier.",
     "vllm:kvoffload_async_stored_blocks": "Blocks cascaded to a secondary tier.",
     "vllm:kvoffload_async_failed_tier_jobs": "Jobs of a secondary tier with a failed block.",
-    "vllm:kvoffload_async_dropped_blocks": "Blocks evicted before a tier had room for them.",
+    "vllm:kvoffload_async_dropped_blocks": (
+        "Blocks that waited for room in the tier and were dropped: evicted from the primary, reset "
+        "with it, or not stored when the tier was closed."
+    ),
 }
 _GAUGES: Final = {
     CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary in use by transfers.",
@@ -75,7 +78,14 @@ _OBSERVED_GAUGES: Final = {
     "pending_blocks": "Blocks that wait for room in a secondary tier.",
 }
 """Gauges of `TierStatistics` that are exported under their own names."""
-_SUSPENDED: Final = "vllm:kvoffload_async_suspended_directions"
+_STATE_GAUGES: Final = {
+    "vllm:kvoffload_async_suspended_directions": (
+        "Directions, of loads and stores, in which a tier is suspended."
+    ),
+    "vllm:kvoffload_async_open": (
+        "1 if the tier is open, 0 if it could not be opened or was closed."
+    ),
+}
 _ALLOCATIONS: Final = CPUOffloadingMetrics.CPU_ALLOCATION_SIZE
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
@@ -91,10 +101,8 @@ def definitions() -> dict[str, Any]:
         | convert.counter_definitions(_LOOKUP_COUNTERS | _TIER_COUNTERS, ("tier",))
         | convert.gauge_definitions(_GAUGES, ())
         | convert.counter_definitions(_named(_OBSERVED_COUNTERS), ("tier",))
-        | convert.gauge_definitions(_TIER_GAUGES | _named(_OBSERVED_GAUGES), ("tier",))
         | convert.gauge_definitions(
-            {_SUSPENDED: "Directions, of loads and stores, in which a tier is suspended."},
-            ("tier",),
+            _TIER_GAUGES | _named(_OBSERVED_GAUGES) | _STATE_GAUGES, ("tier",)
         )
         | convert.block_histogram_definition(
             _ALLOCATIONS, "Blocks granted by one call of prepare_store."
@@ -262,7 +270,8 @@ class EngineCounts:
                 value = getattr(tier, field)
                 if value is not None:
                     yield _name_of(field), label, value
-            yield _SUSPENDED, label, sum(word != "closed" for word in tier.breakers.values())
+            suspended = sum(word != "closed" for word in tier.breakers.values())
+            yield from zip(_STATE_GAUGES, repeat(label), (suspended, tier.is_open), strict=False)
 
     def _transfers(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
         """Yield each tier's gauges of transfers in flight."""

@@ -37,6 +37,7 @@ from kvoffload_async.errors import (
     CallTimeoutError,
     ConfigError,
     TierError,
+    TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
 )
@@ -103,6 +104,8 @@ class HelperSettings(Options):
     """The options of a helper process, and values derived from others.
 
     Attributes:
+        response_timeout_s: Seconds in which the store answers a call or a check made during the
+            call, unless it hangs; then the helper process is killed and replaced.
         start_timeout_s: Seconds to start another helper process and to join the store with it.
         leave_timeout_s: Seconds to leave the store when the tier closes; then it is killed.
         command: Command of the process; the numbers of the parent and of the socket are added.
@@ -114,6 +117,7 @@ class HelperSettings(Options):
     call_timeout_s: float = option(parse_seconds, 10.0)
     """Deadline in seconds of one call of the library; after it the helper process is killed and
     replaced."""
+    response_timeout_s: float = 2.0
     start_timeout_s: float = 30.0
     leave_timeout_s: float = 5.0
     command: tuple[str, ...] = _COMMAND
@@ -128,6 +132,7 @@ MOST_NAMES: Final = 4096
 """Maximum number of names per call."""
 
 _PAYLOAD_FREE_CALLS: Final = 4
+_CHECKED_NAME: Final = "kvo:check"
 _MOST_ANSWER_BYTES: Final = 64 << 10
 _MOST_TEXT: Final = 500
 _REAP_S: Final = 5.0
@@ -146,6 +151,10 @@ class _Call:
 
 class Helper:
     """One helper process, from start to end.
+
+    While calls have lasted longer than half of the response timeout, the store is asked whether it
+    has a name. If it does not answer within the other half, it hangs, and the process is killed. So
+    a hang costs the response timeout, and a slow call may take `call_timeout_s`.
 
     Thread: loop, except for the constructor.
 
@@ -179,6 +188,8 @@ class Helper:
         self._settings = settings
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, _Call] = {}
+        self._slow: set[int] = set()
+        self._checking: asyncio.Task[None] | None = None
         self._last_number = JOIN
         self._received = bytearray()
         self._loop = loop
@@ -229,7 +240,7 @@ class Helper:
             **asdict(self._connection),
             "buffer_fd": self.cells.file,
             "buffer_bytes": self.cells.num_bytes,
-            "calls": 2 * geometry.parts + _PAYLOAD_FREE_CALLS,
+            "calls": 2 * geometry.parts + _PAYLOAD_FREE_CALLS + 1,  # and a check
         }
         await self._send(JOIN, how, 0, lambda: None)
         self.cells.close_file()
@@ -276,6 +287,8 @@ class Helper:
             self._socket.close()
         else:
             self._transport.abort()
+        if self._checking is not None:
+            self._checking.cancel()
         calls, self._calls = self._calls, {}
         for call in calls.values():
             self._answer(call, self._failure())
@@ -332,17 +345,37 @@ class Helper:
         sizes: Sequence[int] = (),
     ) -> list[int]:
         self._last_number = number = self._last_number + 1
-        timeout_s = self._settings.call_timeout_s
+        timeout_s, half_s = self._settings.call_timeout_s, self._settings.response_timeout_s / 2
         timer = self._loop.call_later(
             timeout_s, self.end, f"no reply within {timeout_s:g} s", CallTimeoutError
         )
+        slow_timer = self._loop.call_later(half_s, self._is_slow, number)
 
         def ended() -> None:
             timer.cancel()
+            slow_timer.cancel()
+            self._slow.discard(number)
             when_ended()
 
         what = {"call": call, "id": number, "names": names, "at": at, "sizes": sizes}
         return await self._send(number, what, len(names), ended)
+
+    def _is_slow(self, number: int) -> None:
+        self._slow.add(number)
+        if self._checking is None or self._checking.done():
+            self._checking = self._loop.create_task(self._check(), name="mooncake:check")
+
+    async def _check(self) -> None:
+        """Check the store until its slow calls have ended, or it hangs."""
+        half_s = self._settings.response_timeout_s / 2
+        why = f"the store hangs: no reply within {half_s:g} s to a check during a call"
+        while self._slow:
+            timer = self._loop.call_later(half_s, self.end, why, TierTimeoutError)
+            try:
+                await self._call(timer.cancel, "exist", [_CHECKED_NAME])
+            except TierUnavailableError as error:  # an error is an answer, too
+                drop_tracebacks(error)
+            await asyncio.sleep(half_s)
 
     async def _send(
         self, number: int, what: dict[str, Any], statuses: int, when_ended: Callable[[], object]

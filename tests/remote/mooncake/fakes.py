@@ -17,7 +17,12 @@ from kvoffload_async.tiers.mooncake.process import HelperSettings, MooncakeConne
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 K = [key_of(number) for number in range(40)]
-PATIENT = {"call_timeout_s": 300.0, "start_timeout_s": 300.0, "leave_timeout_s": 300.0}
+PATIENT = {
+    "call_timeout_s": 300.0,
+    "response_timeout_s": 300.0,
+    "start_timeout_s": 300.0,
+    "leave_timeout_s": 300.0,
+}
 LIBRARY = Path(__file__).with_name("fake_library.py")
 
 

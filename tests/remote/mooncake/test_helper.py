@@ -207,6 +207,34 @@ def test_a_call_that_hangs_ends_with_its_helper_at_its_deadline(fake, call):
         wait_for_end(pid)
 
 
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_a_store_that_hangs_costs_a_transfer_the_response_timeout(fake, call):
+    fake.fail(f"hang-in-{call}")
+    with opened(fake.tier(response_timeout_s=0.2)) as harness:
+        pid = helper_of(harness.tier).pid
+        move = harness.store if call == "put" else harness.load
+        with pytest.raises(TierTimeoutError, match="the store hangs"):
+            move(K[:3])
+        wait_for_end(pid)
+
+
+def test_a_call_that_is_only_slow_goes_on_while_the_store_answers_checks(fake):
+    with opened(fake.tier()) as harness:
+        fake.fail("wait-in-put")
+        storing = begun(harness, harness.tier.store(harness.job(K[:1], [0], is_promotion=False)))
+        fake.wait_for_fault()
+        helper = helper_of(harness.tier)
+        (number,) = helper._calls
+        harness.on_loop(lambda: helper._is_slow(number))
+        wait_until((fake.folder / "checks").exists)
+        wait_until(lambda: list(helper._calls) == [number])
+        assert not storing.done()
+        assert not helper.why_ended
+        harness.on_loop(lambda: helper.end("the test has seen enough"))
+        assert "seen enough" in str(why_failed(storing))
+        del storing  # its task has the frames still
+
+
 def test_the_loop_goes_on_while_the_helper_hangs(fake):
     with opened(fake.tier()) as harness:
         fake.fail("hang-in-get")
