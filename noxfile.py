@@ -81,7 +81,7 @@ def stateful(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def sweeps(session: nox.Session) -> None:
-    """Kills, power cuts and errors at every call; other sessions try a sample."""
+    """Kills, power cuts, errors at every call, all traces; other sessions try a sample."""
     install(session, "-e", ".[test]")
     session.run(
         *("python", "-m", "pytest", "-m", "sweep", "-n", "auto", "--timeout=0"),
