@@ -8,6 +8,9 @@ from typing import Any, TypeAlias, final
 
 from typing_extensions import Buffer
 
+SOURCES: str
+"""Digest of the C files of which the module was built."""
+
 _Memory: TypeAlias = tuple[Buffer | None, int, int]
 """A buffer, bytes of a row, and bytes of a slot."""
 

@@ -6,6 +6,7 @@ Also used by the package's build (hatch_build.py), so it imports only the standa
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -43,6 +44,14 @@ def sources() -> list[Path]:
     return sorted((Path(__file__).parent / "native").glob("*.c"))
 
 
+def source_digest() -> str:
+    """Return a digest of the C files and headers, which the module states as `SOURCES`."""
+    digest = hashlib.sha256()
+    for path in sorted((Path(__file__).parent / "native").glob("*.[ch]")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def compiler() -> list[str]:
     """Return the compiler's command.
 
@@ -77,6 +86,7 @@ def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
         )
     part = target.with_name(f"{target.name}.{os.getpid()}")  # mappings of the old file stay valid
     command = [*compiler(), *FLAGS, *flags, _LIMITED_API, f"-I{include}"]
+    command += [f'-DSOURCES="{source_digest()}"']
     command += ["-fPIC", "-shared", "-fvisibility=hidden", *map(str, sources()), "-o", str(part)]
     try:
         done = subprocess.run(  # noqa: S603 - the compiler is chosen by the user

@@ -6,10 +6,12 @@ import asyncio
 import importlib
 import logging
 import os
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvoffload_async.abc.tier import TierEnvironment
+from kvoffload_async.block_io import build
 from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, FileIo
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.block_io.python_io import PythonBlockIo
@@ -171,7 +173,9 @@ def _obstacle() -> str:
             not cached: the next call checks again.
     """
     try:
-        importlib.import_module("kvoffload_async.block_io._native")
+        module = importlib.import_module("kvoffload_async.block_io._native")
+        if build.sources() and getattr(module, "SOURCES", "") != build.source_digest():
+            return f"it was built from other sources; run {sys.executable} {build.__file__}"
         importlib.import_module("kvoffload_async.block_io.engine").check_hashes(addresses())
     except _OBSTACLES as error:
         if shortage_remedy(error):

@@ -76,6 +76,17 @@ def test_where_it_is_not_built_python_moves_the_blocks_and_says_why(monkeypatch)
 
 
 @native
+def test_a_module_of_other_sources_is_not_used_and_the_remedy_builds_it(monkeypatch):
+    monkeypatch.setattr(choice.build, "source_digest", lambda: "of newer sources")
+    why = implementation().why
+    assert why.startswith("it was built from other sources; run ")
+    assert why.endswith("build.py")
+    monkeypatch.setenv(choice.VARIABLE, "require")
+    with pytest.raises(ConfigError, match="built from other sources"):
+        implementation()
+
+
+@native
 @pytest.mark.parametrize("missing", ["XXH3_freeState", "no spec"])
 def test_without_a_function_of_xxhash_it_cannot_be_used(monkeypatch, missing):
     if missing == "no spec":

@@ -595,7 +595,7 @@ static int module_exec(PyObject *module)
     PyObject *type = PyType_FromModuleAndSpec(module, &engine_spec, NULL);
     int error = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
     Py_XDECREF(type);
-    return error;
+    return error ? error : PyModule_AddStringConstant(module, "SOURCES", SOURCES);
 }
 
 static PyModuleDef_Slot module_slots[] = {
