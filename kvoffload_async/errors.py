@@ -75,6 +75,10 @@ class CallTimeoutError(TierTimeoutError):
     """A call to the tier's server missed its own deadline, the tier's `call_timeout_s`."""
 
 
+class ServerHangError(TierTimeoutError):
+    """The tier's server answered neither a call nor a check within `probe_timeout_s`."""
+
+
 class ShardUnavailableError(TierUnavailableError):
     """The server that holds the block failed; the tier's other servers work."""
 

@@ -14,6 +14,7 @@ from kvoffload_async.errors import (
     CallTimeoutError,
     CorruptBlockError,
     RepeatedKeyError,
+    ServerHangError,
     TierError,
     TierFullError,
     TierTimeoutError,
@@ -77,6 +78,9 @@ REMEDIES: Final[Mapping[Situation, Mapping[str, str]]] = {
         "object": _SERVER + "if it is only slow, raise call_timeout_s",
         "valkey": _SERVER + "if it is only slow, raise call_timeout_s",
         "mooncake": _SERVER + "if it is only slow, raise call_timeout_s",
+    },
+    ServerHangError: {
+        ANY: _SERVER + "if it is only slow, raise probe_timeout_s",
     },
     TierTimeoutError: {
         ANY: "check its storage; if it is only slow, raise io_timeout_s",

@@ -15,6 +15,7 @@ from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
     JobCancelledError,
+    ServerHangError,
     ShardUnavailableError,
     TierBusyError,
     TierClosedError,
@@ -109,6 +110,7 @@ def test_every_error_of_a_tier_has_a_remedy_unless_it_is_no_fault():
     ("tier_type", "situation", "words"),
     [
         ("valkey", CallTimeoutError("slow"), "raise call_timeout_s"),
+        ("valkey", ServerHangError("hangs"), "raise probe_timeout_s"),
         ("valkey", TierTimeoutError("slow"), "raise io_timeout_s"),
         ("fs", TierTimeoutError("slow"), "raise io_timeout_s"),
         ("valkey", ShardUnavailableError("down"), "fix the named cause"),

@@ -147,12 +147,13 @@ def load_begun(fleet):
 
 
 @pytest.mark.parametrize("options", [{}, {"portion": 1, "connections": 1}])
-def test_a_load_waits_for_a_server_that_hangs_no_longer_than_a_probe_does(options):
+def test_a_load_waits_for_a_server_that_hangs_no_longer_than_a_probe_does(options, caplog):
     fleet = Fleet(**LONG, **options)  # with one connection, all but one portion are queued
     fleet.fill()
     ended = load_begun(fleet)
     fleet.client.is_stalled = True
     assert ended() <= PROBE_S + 2 * STEP_S
+    assert "raise probe_timeout_s" in caplog.text
     fleet.client.is_stalled = False
     assert fleet.request()[0] == len(BLOCKS)
     fleet.world.end()

@@ -36,8 +36,8 @@ from kvoffload_async.config import (
 from kvoffload_async.errors import (
     CallTimeoutError,
     ConfigError,
+    ServerHangError,
     TierError,
-    TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
 )
@@ -370,7 +370,7 @@ class Helper:
         half_s = self._settings.response_timeout_s / 2
         why = f"the store hangs: no reply within {half_s:g} s to a check during a call"
         while self._slow:
-            timer = self._loop.call_later(half_s, self.end, why, TierTimeoutError)
+            timer = self._loop.call_later(half_s, self.end, why, ServerHangError)
             try:
                 await self._call(timer.cancel, "exist", [_CHECKED_NAME])
             except TierUnavailableError as error:  # an error is an answer, too

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from kvoffload_async.errors import (
     CallTimeoutError,
+    ServerHangError,
     ShardUnavailableError,
     TierError,
     TierTimeoutError,
@@ -282,10 +283,10 @@ class Calls:
         """Check that a server has not hung since a loop time.
 
         Raises:
-            TierTimeoutError: It has.
+            ServerHangError: It has.
         """
         if self._hangs.hangs_since(server, began_s):
-            raise TierTimeoutError(f"{self._client.place}: the server hangs")
+            raise ServerHangError(f"{self._client.place}: the server hangs")
 
     async def close(self) -> None:
         """Cancel the checks that run beside slow calls."""
@@ -301,6 +302,14 @@ class Calls:
         if others_work and isinstance(error, TierUnavailableError):
             return ShardUnavailableError(str(error))
         return error
+
+    def _timeout_of(
+        self, seconds: float, passed_s: float, *, has_hung: bool
+    ) -> type[TierTimeoutError]:
+        """Return the error of a call that ended after `passed_s` of its `seconds`."""
+        if seconds == self._call_timeout_s and passed_s >= seconds - _LAG_S:
+            return CallTimeoutError
+        return ServerHangError if has_hung else TierTimeoutError  # of the job or the probe
 
     async def _once(
         self,
@@ -334,9 +343,8 @@ class Calls:
             raise
         except TimeoutError:
             passed_s = loop.time() - began_s
-            # Else the deadline of the job or the probe has passed, or the server hangs.
-            is_own = seconds == self._call_timeout_s and passed_s >= seconds - _LAG_S
-            kind = CallTimeoutError if is_own else TierTimeoutError
+            has_hung = self._hangs.hangs_since(server, began_s)
+            kind = self._timeout_of(seconds, passed_s, has_hung=has_hung)
             failure = kind(f"{place} did not answer within {min(seconds, passed_s):.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
             failure = self._said(error)
