@@ -1,5 +1,6 @@
 """Walks go bucket by bucket, resume where they were, and set right what they find."""
 
+import asyncio
 import errno
 import json
 import math
@@ -339,14 +340,15 @@ def test_opening_looks_at_no_more_than_it_has_time_for_and_goes_on_in_the_backgr
         assert hang.entered.wait(60)
         assert not harness.tier._space.known()
         hang.release()
-        harness.run(_end_of_step(harness.tier._housekeeping))
+        harness.run(_end_of_first_cycle(harness.tier._space.blocks))
         assert harness.tier._space.known() == set(K[:40])
         check(place, harness, ROOM)
 
 
-async def _end_of_step(housekeeping) -> None:
-    async with housekeeping._walking:
-        pass
+async def _end_of_first_cycle(blocks) -> None:
+    async with asyncio.timeout(60):
+        while blocks.is_first_cycle:  # noqa: ASYNC110 - the walk sets no event
+            await asyncio.sleep(0.005)
 
 
 def test_a_namespace_that_was_taken_away_is_walked_anew(place):

@@ -10,8 +10,8 @@ from kvoffload_async.replay.simulation import LruCurve, optimal_hits, simulate
 from kvoffload_async.replay.source import ChatWorkload
 
 CHAT = list(ChatWorkload(150, seed=3))
-SAMPLE = {"agents", "chats", "many agents", "regimes"}
-"""Generated traces that every run tries; those with the largest losses are among them."""
+SAMPLE = {"agents", "chats", "many agents"}
+"""Generated traces of every run; an order by block hits loses the most on two of them."""
 
 
 def lru_hits(requests, capacity, first=0):
@@ -136,10 +136,10 @@ def test_hd_keeps_most_of_a_loop_that_does_not_fit():
 
 @pytest.mark.slow
 @pytest.mark.no_cover
-def test_hd_is_near_arc_where_documents_are_independent():
+@pytest.mark.parametrize("capacity", [300, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_hd_is_near_arc_where_documents_are_independent(capacity):
     trace = zipf()
-    for capacity in (300, 1000):
-        assert prefix_hits(trace, "hd", capacity) > prefix_hits(trace, "arc", capacity) - 0.01
+    assert prefix_hits(trace, "hd", capacity) > prefix_hits(trace, "arc", capacity) - 0.01
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_hd_loses_little_against_lru_where_lru_is_good(trace):
 
 @pytest.mark.slow
 @pytest.mark.no_cover
-@pytest.mark.parametrize("capacity", [900, 2000])
+@pytest.mark.parametrize("capacity", [pytest.param(900, marks=pytest.mark.sweep), 2000])
 def test_a_change_of_regime_costs_nothing_lasting(capacity):
     trace = regimes()
     assert prefix_hits(trace, "hd", capacity) > prefix_hits(trace, "lru", capacity) - 0.003
