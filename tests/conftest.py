@@ -118,8 +118,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     There pytest-cov starts two measurements, and stops one for the test: the other would go on.
     """
     coverage = sys.modules.get("coverage")  # it need not be installed
-    is_measured = coverage is not None and item.get_closest_marker("no_cover")
-    below = coverage.Coverage.current() if is_measured else None
+    if coverage is None or item.get_closest_marker("no_cover") is None:
+        return (yield)
+    below = coverage.Coverage.current()
     if below is None:
         return (yield)
     below.stop()
