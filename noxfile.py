@@ -84,7 +84,7 @@ def sweeps(session: nox.Session) -> None:
     """Kills, power cuts, errors at every call, all traces; other sessions try a sample."""
     install(session, "-e", ".[test]")
     session.run(
-        *("python", "-m", "pytest", "-m", "sweep", "-n", "auto", "--timeout=0"),
+        *("python", "-m", "pytest", "-m", "sweep", "--slow", "-n", "auto", "--timeout=0"),
         *("-o", "faulthandler_timeout=0", *session.posargs),
     )
 
