@@ -21,7 +21,7 @@ MACHINES = ("aarch64", "x86_64")
 RDMA_LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 NEEDS_PLATFORM = (
     *("adapted_tiers", "bench_peer", "engine", "engine_identity", "model_fingerprint", "serve"),
-    "serve_replicas",
+    *("serve_replicas", "upstream_cases"),
 )
 PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 
@@ -202,7 +202,7 @@ def vllm(session: nox.Session) -> None:
         *session.posargs,
     )
     # The newest supported release has no build for CPUs: tests that need vLLM's platform, a model
-    # or the C code of its tiers are left out.
+    # or the C code of its tiers, which needs torch's CUDA libraries, are left out.
     newest = Path(session.create_tmp()).resolve() / "newest"
     shutil.rmtree(newest, ignore_errors=True)
     session.install("--no-deps", "--no-compile", "--target", str(newest), "vllm==0.33.0")

@@ -348,7 +348,7 @@ _WORDS: Final = {
     "filtered": "not asked: the request's filter",
     "hit": "found",
     "miss": "not found",
-    "no_room": "not promoted: no slot is free for them",
+    "no_room": "not promoted: no room in the primary",
     "pending": "being written",
     "paused": "not promoted: a reset is under way",
     "suspended": "not asked: its breaker is open",

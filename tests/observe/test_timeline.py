@@ -95,7 +95,7 @@ def test_no_line_is_wider_than_a_terminal():
         ),
         (
             LookupEvent(1.0, 1.0, 1, {"planner": {"no_room": 2}}, 0),
-            "lookup: planner: 2 not promoted: no slot is free for them",
+            "lookup: planner: 2 not promoted: no room in the primary",
         ),
     ],
 )

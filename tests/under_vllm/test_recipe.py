@@ -151,6 +151,9 @@ def test_a_server_whose_caller_is_stopped_is_killed_whatever_it_does_with_the_si
 @pytest.mark.timeout(600)
 def test_conversations_that_return_come_from_a_tier_with_the_same_answers(recipe, tmp_path):
     recipe("model")  # skips without it
+    platforms = pytest.importorskip("vllm.platforms")
+    if platforms.current_platform.is_unspecified():
+        pytest.skip("this build of vLLM has no platform on this machine, so it cannot serve")
     found = tmp_path / "found.json"
     command = ["timeout", "450", sys.executable, str(RECIPE / "returning_chats.py")]
     command += ["--cases", "steady"]
