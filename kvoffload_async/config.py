@@ -461,8 +461,10 @@ class OffloadConfig(Options):
     occupy. The rest is divided equally among the tiers. Within its share, a tier reserves this
     fraction for each direction."""
     promotion_fraction: float = option(parse_fraction, 0.5)
-    """Fraction of the primary that one tier's promotions, and blocks retained for waiting requests,
-    may occupy until they are loaded; also limited by the tier's share."""
+    """Fraction of the primary that promotions, and blocks retained for waiting requests, may occupy
+    until they are loaded, while several requests wait; a request that waits alone may occupy all
+    but `reserved_fraction`. One tier's promotions under way are also limited by the tier's
+    share."""
     cascade_fraction: float = option(parse_fraction, 0.5)
     """Fraction of the primary that may be cascading to one tier at once, also limited by the tier's
     share; further blocks wait."""

@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput"):
+    if config.args_source is pytest.Config.ArgsSource.ARGS:  # also in a worker of pytest-xdist
         config.option.slow = True  # whoever names tests wants them
     name = os.environ.get(PROFILE_VARIABLE, "dev")
     if name not in PROFILES:

@@ -155,8 +155,9 @@ def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
     counted = planner.promotions.outstanding_slots
     if counted != under_way + len(retained):
         yield f"{counted} slots are counted, {under_way} promoted and {len(retained)} retained"
-    if counted > planner.limits.promotion_slots:
-        yield f"{counted} promotion slots exceed the cap of {planner.limits.promotion_slots}"
+    cap = max(planner.limits.promotion_slots, planner.shares.total)
+    if counted > cap:
+        yield f"{counted} promotion slots exceed the cap of {cap}"
 
 
 def what_is_retained_is_waited_for(planner: Planner) -> Iterator[str]:

@@ -246,7 +246,6 @@ class Retention:
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        cap_slots: Slots that retained blocks and promotions under way may occupy together.
         in_flight: Slots of promotions under way.
         found: Keys of the step's hits, in lookup order; the planner's lookups append to it.
     """
@@ -260,16 +259,18 @@ class Retention:
             primary: The tier whose blocks are pinned.
             shares: Its total bounds the retained slots together with the tiers' slots.
             lines: The lines for room, which a request leaves when it stops waiting.
-            cap_slots: See the attribute.
+            cap_slots: See the property; this is the cap while several requests wait.
             patience_s: Seconds after its last lookup for which a request counts as waiting.
         """
-        self.cap_slots = cap_slots
         self.in_flight = 0
         self.found: list[OffloadKey] = []
         self._primary = primary
         self._shares = shares
         self._lines = lines
         self._patience_s = patience_s
+        self._cap_slots = cap_slots
+        self._several_ask = False
+        """Whether a request has made lookups in this step while another one waits or made some."""
         self._holders: dict[OffloadKey, int] = {}
         """Retained key -> how many requests it is retained for."""
         self._waiting: dict[ReqContext, RequestState] = {}
@@ -287,6 +288,16 @@ class Retention:
     def retained_slots(self) -> int:
         """Number of retained blocks."""
         return len(self._holders)
+
+    @property
+    def cap_slots(self) -> int:
+        """Slots that retained blocks and promotions under way may occupy together.
+
+        A request that waits alone may have all slots that are not reserved: no other is held up.
+        """
+        if self._several_ask or len(self._waiting) > 1:
+            return self._cap_slots
+        return max(self._cap_slots, self._shares.total)
 
     @property
     def spare_slots(self) -> int:
@@ -315,6 +326,9 @@ class Retention:
 
     def begin_round(self, request: RequestState, now_s: float) -> None:
         """Begin a request's lookups: keys appended to `found` from now on are its hits."""
+        waiting = len(self._waiting) - (self._waiting.get(request.ctx) is request)
+        if waiting or (self._rounds and self._rounds[-1][0] is not request):
+            self._several_ask = True
         self._rounds.append((request, len(self.found)))
         request.begin_round(now_s)
 
@@ -444,6 +458,7 @@ class Retention:
         self._rounds.clear()
         self._proceeding.clear()
         self._num_examined = 0
+        self._several_ask = False
 
     def _release(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
         holders = self._holders

@@ -429,7 +429,7 @@ class PlannerLimits:
 
     Attributes:
         promotion_slots: Primary slots that promotions under way and blocks retained for waiting
-            requests may occupy together.
+            requests may occupy together while several requests wait.
         cascade_blocks: Blocks in cascade to one tier at once; further blocks are queued.
         deferral_s: Total seconds that a request may be deferred; then pending counts as missing.
         reserved_fraction: Part of the primary, 0 to 1, that tiers never occupy; see `Shares`.

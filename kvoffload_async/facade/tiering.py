@@ -328,7 +328,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             bridge: The bridge that the tiers share, if any; for `wait_for_progress`, and to
                 write pending blocks back at shutdown.
             reserved_fraction: Fraction of the primary kept free of tier traffic; see `Shares`.
-            promotion_fraction: Fraction for promotions and blocks retained for waiting requests.
+            promotion_fraction: Fraction for promotions and blocks retained for waiting requests;
+                see `OffloadConfig`.
             cascade_fraction: Fraction that cascades to one tier may occupy.
             write_back: "wait" or "drop"; see `OffloadConfig`.
             deferral_timeout_s: Maximum total seconds that a request is deferred.

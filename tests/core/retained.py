@@ -11,7 +11,7 @@ IDLE, PINNED, ABSENT = BlockState.IDLE, BlockState.PINNED, BlockState.ABSENT
 
 def world_of(num_slots, *, cap=1_000, below="", resident="", deferral_s=1_000.0, **options):
     """Blocks in the primary, and blocks in the tier alone."""
-    limits = PlannerLimits(cap, 1_000, deferral_s)
+    limits = PlannerLimits(cap, 1_000, deferral_s, options.pop("reserved", 0.0))
     world = World(num_slots, limits=limits, **options)
     world.fill(0, ks(below))
     if resident:

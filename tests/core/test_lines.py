@@ -355,6 +355,7 @@ def test_a_step_looks_at_nobody_behind_the_first_in_line():
 def test_a_failed_promotion_of_a_request_in_line_keeps_its_place():
     world = world_of(2, "abc")
     first, second = world.begin("first"), world.begin("second")
+    world.crowd()
     assert ask(world, first, "abc") == [PENDING, PENDING, MISS]
     world.step()
     world.settle(failed={1}, error=BlockMissingError("gone"))

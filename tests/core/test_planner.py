@@ -364,12 +364,14 @@ def test_of_a_prefix_the_head_that_fits_is_promoted_in_one_job():
     world = World(num_slots=8, limits=PlannerLimits(3, 1_000, 1_000.0))
     world.fill(0, ks("abcdef"))
     ctx = world.begin()
+    world.crowd()
     assert world.lookups(ctx, "abcdef", stop_at_miss=True) == [PENDING] * 3 + [MISS]
     assert world.planner.counters.promotions_refused == 1
     world.step()
     ((_, job),) = world.running.values()
     assert job.keys == tuple(ks("abc"))
     world.settle_all()
+    world.crowd()
     assert world.lookups(ctx, "abcdef") == [HIT] * 3 + [MISS] * 3
     assert world.planner.counters.misses["no_room"] == 4
     world.wind_down()

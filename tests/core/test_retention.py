@@ -181,9 +181,39 @@ def test_a_request_may_load_what_it_has_found_piece_by_piece():
 def test_what_a_request_loads_does_not_count_against_the_cap():
     world = world_of(4, cap=2, below="abcd")
     ctx = waiting_for(world, "ab")
+    world.crowd()
     assert [world.lookup(ctx, name) for name in "abc"] == [HIT, HIT, MISS]
     world.load(ctx, "ab")
     assert world.lookup(world.begin("other"), "c") is PENDING
+    world.wind_down()
+
+
+def test_a_request_that_waits_alone_is_promoted_beyond_the_cap():
+    world = world_of(8, cap=2, below="abcdefgh", reserved=0.25)
+    ctx = world.begin()
+    while RETRY in (answers := world.lookups(ctx, "abcdefgh")) or PENDING in answers:
+        world.step()
+        world.settle_all()
+    assert answers == [HIT] * 6 + [MISS] * 2
+    world.load(ctx, "abcdef")
+    world.wind_down()
+
+
+def test_who_joins_a_request_beyond_the_cap_is_served_and_so_is_that_request():
+    world = world_of(8, cap=2, below="abcdef")
+    long = waiting_for(world, "ab")
+    assert world.lookups(long, "abcd") == [HIT, HIT, PENDING, PENDING]
+    joins = world.begin("joins")
+    assert world.lookup(joins, "e") is RETRY, "four slots are more than the cap"
+    left = {joins: "e", long: "abcdf"}
+    for _ in range(8):
+        world.step()
+        world.settle_all()
+        for ctx, names in list(left.items()):
+            if world.lookups(ctx, names) == [HIT] * len(names):
+                world.load(ctx, names)
+                del left[ctx]
+    assert not left
     world.wind_down()
 
 
@@ -241,6 +271,7 @@ def test_what_is_found_without_waiting_is_not_retained():
 def test_what_does_not_fit_under_the_cap_is_not_retained_head_first():
     world = world_of(8, cap=3, below="z", resident="abcd")
     ctx = world.begin()
+    world.crowd()
     assert [world.lookup(ctx, name) for name in "abcdz"] == [HIT] * 4 + [PENDING]
     world.step()
     assert states(world, "abcd") == [PINNED, PINNED, IDLE, IDLE]
@@ -294,6 +325,7 @@ def test_a_store_does_not_evict_what_was_found_in_its_step():
 def test_a_store_evicts_what_was_found_in_its_step_beyond_the_cap():
     world = world_of(4, cap=2, resident="abcd")
     ctx, other = world.begin(), world.begin("other")
+    world.crowd()
     [world.lookup(ctx, name) for name in "abcd"]
     assert set(world.offer(other, "xy").evicted_keys) == set(ks("cd"))
     assert world.offer(other, "z") is None
@@ -333,6 +365,7 @@ def test_what_is_released_stays_until_the_end_of_a_step_that_may_have_found_it()
 def test_a_head_that_a_store_has_evicted_beyond_the_cap_is_not_retained():
     world = world_of(3, cap=2, below="z", resident="ab")
     ctx, other = world.begin(), world.begin("other")
+    world.crowd()
     assert [world.lookup(ctx, name) for name in "abz"] == [HIT, HIT, PENDING]
     world.offer(other, "x")
     world.step()

@@ -102,6 +102,7 @@ def test_more_tiers_than_slots_take_turns():
 def test_a_tiers_count_is_of_what_is_under_way_and_overdue_and_the_cap_of_what_waits_too():
     promotions, retention, (tier,) = promotions_of(8, cap=3, tiers=1)
     waiting = request()
+    retention.begin_round(request("other"), 0.0)
     retention.begin_round(waiting, 0.0)
     for name in "abc":
         assert promotions.reserve(0, waiting, ks(name)) == (1, PENDING)

@@ -256,6 +256,7 @@ def test_reservations_are_batched_by_tier_and_request():
 def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
     promotions, retention = promotions_of(2)
     waiting = request()
+    retention.begin_round(request("other"), 0.0)
     retention.begin_round(waiting, 0.0)
     assert promotions.reserve(0, waiting, ks("abc")) == (2, MISS)
     promotions.land(0, ks("a"), waiting)

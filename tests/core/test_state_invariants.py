@@ -117,6 +117,7 @@ def damage_p7_count(world):
 
 def damage_p7_cap(world):
     world.planner.limits = type(world.planner.limits)(1, 1_000, 1.0)
+    world.planner.shares.total = 1
 
 
 def damage_p21_cascading(world):

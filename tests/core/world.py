@@ -40,7 +40,14 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.types import ENGINE_REQ_ID, JobMetadata, Locality, OffloadKey, ReqContext
+from kvoffload_async.types import (
+    ENGINE_REQ_ID,
+    JobMetadata,
+    Locality,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+)
 
 NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
 NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
@@ -138,6 +145,11 @@ class World:
         self.live[req_id] = ctx
         self.history.record(*(RequestOpened(i, req_id) for i in range(len(self.tiers))))
         return ctx
+
+    def crowd(self):
+        """Let another request make a lookup in this step, so that the cap on promotions holds."""
+        ctx = self.live.get("crowd") or self.begin("crowd")
+        assert self.lookup(ctx, "nowhere") is LookupResult.MISS
 
     def lookup(self, ctx, name):
         answer = self.planner.lookup(name if isinstance(name, bytes) else k(name), ctx)
