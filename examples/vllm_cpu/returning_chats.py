@@ -186,6 +186,7 @@ def take_turn(
 ) -> Phase:
     """Let each conversation take a turn; `event` happens in the middle."""
     phase = Phase(name, concurrency)
+    server.complete("Hello")  # the first step after a pause is slow, also without a tier
     before, before_s = server.counters(), cpu_seconds(server.group)
     begun, lock = 0, threading.Lock()
 
@@ -261,7 +262,6 @@ def measure(run: Run, scratch: Path, arguments: argparse.Namespace) -> Generator
             tier = tier_of(setup, folder, url, room_of(arguments) if case.bounded else 0)
             transfer = transfer_config(spec, tier, arguments.host_blocks * BLOCK_BYTES)
         with Server(arguments.model, LOG, transfer, options) as server:
-            server.complete("Hello")
             for concurrency, some in chats.items():
                 for turn in range(1, arguments.turns + 1):
                     now = event if turn == EVENT_TURN else nothing
@@ -270,7 +270,6 @@ def measure(run: Run, scratch: Path, arguments: argparse.Namespace) -> Generator
                 undo()
         if case.restarts:
             with Server(arguments.model, LOG, transfer, options) as server:
-                server.complete("Hello")
                 for concurrency, some in chats.items():
                     run.phases.append(take_turn(server, "restart", some, concurrency, nothing))
                     yield

@@ -34,6 +34,8 @@ NOTE_BYTES = 16
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where POSIX shared memory lies
 _PREFIX = "kvoffload-"
 _POLL_S = 0.005
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; `mmap` has no name for it before Python 3.14
+_POPULATED_BYTES = 64 << 20  # by one call, which holds the GIL
 
 
 class SharedBuffer(PrimaryBuffer):
@@ -104,6 +106,7 @@ class SharedBuffer(PrimaryBuffer):
             # On timeout the creator is gone, and nobody else would remove the name.
             self._undo(mapping, remove=self.is_creator or isinstance(error, TimeoutError))
             raise
+        _populate(mapping, size_bytes * participant // num_participants)
         self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
         super().__init__(num_slots, stride_bytes, mapping=mapping)
 
@@ -265,6 +268,19 @@ def _reserve(file: int, size_bytes: int, directory: Path) -> None:
         os.posix_fallocate(file, 0, size_bytes)
     except OSError as error:
         raise _no_room(size_bytes, directory, str(error)) from error
+
+
+def _populate(mapping: Pages, first: int) -> None:
+    """Map all pages, from byte `first` on and then those before: a first access is a page fault.
+
+    Participants begin in different places, since the first one to reach a page clears it. Before
+    Linux 5.14, pages are mapped by their first accesses.
+    """
+    first -= first % PAGE_BYTES
+    with contextlib.suppress(OSError):
+        for begin, end in (first, len(mapping)), (0, first):
+            for at in range(begin, end, _POPULATED_BYTES):
+                mapping.madvise(_MADV_POPULATE_WRITE, at, min(_POPULATED_BYTES, end - at))
 
 
 def _no_room(size_bytes: int, directory: Path, why: str) -> ConfigError:

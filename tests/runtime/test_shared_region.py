@@ -1,16 +1,21 @@
 """The mapping that participants share: exclusive, checked for room, and without a trace."""
 
 import os
+import platform
+import resource
 import shutil
 import subprocess
 import threading
 import time
 
+import numpy as np
 import pytest
 from runtime.beside import DEADLINE_S, SLOTS, STRIDE, join
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.shared_region import SharedBuffer, _await_size, file_name
+
+KERNEL = tuple(int(part) for part in platform.release().split(".")[:2])
 
 
 @pytest.fixture
@@ -39,6 +44,22 @@ def test_what_one_participant_writes_the_other_reads_and_the_name_goes_with_the_
     assert second.view[SLOTS - 1, STRIDE - 1] == 7
     assert second.release()
     assert second.release()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory")
+@pytest.mark.skipif(KERNEL < (5, 14), reason="this kernel maps pages when they are accessed")
+@pytest.mark.parametrize("participant", [0, 1])
+def test_the_first_access_to_a_page_is_no_page_fault(participant):
+    name, pages = f"faults-{os.getpid()}", 2_000
+    shared = {"num_participants": 2, "directory": "/dev/shm"}
+    other = SharedBuffer(name, pages, 4096, participant=1 - participant, **shared)
+    mine = SharedBuffer(name, pages, 4096, participant=participant, **shared)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    np.asarray(mine.view)[:, 0] = 1
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert mine.release()
+    assert other.release()
+    assert faults < pages / 10
 
 
 def test_participants_of_one_process_and_of_another_share_the_rows(directory, started):
