@@ -147,6 +147,7 @@ class Moves:
         return moved
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("num_blocks", [20_000, 200_000])
 def test_a_step_moves_a_bounded_number_of_table_entries(num_blocks, record_property):
     """A dictionary of a million keys would move them all at once."""

@@ -16,6 +16,7 @@ from kvoffload_async.tiers.fs.usage import parsed
 from kvoffload_async.types import make_offload_key
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("capacity_kib", [60, 100, 500])
 def test_the_capacity_is_never_exceeded_and_the_count_is_the_disk(place, policy, capacity_kib):
@@ -52,6 +53,7 @@ class Watching(FaultyFileOps):
         return super()._before(name, path, flags)
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("folders_on_disk")
 @pytest.mark.parametrize("options", [{}, {"reuse_inodes": False}, {"policy": "arc"}])
 def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place, options):
