@@ -113,7 +113,6 @@ def findings(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 def test_no_module_class_function_or_argument_has_a_retired_name():
     paths = sorted([*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")])
     assert paths

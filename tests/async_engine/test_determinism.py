@@ -37,7 +37,6 @@ def quiet():
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 @pytest.mark.usefixtures("quiet")
 def test_the_machine_sees_the_same_again_in_this_process_and_in_another():
     first = histories.history()

@@ -20,7 +20,7 @@ from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.slab.manifest import _check as manifest_checksum
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]
+pytestmark = pytest.mark.slow
 
 CALLS = (
     ["inspect"],

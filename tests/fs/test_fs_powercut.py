@@ -16,7 +16,7 @@ from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover, sizes("per_step", 2, PER_STEP)]
+pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 
 K = [key_of(number) for number in range(24)]
 CAPACITY = room_for(5)

@@ -23,7 +23,6 @@ def test_a_few_random_programs_break_no_law(world):
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 def test_more_random_programs_break_no_law():
     assert search(seed=1000, programs=50)[1] == []
 
@@ -56,7 +55,6 @@ async def keeps_no_deadline(call, self, request, timeout_s=10.0):
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("place", "fault", "world", "symptom", "seed"),
     [

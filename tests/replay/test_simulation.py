@@ -135,7 +135,6 @@ def test_hd_keeps_most_of_a_loop_that_does_not_fit():
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 @pytest.mark.parametrize("capacity", [300, pytest.param(1000, marks=pytest.mark.sweep)])
 def test_hd_is_near_arc_where_documents_are_independent(capacity):
     trace = zipf()
@@ -164,7 +163,6 @@ def test_a_change_of_regime_costs_nothing_lasting(capacity):
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "name",
     [

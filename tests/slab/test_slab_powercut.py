@@ -13,7 +13,7 @@ from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL
 from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover, sizes("per_step", 2, PER_STEP)]
+pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 
 K = [key_of(number) for number in range(48)]
 OPTIONS = {"capacity_bytes": FIXED + 14 * BLOCK, "segment_bytes": 24 * KIB, "io_threads": 2}
