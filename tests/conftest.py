@@ -96,8 +96,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect slow tests without --slow, and sweeps and the soak unless -m names their marker.
 
-    State machines and slow tests are not part of the measured coverage, unless they need a server:
-    they reach lines by chance, or again, and run up to three times as long under measurement.
+    State machines and slow tests are not part of the measured coverage: they reach lines by chance,
+    or again, and run up to three times as long under measurement.
     """
     left_out = {"soak", "sweep"} | (set() if config.option.slow else {"slow", "servers"})
     left_out = {name for name in left_out if name not in config.option.markexpr}
@@ -108,7 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in kept]
     for item in items:
         is_long = item.get_closest_marker("stateful") or item.get_closest_marker("slow")
-        if is_long and not item.get_closest_marker("servers"):
+        is_measured = item.get_closest_marker("measured") or item.get_closest_marker("servers")
+        if is_long and not is_measured:
             item.add_marker("no_cover")
 
 

@@ -348,6 +348,7 @@ def test_for_people_there_are_tables(command, witnesses, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 def test_a_plot_is_a_picture(command):
     path = command.directory / "bench.png"
     result = command.run(

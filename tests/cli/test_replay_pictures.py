@@ -54,6 +54,7 @@ def page_of(command, *arguments, exit_code=0):
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 def test_a_report_is_one_page_with_every_picture_and_figure(command):
     page = page_of(
         *(command, "--limit", 60, "--primary-blocks", 100, "--passes", 2),
@@ -77,6 +78,7 @@ def test_a_report_loads_nothing_and_its_parts_do_not_mix_up(command):
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 def test_a_hostile_name_of_a_trace_is_text(command):
     trace = command.trace(list(ChatWorkload(5)))
     hostile = trace.rename(trace.with_name(HOSTILE))
@@ -88,6 +90,7 @@ def test_a_hostile_name_of_a_trace_is_text(command):
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 def test_a_picture_of_a_replay_is_drawn_and_not_blank(command):
     picture = command.directory / "replay.png"
     result = command.run("replay", "--limit", 40, "--tier", "example", "--plot", picture)
@@ -98,6 +101,7 @@ def test_a_picture_of_a_replay_is_drawn_and_not_blank(command):
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 @pytest.mark.parametrize("tiers", [(), ("--tier", "example")])
 def test_a_replay_without_a_tier_or_a_promotion_has_pictures(command, tiers):
     trace = command.trace([[1, 2, 3]])
@@ -106,6 +110,7 @@ def test_a_replay_without_a_tier_or_a_promotion_has_pictures(command, tiers):
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 def test_what_was_replayed_before_an_interruption_is_drawn(command, faulty_tiers):
     page = page_of(
         *(command, "--tier", f"Interrupting:module_path={faulty_tiers}"),
@@ -148,6 +153,7 @@ def test_without_matplotlib_the_extra_is_named_before_anything_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 def test_a_page_that_cannot_be_written_in_the_end_is_an_error(command):
     full = command.directory / "full.html"
     full.symlink_to("/dev/full")

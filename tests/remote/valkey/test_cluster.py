@@ -14,7 +14,7 @@ from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.remote.client import Value
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
 K = [key_of(number) for number in range(32)]
 SLOTS = 16384

@@ -16,7 +16,7 @@ from kvoffload_async.errors import InputError, OffloadError, StalledError
 from kvoffload_async.replay.fleet.process import READY, MemberProcess, Start
 from kvoffload_async.replay.fleet.run import FleetOptions, run_fleet
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.measured]
 
 DEADLINE_S = 100
 REQUESTS = [[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [7, 8], [1, 2, 4, 6], [7, 8, 9]]
