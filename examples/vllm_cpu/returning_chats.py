@@ -61,7 +61,6 @@ EVENT_TURN = 2  # the first in which conversations return
 ANSWER_TOKENS = 8
 COLORS = {"none": "#9aa5b1", "vllm": "#c7873b"}
 OURS = "#2a7ab8"
-LABEL = {"color": "w", "fontsize": 8}
 FAILURES = (OSError, ServerError, http.client.HTTPException)
 SMALL_BYTES = 16 << 30  # the largest filesystem that is filled
 COUNTERS = ("external_prefix_cache_hits", "prefix_cache_hits")
@@ -467,7 +466,10 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
             names = [SETUPS[row["setup"]] for row in mine]
             colors = [COLORS.get(row["setup"].partition("-")[0], OURS) for row in mine]
             axes.barh(names, medians, xerr=whiskers, color=colors, ecolor="#444444", capsize=2)
-            axes.bar_label(axes.containers[1], fmt="{:,.0f}", label_type="center", **LABEL)
+            for name, row in zip(names, mine, strict=True):
+                at, text = (row["p95_ms"], name), f"{row['p50_ms']:,.0f}"
+                axes.annotate(text, at, (4, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.margins(x=0.12)
             what = kind if kind == "after a restart" else CASES[case].title
             axes.set_title(f"{what}, {concurrency} at a time", fontsize=9, loc="left")
             axes.tick_params(labelsize=8)
