@@ -102,11 +102,11 @@ class SharedBuffer(PrimaryBuffer):
                 # Reserve all pages: a missing page would raise SIGBUS during a copy.
                 _reserve(self._file, size_bytes, self._directory)
             self._arrive(participant, note.ljust(NOTE_BYTES, b"\0"))
+            _populate(mapping, size_bytes * participant // num_participants)
         except BaseException as error:
             # On timeout the creator is gone, and nobody else would remove the name.
             self._undo(mapping, remove=self.is_creator or isinstance(error, TimeoutError))
             raise
-        _populate(mapping, size_bytes * participant // num_participants)
         self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
         super().__init__(num_slots, stride_bytes, mapping=mapping)
 
