@@ -358,6 +358,11 @@ class SimulatedCuda:
         return self._queues.failure is not None
 
     @property
+    def now_ms(self) -> float:
+        """The device's time: each step of an operation takes a microsecond."""
+        return self._queues.now_ms
+
+    @property
     def num_queued(self) -> int:
         """Operations that are queued, on all streams."""
         return self._queues.num_queued

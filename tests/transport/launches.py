@@ -1,9 +1,11 @@
 """A transfer into whose calls errors are injected, one after the other."""
 
+import contextlib
 import threading
 from functools import cache
 
 import numpy as np
+import torch
 from transport.worlds import (
     DEADLINE_S,
     STORE,
@@ -17,11 +19,14 @@ from transport.worlds import (
 )
 
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing.cuda import SimulatedCuda
+from kvoffload_async.testing.cuda import CudaError, Progress, Schedule, SimulatedCuda
 from kvoffload_async.transport.cuda import CudaTransport
 
 BLOCKS, SLOTS = (1, 2, 5, 7), (3, 4, 6, 9)
 REUSED = 0x77
+
+
+STAGING_CHUNKS = 2.5
 
 
 class World:
@@ -37,7 +42,7 @@ class World:
         self.transport = create(
             self.device.layout,
             self.buffer.view,
-            staging_bytes=2 * self.device.layout.chunk_bytes,
+            staging_bytes=int(STAGING_CHUNKS * self.device.layout.chunk_bytes),
             runtime=self.runtime,
         )
         self.direction = direction
@@ -133,3 +138,64 @@ def check_lost(create=CudaTransport, *, deadline_s=DEADLINE_S):
         assert len(world.outcomes) == 1
         world.rows = None
         assert not world.buffer.release(), "a copy may still run"
+
+
+def check_all_lost(create=CudaTransport, *, deadline_s=DEADLINE_S):
+    """Check that all transfers that are not launched when the device is lost fail at once."""
+    with World(STORE, create=create) as world:
+        world.runtime.hold()
+        world.after = world.transport.record_compute()
+        launched = 2 * 4  # four transfers on each stream
+        records = world.runtime.counts["cudaEventRecord"] + 3 * launched
+        transfers = [
+            world.transport.submit(simple(STORE, (at,), (at,)), world.after) for at in range(12)
+        ]
+        until(lambda: world.runtime.counts["cudaEventRecord"] == records, deadline_s)
+        world.runtime.fail("cudaMemGetInfo", is_sticky=True)
+        with contextlib.suppress(CudaError):
+            world.runtime.free_bytes()
+        # The launching thread may have taken one more.
+        for transfer in transfers[launched + 1 :]:
+            assert transfer.synchronize(deadline_s)
+            assert "is lost" in str(outcome_of(transfer).error)
+        assert not any(transfer.synchronize(0) for transfer in transfers[:launched])
+        assert not world.transport.close(deadline_s)
+        for transfer in transfers:
+            assert transfer.synchronize(0)
+            assert "is lost" in str(outcome_of(transfer).error)
+
+
+def check_durations(create=CudaTransport, *, deadline_s=DEADLINE_S):
+    """Check that an outcome has the seconds of the copies, without the wait for the compute."""
+    with World(STORE, Schedule(Progress.EAGER), create) as world:
+        runtime = world.runtime
+        compute = runtime.hold(runtime.default_stream)
+        transfer = world.transport.submit(
+            simple(STORE, BLOCKS, SLOTS), world.transport.record_compute()
+        )
+        until(lambda: runtime.counts["cudaEventSynchronize"], deadline_s)
+        with runtime.stream(runtime.create_stream(torch.device("cpu"))):
+            memory = runtime.empty((1,))
+            for _ in range(1000):
+                memory.fill_(0)
+        released_ms = runtime.now_ms
+        compute.release()
+        seconds = outcome_of(transfer).seconds
+        assert seconds is not None
+        assert 0 < seconds * 1000 <= runtime.now_ms - released_ms
+
+
+def check_devices(create=CudaTransport):
+    """Check that each thread of a transport uses the device of its tensors."""
+    with World(STORE, create=create) as world:
+        assert world.transport.close(DEADLINE_S)
+        launching, waiting = 2, 4
+        assert world.runtime.counts["cudaSetDevice"] == launching + waiting
+
+
+def check_staging_bytes(create=CudaTransport):
+    """Check that staging takes no more of the device's memory than its bytes on each stream."""
+    with World(STORE, create=create) as world:
+        tables = sum(cache.nbytes for cache in world.device.caches.values())
+        staging = world.runtime.used_bytes - tables
+        assert 0 < staging <= 4 * int(STAGING_CHUNKS * world.device.layout.chunk_bytes)

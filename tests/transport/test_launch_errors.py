@@ -6,7 +6,16 @@ import threading
 
 import pytest
 import torch
-from transport.launches import BLOCKS, SLOTS, World, check_errors, check_errors_for_good, check_lost
+from transport.launches import (
+    BLOCKS,
+    SLOTS,
+    World,
+    check_all_lost,
+    check_devices,
+    check_errors,
+    check_errors_for_good,
+    check_lost,
+)
 from transport.worlds import DEADLINE_S, LOAD, STORE, Device, outcome_of, simple, simulated, until
 
 from kvoffload_async.errors import ConfigError, TransportError
@@ -63,21 +72,7 @@ def test_a_device_that_is_lost_fails_all_transfers_at_once(caplog):
 
 
 def test_transfers_that_were_not_launched_when_the_device_was_lost_fail_at_once():
-    with World(STORE) as world:
-        world.runtime.hold()
-        world.after = world.transport.record_compute()
-        records = world.runtime.counts["cudaEventRecord"] + 3 * 8  # four transfers on each stream
-        transfers = [
-            world.transport.submit(simple(STORE, (at,), (at,)), world.after) for at in range(10)
-        ]
-        until(lambda: world.runtime.counts["cudaEventRecord"] == records)
-        world.runtime.fail("cudaMemGetInfo", is_sticky=True)
-        with pytest.raises(CudaError):
-            world.runtime.free_bytes()
-        assert "is lost" in str(outcome_of(transfers[9]).error)
-        assert not any(transfer.synchronize(0) for transfer in transfers[:8])
-        assert not world.transport.close(DEADLINE_S)
-        assert all("is lost" in str(outcome_of(transfer).error) for transfer in transfers)
+    check_all_lost()
 
 
 def test_two_workers_of_a_process_share_pinned_slots():
@@ -153,3 +148,7 @@ def test_a_thread_that_cannot_use_the_device_fails_its_transfers():
     transfer = transport.submit(simple(STORE, (1,), (1,)), transport.record_compute())
     assert isinstance(outcome_of(transfer).error, TransportError)
     assert not transport.close(DEADLINE_S)
+
+
+def test_each_thread_uses_the_device_of_its_tensors():
+    check_devices()

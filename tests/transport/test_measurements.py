@@ -1,6 +1,7 @@
-"""The measurements for hardware run, on the simulated device; their figures mean nothing there."""
+"""What a transport measures, on the simulated device; throughput means nothing there."""
 
 from gpu.measurements import Load, report
+from transport.launches import check_durations, check_staging_bytes
 
 from kvoffload_async.testing.cuda import SimulatedCuda
 
@@ -13,3 +14,11 @@ def test_all_measurements_run():
         "store     4 KiB blocks",
         "load      4 KiB blocks",
     ]
+
+
+def test_an_outcome_has_the_seconds_of_the_copies_without_the_wait_for_the_compute():
+    check_durations()
+
+
+def test_staging_takes_no_more_memory_than_its_bytes_on_each_stream():
+    check_staging_bytes()

@@ -14,7 +14,15 @@ import pytest
 from connector import worker_programs
 from hypothesis import HealthCheck, Phase, given, settings
 from transport import programs
-from transport.launches import check_errors, check_errors_for_good, check_lost
+from transport.launches import (
+    check_all_lost,
+    check_devices,
+    check_durations,
+    check_errors,
+    check_errors_for_good,
+    check_lost,
+    check_staging_bytes,
+)
 from transport.worlds import LOAD, STORE
 
 from kvoffload_async.facade.connector import worker
@@ -118,6 +126,34 @@ IN_ERRORS = [
         "the slots are released though copies may run",
         "if self._lost is not None or not self._unpin():",
         "if not self._unpin():",
+    ),
+]
+IN_USES = [
+    (
+        "after a loss the launching thread stops",
+        "transfer.fail(self._lost_error())\n                continue",
+        "transfer.fail(self._lost_error())\n                break",
+    ),
+    (
+        "milliseconds are taken for seconds",
+        "self.started.elapsed_time(self.copied) / 1000",
+        "self.started.elapsed_time(self.copied)",
+    ),
+    (
+        "the start is recorded before the wait for the compute event",
+        (
+            "            staged.stream.wait_event(transfer.after)\n"
+            "            transfer.started.record(staged.stream)\n"
+        ),
+        (
+            "            transfer.started.record(staged.stream)\n"
+            "            staged.stream.wait_event(transfer.after)\n"
+        ),
+    ),
+    (
+        "the waiting threads use another device",
+        'Thread: the stream\'s."""\n        self._use_device()\n',
+        'Thread: the stream\'s."""\n',
     ),
 ]
 IN_STAGING = [
@@ -251,6 +287,18 @@ def in_errors(create):
     return None
 
 
+def in_uses(create):
+    """Return the check that fails of those of a loss, of durations and of devices."""
+    try:
+        check_all_lost(create, deadline_s=DEADLINE_S)
+        check_durations(create, deadline_s=DEADLINE_S)
+        check_devices(create)
+        check_staging_bytes(create)
+    except AssertionError as error:
+        return error
+    return None
+
+
 @pytest.fixture(autouse=True)
 def _quiet():
     logging.disable(logging.CRITICAL)
@@ -274,6 +322,22 @@ def test_a_schedule_shows_a_defect_of_the_transport(defect, monkeypatch):
 @pytest.mark.parametrize("defect", defects(cuda, IN_ERRORS))
 def test_an_error_shows_a_defect_of_the_transport(defect):
     assert in_errors(defect.load().CudaTransport)
+
+
+@pytest.mark.parametrize("defect", defects(cuda, IN_USES))
+def test_a_use_shows_a_defect_of_the_transport(defect):
+    assert in_uses(defect.load().CudaTransport)
+
+
+def test_a_use_shows_that_staging_memory_is_rounded_up(monkeypatch):
+    rounded = Defect(
+        "rows of staging memory are rounded up",
+        staging,
+        "size_bytes // self._row_bytes",
+        "-(-size_bytes // self._row_bytes)",
+    )
+    monkeypatch.setattr(cuda, "StagedCopies", rounded.load().StagedCopies)
+    assert in_uses(cuda.CudaTransport)
 
 
 @pytest.mark.parametrize("defect", defects(worker, IN_WORKER))

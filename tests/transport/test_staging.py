@@ -108,11 +108,18 @@ def test_bytes_are_moved_in_the_widest_words_that_fit(shapes, dtype):
     assert {table.pages.dtype for table in copies._groups[0]} == {dtype}
 
 
-def test_a_tensor_in_the_middle_of_a_word_is_read_in_smaller_ones():
-    memory = torch.zeros(4 * 8 + 4, dtype=torch.uint8)
-    layout = register_kv_caches({"l": memory[4:].view(4, 8)})
-    copies = StagedCopies(layout, torch.zeros(4, 8, dtype=torch.uint8), 0)
-    assert copies._groups[0][0].pages.dtype is torch.int32
+@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize("address", range(8))
+def test_a_tensor_in_the_middle_of_a_word_is_read_in_smaller_ones(address, offset):
+    memory = np.zeros(4 * 8 + 24, dtype=np.uint8)
+    begin = -memory.ctypes.data % 8 + address
+    tensor = torch.from_numpy(memory[begin:])[offset:][: 4 * 8].view(4, 8)
+    copies = StagedCopies(register_kv_caches({"l": tensor}), torch.zeros(4, 8).byte(), 0)
+    pages = copies._groups[0][0].pages
+    assert not tensor.data_ptr() % pages.element_size()
+    assert not offset % pages.element_size()
+    if not (address % 4 or offset % 4):
+        assert pages.element_size() >= 4, "no smaller than needed"
 
 
 def test_neighbouring_slots_are_copied_in_one_piece_where_rows_have_no_padding():
