@@ -1,8 +1,8 @@
 """A system that gives no thread: a library, loaded before a program, that refuses `pthread_create`.
 
 Python's threads, native ones and those of libraries all come from that call. In the program,
-`refuse(n, only)` has the n-th start from now on fail with EAGAIN, counted from 0, and all later ones
-too unless `only`; `seen()` returns the starts since.
+`refuse(n, only)` has the n-th start from now on fail with EAGAIN, counted from 0, and unless
+`only` all later ones too; `seen()` returns the starts since.
 """
 
 import ctypes

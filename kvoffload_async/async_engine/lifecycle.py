@@ -175,9 +175,12 @@ class EngineLifecycle:
         Raises:
             OffloadError: A tier failed to close; all other components are closed. After any error,
                 another call closes what is left.
+            StateError: Called on another event loop than the engine's.
         """
         if self._is_closed:
             return
+        if asyncio.get_running_loop() is not self._loop:
+            raise StateError("close() was called on another event loop than the engine's")
         if self._closing is None or self._closing.done():  # the first attempt, or the last failed
             self._is_open = False
             limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s

@@ -405,6 +405,16 @@ async def test_a_close_that_failed_is_repeated_and_then_completes(threads_left):
 
 
 @on_loop
+async def test_closing_on_another_loop_is_refused_and_changes_nothing():
+    async with opened() as world:
+        elsewhere = HelperThread("kvoffload-test")
+        with pytest.raises(StateError, match="another event loop"):
+            await on_helper(elsewhere, lambda: asyncio.run(world.engine.close()))
+        elsewhere.end(DEADLINE_S)
+        assert await world.put("abc") == 3
+
+
+@on_loop
 async def test_closing_starts_no_thread_and_a_failed_start_keeps_none(monkeypatch, threads_left):
     for allowed in range(3):
         with monkeypatch.context() as patch:
