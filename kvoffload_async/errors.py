@@ -14,6 +14,8 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
+from kvoffload_async.limits import thread_limits
+
 
 class OffloadError(Exception):
     """Base class of all errors that this package raises deliberately."""
@@ -148,12 +150,14 @@ def shortage_remedy(error: BaseException) -> str:
 
     Errors of `threading` and of the dynamic linker have no errno, so their texts are compared.
     """
+    code: int | None = getattr(error, "errno", None)
     if isinstance(error, MemoryError):
-        return _SHORTAGES[errno.ENOMEM]
-    if (code := getattr(error, "errno", None)) is not None:
-        return _SHORTAGES.get(code, "")
-    text = str(error).replace(_NO_THREAD, os.strerror(errno.EAGAIN))
-    return next((remedy for code, remedy in _SHORTAGES.items() if os.strerror(code) in text), "")
+        code = errno.ENOMEM
+    elif code is None:
+        text = str(error).replace(_NO_THREAD, os.strerror(errno.EAGAIN))
+        code = next((code for code in _SHORTAGES if os.strerror(code) in text), 0)
+    remedy = _SHORTAGES.get(code, "")
+    return f"{remedy}: {thread_limits()}" if code == errno.EAGAIN else remedy
 
 
 @contextlib.contextmanager

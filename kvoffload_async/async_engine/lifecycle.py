@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvoffload_async.abc.pages import hold_pages
@@ -14,10 +14,11 @@ from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.errors import ClosedError, ConfigError, StateError
+from kvoffload_async.errors import ClosedError, ConfigError, StateError, naming_shortage
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.helper_thread import HelperThread
 from kvoffload_async.runtime.loop import SameLoopRunner
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import EngineStatistics
@@ -31,22 +32,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def to_thread(call: Callable[..., T], *args: object) -> T:
-    """Run a call on a new thread and await it.
+async def on_helper(helper: HelperThread, call: Callable[[], T]) -> T:
+    """Run a call on a helper thread and await it.
 
     A cancellation is raised only after the call has ended, so its result is never lost.
     """
-    executor = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-engine")
-    future = asyncio.get_running_loop().run_in_executor(executor, call, *args)
-    executor.shutdown(wait=False)  # the thread ends with the call
-    try:
-        return await until_done(future)
-    finally:
-        # The ending thread still references the call; joining it takes no time now.
-        executor.shutdown(wait=future.done())
+    return await until_done(asyncio.wrap_future(helper.call(call)))
 
 
 CreateTransport = Callable[[memoryview], Transport]
+_END_THREAD_S = 1.0
 _NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks the engine keeps'
 
 
@@ -95,7 +90,10 @@ class EngineLifecycle:
         self._bounds = bounds or EngineBounds()
         self._has_transport = False
         self._is_open = False
+        self._is_closed = True
+        """Whether nothing is left to be closed."""
         self._closing: asyncio.Task[None] | None = None
+        """The latest attempt to close."""
         self._requests: dict[EngineRequest, None] = {}
         """Requests that have begun and not ended."""
 
@@ -104,6 +102,7 @@ class EngineLifecycle:
 
         Raises:
             ConfigError: A tier or the transport failed to start; started components are closed.
+            TierUnavailableError: Likewise, or threads, descriptors or memory are exhausted.
             StateError: The engine has been opened before.
         """
         if hasattr(self, "_loop"):
@@ -112,12 +111,14 @@ class EngineLifecycle:
         self._steps = Steps(self._bounds.unread_events)
         runner = SameLoopRunner(self._loop, self._steps.note_progress)
         self._spec = TieringOffloadingSpec(self._config, Bridge(runner), self.stats)
-        try:
-            # On a helper thread, which waits for coroutines on this loop.
-            await to_thread(self._start)
-        except BaseException:
-            await to_thread(self._end, self._config.shutdown_timeout_s)
-            raise
+        with naming_shortage("the engine cannot be started"):
+            # It waits for coroutines on this loop, and stays: closing may find no further thread.
+            self._helper = HelperThread("kvoffload-engine")
+            try:
+                await on_helper(self._helper, self._start)
+            except BaseException:
+                await self._end(self._config.shutdown_timeout_s)
+                raise
         self._transfers = Transfers(
             self._transport,
             self._bounds,
@@ -126,15 +127,16 @@ class EngineLifecycle:
         )
         self._stores = Stores(self._manager, self._steps, self._transfers)
         self._is_open = True
+        self._is_closed = False
         self._steps.begin(self._manager)
-        guard_forks(self, _is_open=False)
+        guard_forks(self, _is_open=False, _is_closed=True)
         return self
 
     async def __aexit__(self, *_exc_info: object) -> None:
         await self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_is_open", False):
+        if not getattr(self, "_is_closed", True):
             warn_unclosed(self, "close()")
 
     def __repr__(self) -> str:
@@ -167,17 +169,22 @@ class EngineLifecycle:
 
         Calls under way return a partial result or raise. A copy still running after half of
         `timeout_s` seconds (by default the configuration's `shutdown_timeout_s`) is given up; then
-        the primary's memory stays mapped. Cancelling the call does not stop the shutdown.
+        the primary's memory stays mapped. Cancelling the call does not stop the shutdown, for which
+        further calls wait. Starts no thread.
 
         Raises:
-            OffloadError: A tier failed to close; all other components are closed.
+            OffloadError: A tier failed to close; all other components are closed. After any error,
+                another call closes what is left.
+            StateError: Called on another event loop than the engine's.
         """
-        if self._is_open:
+        if self._is_closed:
+            return
+        if asyncio.get_running_loop() is not self._loop:
+            raise StateError("close() was called on another event loop than the engine's")
+        if self._closing is None or self._closing.done():  # the first attempt, or the last failed
             self._is_open = False
             limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s
             self._closing = self._loop.create_task(self._close(limit_s), name="kvoffload:close")
-        elif self._closing is None or self._closing.done():
-            return
         await until_done(self._closing)
 
     def _require_started(self) -> TieringOffloadingManager:
@@ -196,7 +203,13 @@ class EngineLifecycle:
         self._transport = self._create_transport(self._manager.get_primary_kv_view())
         self._has_transport = True
 
-    def _end(self, timeout_s: float) -> None:
+    async def _end(self, timeout_s: float) -> None:
+        """Close transport and tiers, then end the helper thread."""
+        await on_helper(self._helper, partial(self._close_parts, timeout_s))
+        self._is_closed = True
+        self._helper.end(_END_THREAD_S)  # it has nothing left to do
+
+    def _close_parts(self, timeout_s: float) -> None:
         """Close transport and tiers; runs on a helper thread that the loop awaits."""
         try:
             if self._has_transport and not self._transport.close(timeout_s):
@@ -215,7 +228,7 @@ class EngineLifecycle:
             self._steps.end(self._manager)
         finally:
             left_s = max(0.0, deadline_s - self._loop.time())
-            await to_thread(self._end, left_s if has_landed else left_s / 2)
+            await self._end(left_s if has_landed else left_s / 2)
 
 
 def _parsed(

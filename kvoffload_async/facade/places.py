@@ -17,7 +17,8 @@ from typing import Final
 from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.config import shown
 from kvoffload_async.errors import ConfigError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.runtime.machine import answered, filesystem_limit
+from kvoffload_async.runtime.helper_thread import answered
+from kvoffload_async.runtime.machine import filesystem_limit
 
 ANSWER_S: Final = 10.0
 """Deadline in seconds for a filesystem to answer."""

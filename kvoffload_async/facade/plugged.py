@@ -46,7 +46,7 @@ from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
-from kvoffload_async.runtime.owned import guard_forks
+from kvoffload_async.runtime.owned import Closing, guard_forks
 from kvoffload_async.statistics import (
     OffloadingStatistics,
     PrimaryStatistics,
@@ -351,7 +351,7 @@ class PluggedTiers:
         self._is_open = self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
-        self._report: CloseReport | None = None
+        self._closing: Closing[CloseReport] = Closing()
         with naming_shortage("the event loop of the tiers cannot be started"):
             self._host = RuntimeHost(self._progressed)
         self._runner = self._host.bridge.runner
@@ -370,7 +370,7 @@ class PluggedTiers:
                 port.manager.shutdown()
             self._host.close()
             raise
-        guard_forks(self, _report=CloseReport())
+        guard_forks(self, _closing=Closing.closed(CloseReport()))
 
     # -- calls of the host ----------------------------------------------------------------------
 
@@ -521,17 +521,25 @@ class PluggedTiers:
     def close(self, timeout_s: float) -> CloseReport:
         """Refuse new transfers, wait for running ones, fail the rest, close the tiers; idempotent.
 
-        Every transfer has ended afterwards; one whose copy still runs is not at rest.
+        Every transfer has ended afterwards; one whose copy still runs is not at rest. A call while
+        another thread closes them waits for it. In a forked child it does nothing.
 
         Args:
             timeout_s: Seconds for running transfers to end, for all tiers together.
 
         Returns:
             The unfinished jobs, whose rows must stay allocated, and the first error.
+
+        Raises:
+            StateError: Called out of a callback, for which it would wait; nothing is changed.
+            TierTimeoutError: Another thread has not closed them within its time; all rows must stay
+                allocated.
         """
+        self._runner.refuse_own_thread("close()")
+        return self._closing.run(self._close, timeout_s)
+
+    def _close(self, timeout_s: float) -> CloseReport:
         with self._lock:
-            if self._is_closed:
-                return self._report or CloseReport()
             self._is_closed = True
         deadline_s = time.monotonic() + timeout_s
         reports = [
@@ -546,8 +554,7 @@ class PluggedTiers:
         self._host.close()
         errors = (report.error for report in reports if report.error is not None)
         unfinished = tuple(job for report in reports for job in report.unfinished_jobs)
-        self._report = CloseReport(unfinished, next(errors, None))
-        return self._report
+        return CloseReport(unfinished, next(errors, None))
 
     # -- inside: the lock is held -----------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from kvoffload_async.facade.tier_options import (
 )
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.io_pool import suitable_threads
-from kvoffload_async.runtime.owned import guard_forks
+from kvoffload_async.runtime.owned import Closing, guard_forks
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
@@ -228,7 +228,7 @@ class SecondaryTierManager:
         self.link.open(common.open_timeout_s)
         self.link.pump()
         guard_forks(self)
-        guard_forks(self.link, _report=CloseReport())
+        guard_forks(self.link, _closing=Closing.closed(CloseReport()))
 
     def __repr__(self) -> str:
         jobs = counted(self.tier_state.jobs.unreported_count, "job")
@@ -387,6 +387,9 @@ class SecondaryTierManager:
 
         Returns:
             The unfinished work; while a copy still runs, the primary must stay allocated.
+
+        Raises:
+            StateError: Called on the event loop's thread, for which it would wait.
         """
         return self.link.close(self._close_timeout_s if timeout is None else timeout)
 

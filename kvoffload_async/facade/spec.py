@@ -175,12 +175,18 @@ class _Spec(ABC):
 
         Raises:
             ConfigError: As `transport_maker`, or the device is unusable.
+            TierUnavailableError: Threads cannot be started.
         """
         create_transport = self.transport_maker(
             kv_caches, groups, block_dim=block_dim, worker_index=worker_index, runtime=runtime
         )
         transport = create_transport(self._get_kv_view())
-        return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
+        try:
+            with naming_shortage("the event loop of the worker cannot be started"):
+                return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
+        except BaseException:
+            transport.close(_STOP_THREADS_S)
+            raise
 
     def _memory_limits(self) -> Sequence[Limit]:
         """Return the limits on the primary's memory."""
@@ -301,12 +307,16 @@ class TieringOffloadingSpec(_Spec):
             TierTimeoutError: A tier did not open in time.
         """
         if self._manager is None:
-            self._status.listen(self._status_path())
             try:
-                self._manager = self._create_manager()
-                self._status.serve(self._manager.stats, self._manager.slowest_requests)
+                with naming_shortage("the threads of the engine cannot be started"):
+                    self._status.listen(self._status_path())
+                    self._manager = self._create_manager()
+                    self._status.serve(self._manager.stats, self._manager.slowest_requests)
             except BaseException:
-                self._status.close()
+                try:
+                    self._close(self.config.shutdown_timeout_s)
+                finally:
+                    self._manager = None
                 raise
             guard_forks(self, _manager=None, _host=None)
         return self._manager
@@ -328,15 +338,18 @@ class TieringOffloadingSpec(_Spec):
         Raises:
             OffloadError: A tier failed to close; everything else was closed.
         """
-        timeout_s = self.config.shutdown_timeout_s if timeout is None else timeout
         self._is_shut_down = True
+        self._close(self.config.shutdown_timeout_s if timeout is None else timeout)
+
+    def _close(self, timeout_s: float) -> None:
         self._status.close()
         try:
             if self._manager is not None:
                 self._manager.shutdown(timeout_s)
         finally:
-            if self._recorder is not None:
-                self._recorder.close(min(timeout_s, _STOP_THREADS_S))
+            recorder, self._recorder = self._recorder, None
+            if recorder is not None:
+                recorder.close(min(timeout_s, _STOP_THREADS_S))
             host, self._host = self._host, None
             if host is not None:
                 host.close(min(timeout_s, _STOP_THREADS_S))
@@ -354,17 +367,14 @@ class TieringOffloadingSpec(_Spec):
             for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
+            if config.record_trace is not None:
+                self._recorder = TraceRecorder(config.record_trace)
+                primary.core.on_request_ended = self._recorder.note
         except BaseException:
             for tier in reversed(tiers):
                 close_unused(tier, config.shutdown_timeout_s)
             primary.shutdown()
-            host, self._host = self._host, None
-            if host is not None:
-                host.close(_STOP_THREADS_S)
             raise
-        if config.record_trace is not None:
-            self._recorder = TraceRecorder(config.record_trace)
-            primary.core.on_request_ended = self._recorder.note
         return TieringOffloadingManager(
             primary,
             tiers,

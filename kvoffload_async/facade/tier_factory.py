@@ -35,6 +35,7 @@ from kvoffload_async.errors import (
     OffloadError,
     TierTimeoutError,
     TierUnavailableError,
+    shortage_remedy,
     text_of,
 )
 from kvoffload_async.facade.places import check_places
@@ -75,7 +76,8 @@ def naming_tier(
             "name a module that can be imported, and type a class in it"
         ) from error
     except Exception as error:
-        raise TierUnavailableError(prefix + text_of(error)) from error
+        remedies = filter(None, (text_of(error), shortage_remedy(error)))
+        raise TierUnavailableError(prefix + "; ".join(remedies)) from error
 
 
 def _like(error: OffloadError, text: str) -> OffloadError:

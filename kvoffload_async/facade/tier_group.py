@@ -262,6 +262,8 @@ class TierGroup:
         seen: Counter[str] = Counter()
         self._names = [owner_name(manager.tier_type, seen) for manager in managers]
         self._unopened: dict[int, UnopenedTier] = {}
+        self._running: dict[int, set[JobId]] = {}
+        """Tiers that are shut down, with the jobs whose copies still run."""
         for index, manager in enumerate(managers):
             if isinstance(manager, UnopenedTier):
                 self._unopened[index] = manager
@@ -365,24 +367,25 @@ class TierGroup:
     def shutdown(self, planner: Planner, deadline_s: float) -> tuple[int, list[Exception]]:
         """Shut every tier down; return the number of copies that still run, and the errors."""
         errors: list[Exception] = []
-        running: list[set[JobId]] = []
         for index, state in enumerate(self.states):
+            if index in self._running:  # an earlier attempt has shut it down
+                continue
             state.health.close()
             left_s = max(0.0, deadline_s - self._clock())
             if index in self.links:
                 report = self.links[index].close(left_s)
             else:
                 report = self._unopened[index].shutdown(left_s)
-            running.append(set(report.unfinished_jobs))
+            self._running[index] = set(report.unfinished_jobs)
             if report.error is not None and not report.unfinished_jobs:
                 errors.append(report.error)
         for link in self.links.values():
             link.pump()
-        for state, jobs in zip(self.states, running, strict=True):
+        for index, state in enumerate(self.states):
             # Jobs are left only if an external manager's shutdown failed or returned no report.
-            jobs.update(state.abandon_rest())
+            self._running[index].update(state.abandon_rest())
         planner.collect()
-        return sum(map(len, running)), errors
+        return sum(map(len, self._running.values())), errors
 
     # -- internal -------------------------------------------------------------------------------
 

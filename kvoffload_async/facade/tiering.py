@@ -29,7 +29,7 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_group import TierGroup, UnopenedTier
 from kvoffload_async.remedies import Trouble, remedy
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
+from kvoffload_async.runtime.owned import Closing, guard_forks, warn_unclosed
 from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
 from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import (
@@ -374,7 +374,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._steps = OwnerSteps(clock, self.planner)
         self._polled_this_step = False
         self._closed = False
-        guard_forks(self, _closed=True)
+        self._closing: Closing[None] = Closing()
+        guard_forks(self, _closed=True, _closing=Closing.closed(None))
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._tiers.states:
@@ -632,13 +633,14 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             timeout: Seconds to wait for running jobs, in total for all tiers.
 
         Raises:
-            OffloadError: A tier failed to close; all others were shut down.
+            OffloadError: A tier failed to close; all others were shut down. After any error,
+                another call does what is left.
         """
-        if self._closed:
-            return
+        self._closing.run(self._shut_down, self._shutdown_timeout_s if timeout is None else timeout)
+
+    def _shut_down(self, timeout_s: float) -> None:
         self._closed = True
         self._polled_this_step = False
-        timeout_s = self._shutdown_timeout_s if timeout is None else timeout
         deadline_s = self._clock() + timeout_s
         self.planner.release_retained()
         try:

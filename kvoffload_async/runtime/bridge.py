@@ -23,6 +23,7 @@ from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
+from kvoffload_async.runtime.owned import Closing
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment
@@ -98,7 +99,7 @@ class TierLink:
         self._view = kv_view
         self._pool = pool
         self._host = host
-        self._report: CloseReport | None = None
+        self._closing: Closing[CloseReport] = Closing()
         self._gauges_failed = False
         self._opening_s = tier.opening_s(kv_view.nbytes // len(kv_view))
         self.inbox: deque[TierEvent] = deque()
@@ -206,15 +207,20 @@ class TierLink:
         self.state.abandon_rest()
 
     def close(self, timeout_s: float) -> CloseReport:
-        """Close state and actor; every job has its result afterwards. Idempotent; never raises.
+        """Close state and actor; every job has its result afterwards. Idempotent; see `Closing`.
 
         Waits about `timeout_s` for running jobs, then fails them.
 
         Returns:
             The unfinished work; while a copy still runs, the primary must stay allocated.
+
+        Raises:
+            StateError: Called on the loop's thread, or out of itself; nothing is changed.
         """
-        if self._report is not None:
-            return self._report
+        self.bridge.runner.refuse_own_thread("closing a tier")
+        return self._closing.run(self._close, timeout_s)
+
+    def _close(self, timeout_s: float) -> CloseReport:
         self.state.close()
         try:
             report = self.bridge.runner.run(
@@ -229,10 +235,9 @@ class TierLink:
         late = tuple(self.state.abandon_rest())
         if self in self.bridge.links:
             self.bridge.links.remove(self)
-        self._report = CloseReport(late, report.error)
         self._release(timeout_s, keeps_view=bool(late))
         self.pump(math.inf)
-        return self._report
+        return CloseReport(late, report.error)
 
     # -- internal -------------------------------------------------------------------------------
 

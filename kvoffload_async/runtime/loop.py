@@ -41,6 +41,10 @@ class LoopRunner(Protocol):
         """
         ...
 
+    def refuse_own_thread(self, call: str) -> None:
+        """Raise StateError on the loop's own thread, for which `call` would wait for ever."""
+        ...
+
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `is_done()`, checked again after every `notify`; False on timeout."""
         ...
@@ -85,9 +89,11 @@ class ThreadsafeRunner:
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """See `LoopRunner.run`. Thread: any but the loop's."""
-        if _running_loop() is self._loop:
+        try:
+            self.refuse_own_thread("run()")
+        except StateError:
             coroutine.close()
-            raise StateError("run() was called on the loop's own thread, which would deadlock it")
+            raise
         if self._closed:
             coroutine.close()
             raise ClosedError("the loop thread is closed")
@@ -104,6 +110,14 @@ class ThreadsafeRunner:
             raise
         finally:
             del future, coroutine  # avoid a reference cycle of exception and frame
+
+    def refuse_own_thread(self, call: str) -> None:
+        """See `LoopRunner.refuse_own_thread`."""
+        if _running_loop() is self._loop:
+            raise StateError(
+                f"{call} was called on the loop's own thread, which would deadlock it; call it "
+                "on another thread"
+            )
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""

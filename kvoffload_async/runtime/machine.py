@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
+from kvoffload_async.limits import group_limits, lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +36,13 @@ def memory_limit(root: Path = Path("/")) -> Limit | None:
 
 
 def _memory_limits(root: Path) -> Iterator[Limit]:
-    for line in _lines(root / "proc/meminfo"):
+    for line in lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemTotal":
             yield Limit(int(value.split()[0]) * 1024, "this machine's memory")
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            mount, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        elif number == "0":
-            mount, file = root / "sys/fs/cgroup", "memory.max"
-        else:
-            continue
-        # In a container the path may be the host's: then only mounted groups are readable.
-        group = mount / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(mount):
-                for limit in _lines(folder / file):
-                    if limit.isdecimal():
-                        yield Limit(int(limit), "the memory limit of its control group")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):  # missing or not readable
-        return []
+    files = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    for _file, limit in group_limits("memory", files, root):
+        yield Limit(limit, "the memory limit of its control group")
 
 
 def filesystem_limit(directory: str) -> Limit | None:
@@ -72,23 +50,3 @@ def filesystem_limit(directory: str) -> Limit | None:
     found = os.statvfs(directory)
     size_bytes = found.f_blocks * found.f_frsize
     return Limit(size_bytes, f"the filesystem of {directory!r}") if size_bytes else None
-
-
-def answered(call: Callable[[], T], timeout_s: float) -> T:
-    """Return the result of a system call that may hang forever, for example on a dead mount.
-
-    Raises:
-        TimeoutError: It did not end in time; it continues on its thread.
-    """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="kvoffload-ask", daemon=True).start()
-    if not wait([answer], timeout_s).done:
-        raise TimeoutError(f"no response within {timeout_s} s")
-    return answer.result()

@@ -3,15 +3,95 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final, Generic, NoReturn, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from kvoffload_async.errors import StateError
+from kvoffload_async.errors import StateError, TierTimeoutError
+
+T = TypeVar("T")
 
 _CLOSING: Final = frozenset({"close", "shutdown"})
 _guarded: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()
+
+
+_GRACE_S: Final = 10.0
+"""Seconds over its deadline that closing may take to end threads."""
+
+
+class Closing(Generic[T]):
+    """Has an object closed once, whichever threads ask for it.
+
+        OPEN    --run-->         CLOSING   by the calling thread; other callers wait for it
+        CLOSING --returned-->    CLOSED    with the outcome, which all callers get
+        CLOSING --raised-->      OPEN      the error reaches those who waited; `run` tries again
+
+    Thread-safe. In a forked child, replace it by `closed`: the lock may have been held.
+    """
+
+    def __init__(self) -> None:
+        """Start open."""
+        self._lock = threading.Lock()
+        self._attempt: Future[T] | None = None
+        """The running or the successful attempt."""
+        self._closer = 0
+        self._until_s = 0.0
+
+    @classmethod
+    def closed(cls, outcome: T) -> Self:
+        """Return the state CLOSED, with an outcome."""
+        closing = cls()
+        closing._attempt = Future()
+        closing._attempt.set_result(outcome)
+        return closing
+
+    def run(self, close: Callable[[float], T], timeout_s: float) -> T:
+        """Close the object, or wait until another thread has closed it; return the outcome.
+
+        Args:
+            close: Closes it, within about the time that it is given.
+            timeout_s: Seconds for closing. A later caller waits for the first one's time.
+
+        Raises:
+            StateError: Called out of `close`, which cannot wait for itself.
+            TierTimeoutError: Another thread has not closed it in its time, and goes on.
+        """
+        own: Future[T] = Future()
+        with self._lock:
+            attempt = self._attempt
+            if attempt is None:
+                self._attempt = own
+                self._closer = threading.get_ident()
+                self._until_s = time.monotonic() + timeout_s + _GRACE_S
+        if attempt is not None:
+            return self._outcome_of(attempt)
+        try:
+            outcome = close(timeout_s)
+        except BaseException as error:
+            self._attempt = None
+            own.set_exception(error)
+            raise
+        own.set_result(outcome)
+        return outcome
+
+    def _outcome_of(self, attempt: Future[T]) -> T:
+        """Wait for the attempt of another thread."""
+        if not attempt.done() and self._closer == threading.get_ident():
+            raise StateError("closing was called again out of itself; it ends with the first call")
+        try:
+            return attempt.result(max(0.0, self._until_s - time.monotonic()))
+        except TimeoutError:
+            if attempt.done():
+                raise  # of the attempt itself
+            raise TierTimeoutError(
+                "another thread has not closed this object within its time, and goes on; what the "
+                "object uses must stay allocated"
+            ) from None
 
 
 def guard_forks(owner: object, **closed: object) -> None:

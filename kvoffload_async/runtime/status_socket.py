@@ -92,11 +92,12 @@ class StatusSocket:
         _open_sockets.add(self)
 
     def serve(self, answer: Answer) -> None:
-        """Start answering, on a separate thread."""
-        self._thread = threading.Thread(
+        """Start answering, on a separate thread; raises RuntimeError without one."""
+        thread = threading.Thread(
             target=self._run, args=(answer,), name="kvoffload-status", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         """End the connection, stop the thread and remove the socket; idempotent."""

@@ -137,17 +137,24 @@ class VirtualRunner:
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """See `LoopRunner.run`; the deadline is in virtual time."""
-        if self.loop.is_closed() or self.loop.is_running():
-            coroutine.close()
+        try:
+            self.refuse_own_thread("run()")
             if self.loop.is_closed():
                 raise ClosedError("the virtual loop is closed")
-            raise StateError("run() was called from inside the loop, which would deadlock it")
+        except StateError:
+            coroutine.close()
+            raise
         task = self.loop.create_task(coroutine, name="virtual-runner")
         if not self.loop.run_until(task.done, timeout_s):
             task.cancel()
             self.loop.run_ready()
             raise TimeoutError(f"not done after {timeout_s} virtual seconds")
         return task.result()
+
+    def refuse_own_thread(self, call: str) -> None:
+        """See `LoopRunner.refuse_own_thread`."""
+        if self.loop.is_running():
+            raise StateError(f"{call} was called from inside the loop, which would deadlock it")
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """See `LoopRunner.wait_until`; the deadline is in virtual time."""

@@ -128,6 +128,7 @@ class TierActor:
         self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         self._log = JobLog(name)
         self._closing = False
+        self._closing_tier: asyncio.Task[None] | None = None
         self._has_cancelled = False
         """Whether jobs still running at the deadline of `close` have been cancelled."""
         self._clock = clock
@@ -256,7 +257,10 @@ class TierActor:
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; return a failure instead of raising, so that other tiers are closed."""
-        task = self._loop.create_task(guarded(self._tier.close), name=f"{self.name}:close")
+        task = self._closing_tier  # of a call that was interrupted: a tier is closed once
+        if task is None:
+            task = self._loop.create_task(guarded(self._tier.close), name=f"{self.name}:close")
+            self._closing_tier = task
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvoffload_async.abc.transport import Transport
+from kvoffload_async.errors import naming_shortage
 from kvoffload_async.transport.cuda import CudaTransport
 from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import KVLayout
@@ -27,9 +28,11 @@ def create_transport(
 
     Raises:
         ConfigError: A slot is too small for a chunk, or the device cannot be used.
+        TierUnavailableError: Threads cannot be started.
     """
-    if runtime is None and layout.device.type == "cpu":
-        return HostTransport(layout, kv_view, cell_offset_bytes=cell_offset_bytes)
-    return CudaTransport(
-        layout, kv_view, cell_offset_bytes=cell_offset_bytes, runtime=runtime or CudaRuntime()
-    )
+    with naming_shortage("the threads for copies cannot be started"):
+        if runtime is None and layout.device.type == "cpu":
+            return HostTransport(layout, kv_view, cell_offset_bytes=cell_offset_bytes)
+        return CudaTransport(
+            layout, kv_view, cell_offset_bytes=cell_offset_bytes, runtime=runtime or CudaRuntime()
+        )

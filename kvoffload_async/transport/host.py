@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 
+_START_FAILED_S = 5.0
+
 LEAST_BYTES = 256 << 10
 """Below this size, waking another thread takes longer than the copy."""
 
@@ -235,7 +237,7 @@ class _DirectionQueue:
 
     copier: Copier
     queue: queue.SimpleQueue[HostTransfer | None] = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread | None = None
+    thread: threading.Thread = field(init=False)
 
 
 class HostTransport(Transport):
@@ -267,11 +269,10 @@ class HostTransport(Transport):
         Raises:
             ConfigError: A slot is too small for a chunk, or native code is required but
                 unavailable.
-            OSError: Threads cannot be started.
+            OSError, RuntimeError: Threads cannot be started; none is left running.
         """
         rows = np.asarray(kv_view)
         layout.require_room(rows.shape[1], cell_offset_bytes)
-        loads, stores = (create_copier(layout, rows, cell_offset_bytes) for _ in range(2))
         self._release_pages = hold_pages(kv_view, "a host transport")
         self._num_slots = rows.shape[0]
         self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
@@ -282,19 +283,19 @@ class HostTransport(Transport):
         self._device: list[list[Bytes]] = [
             [table.pages.numpy() for table in group] for group in layout.groups
         ]
-        self._directions = {
-            Direction.LOAD: _DirectionQueue(loads),
-            Direction.STORE: _DirectionQueue(stores),
-        }
-        for direction, entry in self._directions.items():
-            entry.thread = threading.Thread(
-                target=self._serve,
-                args=(direction, entry),
-                name=f"kvoffload-copy-{direction.name.lower()}",
-                daemon=True,
-            )
-            entry.thread.start()
         self._closed = False
+        self._directions: dict[Direction, _DirectionQueue] = {}
+        try:
+            for direction in (Direction.LOAD, Direction.STORE):
+                copier = create_copier(layout, rows, cell_offset_bytes)
+                try:
+                    self._directions[direction] = self._started(direction, copier)
+                except BaseException:
+                    copier.close()
+                    raise
+        except BaseException:
+            self.close(_START_FAILED_S)
+            raise
 
     def record_compute(self) -> HostEvent:
         """Return a triggered event: computing on the host is synchronous."""
@@ -322,7 +323,7 @@ class HostTransport(Transport):
         deadline_s = time.monotonic() + timeout_s
         for entry in self._directions.values():
             entry.queue.put(None)
-        threads = [entry.thread for entry in self._directions.values() if entry.thread is not None]
+        threads = [entry.thread for entry in self._directions.values()]
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
@@ -332,6 +333,16 @@ class HostTransport(Transport):
         return True
 
     # -- internal -------------------------------------------------------------------------------
+
+    def _started(self, direction: Direction, copier: Copier) -> _DirectionQueue:
+        """Start a direction's thread, which closes the copier at its end."""
+        entry = _DirectionQueue(copier)
+        name = f"kvoffload-copy-{direction.name.lower()}"
+        entry.thread = threading.Thread(
+            target=self._serve, args=(direction, entry), name=name, daemon=True
+        )
+        entry.thread.start()
+        return entry
 
     def _serve(self, direction: Direction, entry: _DirectionQueue) -> None:
         while (transfer := entry.queue.get()) is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from async_engine.worlds import (
     seed,
     turns,
 )
+from own_threads import Threadless
 
-from kvoffload_async.async_engine.lifecycle import to_thread
+from kvoffload_async.async_engine.lifecycle import on_helper
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import (
@@ -28,8 +30,10 @@ from kvoffload_async.errors import (
     ConfigError,
     OffloadError,
     StateError,
+    TierUnavailableError,
     TransportError,
 )
+from kvoffload_async.runtime.helper_thread import HelperThread
 from kvoffload_async.testing import ScriptedTier
 
 CONFIG = {"cpu_bytes_to_use": 4 * 4096, "block_bytes": 32, "model": "test"}
@@ -355,7 +359,8 @@ async def test_a_transport_that_cannot_be_made_closes_the_tiers():
 @on_loop
 async def test_a_call_beside_the_loop_is_awaited_to_its_end():
     release = threading.Event()
-    task = asyncio.create_task(to_thread(release.wait, DEADLINE_S))
+    helper = HelperThread("kvoffload-test")
+    task = asyncio.create_task(on_helper(helper, partial(release.wait, DEADLINE_S)))
     await turns()
     task.cancel()
     await turns()
@@ -368,7 +373,62 @@ async def test_a_call_beside_the_loop_is_awaited_to_its_end():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await to_thread(fail)
+        await on_helper(helper, fail)
+    helper.end(DEADLINE_S)
+
+
+class Once(Closing):
+    """A transport that fails the first time that it is closed."""
+
+    def close(self, timeout_s):
+        if not super().close(timeout_s) or Closing.closed == 1:
+            raise RuntimeError("not yet")
+        return True
+
+
+@on_loop
+async def test_a_close_that_failed_is_repeated_and_then_completes(threads_left):
+    Closing.closed = 0
+    Tier.made.clear()
+    engine = OffloadEngine({**CONFIG, "secondary_tiers": [SCRIPTED]}, lambda _view: Once())
+    await engine.__aenter__()
+    attempts = [asyncio.create_task(engine.close()) for _ in range(3)]
+    await asyncio.wait(attempts)
+    assert {str(one.exception()) for one in attempts} == {"not yet"}, "all wait for the same one"
+    assert Closing.closed == 1
+    await engine.close()
+    await engine.close()
+    assert Closing.closed == 2
+    (tier,) = Tier.made
+    assert (tier.is_open, tier.close_count) == (False, 1)
+    assert not threads_left()
+
+
+@on_loop
+async def test_closing_on_another_loop_is_refused_and_changes_nothing():
+    async with opened() as world:
+        elsewhere = HelperThread("kvoffload-test")
+        with pytest.raises(StateError, match="another event loop"):
+            await on_helper(elsewhere, lambda: asyncio.run(world.engine.close()))
+        elsewhere.end(DEADLINE_S)
+        assert await world.put("abc") == 3
+
+
+@on_loop
+async def test_closing_starts_no_thread_and_a_failed_start_keeps_none(monkeypatch, threads_left):
+    for allowed in range(3):
+        with monkeypatch.context() as patch:
+            Threadless(patch, [None] * allowed)
+            with pytest.raises(TierUnavailableError, match=r"ulimit -u.*is \d"):
+                await OffloadEngine(
+                    {**CONFIG, "secondary_tiers": [SCRIPTED]}, lambda _view: pytest.fail("made")
+                ).__aenter__()
+        assert not threads_left()
+    engine = OffloadEngine({**CONFIG, "secondary_tiers": [SCRIPTED]}, lambda _view: Closing())
+    await engine.__aenter__()
+    Threadless(monkeypatch, [])
+    await engine.close()
+    assert not threads_left()
 
 
 # -- several ------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """`PluggedTiers`: tiers under a host's threads, one result for each call, rest before reuse."""
 
+import os
+import signal
 import threading
 from dataclasses import replace
 from functools import partial
@@ -9,9 +11,11 @@ import pytest
 from facade import gated_tiers
 from facade.gated_tiers import DEADLINE_S, new_gates
 
+from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.errors import (
     BlockMissingError,
     ConfigError,
+    StateError,
     TierBusyError,
     TierClosedError,
     TierTimeoutError,
@@ -339,3 +343,73 @@ def test_a_manager_that_only_a_planner_can_drive_is_refused(plug, threads_left, 
     with pytest.raises(ConfigError, match="OwnManager overrides methods"):
         plug(tier)
     assert not threads_left()
+
+
+# -- closing ------------------------------------------------------------------------------------
+
+
+def test_every_closer_waits_for_the_running_copy_and_gets_the_same_report(plug, rows, gates):
+    plugged, reports = plug(GATED), []
+    fill(rows, 1)
+    gates[0].shut()
+    plugged.store(ks(1), as_block_ids([1]))
+    assert gates[0].entered.wait(DEADLINE_S)
+    closers = [
+        threading.Thread(target=lambda: reports.append(plugged.close(DEADLINE_S))) for _ in range(3)
+    ]
+    for closer in closers:
+        closer.start()
+    assert not reports, "a copy runs"
+    gates[0].open()
+    for closer in closers:
+        closer.join(DEADLINE_S)
+    assert reports == [CloseReport()] * 3
+    assert reports[0] is reports[1] is reports[2]
+
+
+def test_a_close_out_of_a_callback_is_refused_and_changes_nothing(plug, rows):
+    plugged, raised, called = plug(OTHER), [], threading.Event()
+    fill(rows, 1)
+
+    def close(_ended):
+        try:
+            plugged.close(DEADLINE_S)
+        except StateError as error:
+            raised.append(error)
+        called.set()
+
+    plugged.lookup(ks(9), 0.01)
+    plugged.store(ks(1), as_block_ids([1])).ended.add_done_callback(close)
+    assert called.wait(DEADLINE_S)
+    (error,) = raised
+    assert "call it on another thread" in str(error)
+    stored(plugged, rows, 2)
+    with pytest.raises(StateError, match="loop's own thread"):
+        plugged._runner.run(_closing(plugged.managers[0]), DEADLINE_S)
+    stored(plugged, rows, 3)
+
+
+async def _closing(manager):
+    manager.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_close_in_a_forked_child_returns_at_once_although_a_thread_closes_in_the_parent(
+    plug, rows, gates
+):
+    plugged = plug(GATED)
+    fill(rows, 1)
+    gates[0].shut()
+    plugged.store(ks(1), as_block_ids([1]))
+    assert gates[0].entered.wait(DEADLINE_S)
+    closer = threading.Thread(target=plugged.close, args=(DEADLINE_S,))
+    closer.start()
+    with plugged._lock:  # is held in the child for ever
+        child = os.fork()
+        if not child:
+            signal.alarm(int(DEADLINE_S))
+            os._exit(plugged.close(DEADLINE_S) != CloseReport())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gates[0].open()
+    closer.join(DEADLINE_S)
+    assert plugged.close(0.0) == CloseReport()

@@ -5,10 +5,12 @@ import gc
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from facade.worlds import HIT, MISS, PENDING, k, ks
 from integrations import vllm_contract
+from own_threads import Threadless
 
 from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
@@ -108,6 +110,8 @@ def plain(contract):
 class World:
     """A link over an adapted manager, vLLM's manager below it, and the time."""
 
+    made: ClassVar[list["World"]] = []
+
     def __init__(self, contract, plain, **options):
         self.now_s = 0.0
         self.memory = bytearray(4 * SLOT_BYTES)
@@ -115,6 +119,7 @@ class World:
         self.adapter = contract.tier_adapter.adapted(plain)(
             SPEC, view, "disk", root_dir="/kv", **options
         )
+        World.made.append(self)
         self.vllms = self.adapter._manager
         self.link = ExternalLink(self.adapter, "disk-2", SLOT_BYTES, lambda: self.now_s)
         self.state = self.link.state
@@ -146,6 +151,13 @@ class World:
 @pytest.fixture
 def world(contract, plain):
     return World(contract, plain)
+
+
+@pytest.fixture(autouse=True)
+def _threads_end():
+    yield
+    while World.made:
+        World.made.pop().adapter._helper.end()
 
 
 # -- requests and lookups -----------------------------------------------------------------------
@@ -398,20 +410,22 @@ def test_while_a_drain_hangs_the_tier_is_left_alone_and_then_works_again(contrac
         assert world.vllms.calls == before
     finally:
         hangs.set()
-    ((thread,),) = [[t for t in threading.enumerate() if t.name == "kvoffload-ask"]]
-    thread.join(60)
+    assert world.adapter._helper.call(bool).result(60) is False, "the hung call has ended"
     assert world.state.index.lookup(k(1), CTX) is HIT
     assert [r.success for r in world.report(contract.tiering.JobResult(1, success=True))] == [True]
 
 
-def test_a_drain_without_a_thread_for_it_leaves_the_tier_usable(contract, world, monkeypatch):
-    def fail(_thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        assert not world.link.drain(10.0)
+def test_draining_and_closing_a_tier_start_no_thread(contract, world, monkeypatch):
+    Threadless(monkeypatch, [])
     assert world.link.drain(10.0)
+    assert world.link.close(10.0).is_clean
+    assert [call[0] for call in world.calls("drain_jobs", "shutdown")][-1] == "shutdown"
+
+
+def test_a_tier_without_its_thread_is_not_made_and_says_what_to_do(contract, plain, monkeypatch):
+    Threadless(monkeypatch, [])
+    with pytest.raises(TierUnavailableError, match=r"thread of tier disk cannot.*ulimit -u"):
+        World(contract, plain)
 
 
 def test_a_shutdown_drains_first_and_then_reports_the_last_results(contract, world):

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from kvoffload_async.runtime.machine import Limit, answered, filesystem_limit, memory_limit
+from kvoffload_async.runtime.helper_thread import answered
+from kvoffload_async.runtime.machine import Limit, filesystem_limit, memory_limit
 
 MIB = 1 << 20
 

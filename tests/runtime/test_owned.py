@@ -3,16 +3,20 @@
 import asyncio
 import gc
 import os
+import threading
 import traceback
 import weakref
 
 import pytest
 
 from kvoffload_async import OffloadEngine, StateError, TieringOffloadingSpec
+from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.runtime import owned
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.owned import Closing
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext, make_offload_key
@@ -26,6 +30,7 @@ CONFIG = {
 KEY = make_offload_key(b"k" * 32)
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 PASSED, FAILED = 0, 1
+DEADLINE_S = 60.0
 
 
 class Transport:
@@ -57,6 +62,109 @@ def refuses(call, *args):
 def forget(kept):
     kept.clear()
     gc.collect()
+
+
+# -- closing --------------------------------------------------------------------------------------
+
+
+class Door:
+    """Is closed at its own pace, by whoever closes it first.
+
+    Attributes:
+        attempts: The threads that have closed it.
+    """
+
+    def __init__(self, outcomes):
+        self.closing = Closing()
+        self.outcomes = list(outcomes)
+        self.attempts = []
+        self.entered, self.goes_on = threading.Event(), threading.Event()
+
+    def close(self, timeout_s=DEADLINE_S):
+        return self.closing.run(self._close, timeout_s)
+
+    def _close(self, timeout_s):
+        self.attempts.append((threading.get_ident(), timeout_s))
+        self.entered.set()
+        assert self.goes_on.wait(DEADLINE_S)
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def closed_by(door, callers, meanwhile):
+    """Have threads close a door, of which the first waits within; return what each got."""
+    got = []
+
+    def call():
+        try:
+            got.append(door.close())
+        except Exception as error:  # noqa: BLE001 - compared by the test
+            got.append(error)
+
+    first, *later = [threading.Thread(target=call) for _ in range(callers)]
+    first.start()
+    assert door.entered.wait(DEADLINE_S)
+    for thread in later:
+        thread.start()
+    meanwhile(got)
+    door.goes_on.set()
+    for thread in (first, *later):
+        thread.join(DEADLINE_S)
+    return got
+
+
+@pytest.mark.parametrize("outcome", ["report", ValueError("no")])
+def test_later_callers_wait_for_the_first_and_get_its_outcome(outcome):
+    door = Door([outcome])
+    got = closed_by(door, 4, list)
+    assert got == [outcome] * 4
+    assert len(door.attempts) == 1
+
+
+def test_nobody_returns_before_it_is_closed():
+    door, seen = Door(["report"]), []
+    closed_by(door, 3, seen.extend)
+    assert not seen
+
+
+def test_a_closed_object_keeps_its_outcome_and_one_that_failed_is_closed_again():
+    door = Door([ValueError("no"), "report"])
+    door.goes_on.set()
+    with pytest.raises(ValueError, match="no"):
+        door.close()
+    assert [door.close(), door.close()] == ["report", "report"]
+    assert len(door.attempts) == 2
+
+
+def test_closing_out_of_itself_is_refused():
+    door, refused = Door(["report"]), []
+
+    def close_again(timeout_s):
+        with pytest.raises(StateError, match="out of itself"):
+            door.close()
+        refused.append(timeout_s)
+        return "report"
+
+    assert door.closing.run(close_again, 3.0) == "report"
+    assert refused == [3.0]
+
+
+def test_a_caller_waits_no_longer_than_the_first_may_take(monkeypatch):
+    monkeypatch.setattr(owned, "_GRACE_S", 0.0)
+    door = Door(["report"])
+    first = threading.Thread(target=door.close, args=(0.0,))
+    first.start()
+    assert door.entered.wait(DEADLINE_S)
+    with pytest.raises(TierTimeoutError, match="must stay allocated"):
+        door.close()
+    door.goes_on.set()
+    first.join(DEADLINE_S)
+    assert door.close() == "report"
+
+
+# -- forks ----------------------------------------------------------------------------------------
 
 
 def test_in_a_forked_child_every_call_of_a_manager_and_its_spec_says_so():

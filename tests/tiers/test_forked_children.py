@@ -83,6 +83,25 @@ def in_child(check: Callable[[], bool]) -> bool:
     return status == 0
 
 
+def stores_and_loads(harness: TierHarness) -> bool:
+    return harness.store(KEYS) == {} == harness.load(KEYS)
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "closed"])
+@pytest.mark.parametrize("tier", OPEN)
+def test_a_child_of_a_process_that_used_a_tier_opens_one_of_its_own(tmp_path, tier, is_open):
+    def used_in_child() -> bool:
+        return in_child(lambda: stores_and_loads(OPEN[tier](tmp_path / "child")))
+
+    with OPEN[tier](tmp_path / "parent") as harness:
+        assert stores_and_loads(harness)
+        if is_open:
+            assert used_in_child()
+            assert stores_and_loads(harness), "the parent goes on"
+    if not is_open:
+        assert used_in_child()
+
+
 @pytest.mark.parametrize("tier", OPEN)
 def test_a_store_whose_process_was_killed_opens_although_a_child_of_that_lives(tmp_path, tier):
     def begin():

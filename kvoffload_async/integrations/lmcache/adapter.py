@@ -28,6 +28,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
+from kvoffload_async.errors import StateError
 from kvoffload_async.facade.host_rows import HostMemory
 from kvoffload_async.facade.plugged import statistics_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -40,6 +41,7 @@ from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
 from kvoffload_async.integrations.lmcache.usage import UsageTeller
 from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.runtime.owned import Closing, guard_forks
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
@@ -89,6 +91,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._done_loads: dict[int, Bitmap] = {}
         self._cannot_delete = self._cannot_encode = False
         self._is_closing = self._is_closed = False
+        self._closing: Closing[None] = Closing()
         with ExitStack() as undo:
             self._status = EngineStatus(None)
             self._status.listen(options.status_socket or path_from_environment())
@@ -100,6 +103,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._store_fd, self._lookup_fd, self._load_fd = self._fds
         self._status.serve(self.stats, self._slowest)
         self._unpublish = publish("lmcache", self.stats)
+        guard_forks(self, _closing=Closing.closed(None))
 
     # -- event descriptors ------------------------------------------------------------------------
 
@@ -274,14 +278,28 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         return statistics_of((store.tiers, store.rows) for store in stores if store is not None)
 
     def close(self) -> None:
-        """Let running transfers end, for `close_timeout_s`, and close the stores; idempotent."""
-        with self._lock:
-            if self._is_closing:
-                return
-            self._is_closing = True
+        """Let running transfers end, for `close_timeout_s`, and close the stores; idempotent.
+
+        A call while another thread closes the adapter waits for it. In a forked child it does
+        nothing.
+
+        Raises:
+            StateError: Called out of a listener or callback, for which it would wait; nothing is
+                changed.
+            TierTimeoutError: Another thread has not closed it within its time.
+        """
+        if threading.current_thread().name.startswith("kvoffload-"):
+            raise StateError(
+                "close() was called on a thread of the adapter, for which it waits; call it on "
+                "another thread"
+            )
+        self._closing.run(self._close, self._options.close_timeout_s)
+
+    def _close(self, timeout_s: float) -> None:
+        self._is_closing = True
         self._unpublish()
         self._status.close()
-        self._stores.close(self._options.close_timeout_s)
+        self._stores.close(timeout_s)
         self._usage.close()
         with self._lock:  # nothing is signalled from here on
             self._is_closed = True
@@ -373,7 +391,11 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         if timeout_s is not None and store.opened is None:
             timer = threading.Timer(timeout_s, once.complete, (frozenset(),))
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError:  # there is no thread that could end the wait
+                once.complete(frozenset())
+                return once.future
 
         def begin(opened: OpenStore | None) -> None:
             if timer is not None:

@@ -23,6 +23,7 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.integrations.lmcache.keys import KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock, StagedTransfers
+from kvoffload_async.runtime.owned import Closing
 from kvoffload_async.types import OffloadingEvent, as_block_ids
 
 logger = logging.getLogger(__name__)
@@ -229,6 +230,7 @@ class Store:
         self._retry_at_s = 0.0
         self._pause_s = 1.0
         self._is_ended = False
+        self._closing: Closing[CloseReport] = Closing()
 
     def when_open(self, act: Callable[[OpenStore | None], object]) -> None:
         """Call `act` with the open store, or with None if it cannot be opened. Non-blocking.
@@ -236,25 +238,32 @@ class Store:
         Opens the store if it is due. Thread of the call: this one, or the opening one.
         """
         with self._lock:
-            opened = self.opened
+            opened = None if self._is_ended else self.opened
             if opened is None and self._may_wait():
                 self._waiting.append(act)
                 return
         act(opened)
 
     def close(self, timeout_s: float) -> CloseReport:
-        """Close the store, after it has been opened if it is being opened; idempotent."""
+        """Close the store, after it has been opened if it is being opened; idempotent.
+
+        A call while another thread closes it waits for it; for the errors see `Closing.run`.
+        """
+        return self._closing.run(self._close, timeout_s)
+
+    def _close(self, timeout_s: float) -> CloseReport:
         with self._lock:
             self._is_ended = True
             thread = self._thread
         deadline_s = time.monotonic() + timeout_s
         if thread is not None:
             thread.join(timeout_s)
-        with self._lock:
-            opened, self.opened = self.opened, None
+        opened = self.opened
         if opened is None:
             return CloseReport()
-        return opened.close(max(0.0, deadline_s - time.monotonic()))
+        report = opened.close(max(0.0, deadline_s - time.monotonic()))
+        self.opened = None
+        return report
 
     def _may_wait(self) -> bool:
         """Return whether a request may wait, and begin to open the store if it is due."""

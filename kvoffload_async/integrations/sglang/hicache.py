@@ -409,10 +409,11 @@ class KVOffloadHiCache(HiCacheStorage):
         self._status.close()
         if self._unpublish is not None:
             self._unpublish()
-        store, self._store = self._store, None
+        store = self._store
         if store is None:
             return
         report = store.close()
+        self._store = None
         if report.unfinished_jobs:
             logger.warning(
                 "copies of %d jobs still run; their rows stay mapped", len(report.unfinished_jobs)

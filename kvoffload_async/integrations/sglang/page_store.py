@@ -27,6 +27,7 @@ from kvoffload_async.facade.plugged import Ended, ListPosition, PluggedTiers, st
 from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
 from kvoffload_async.runtime.buffer import row_stride_bytes
+from kvoffload_async.runtime.owned import Closing, guard_forks
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import BlockIds, OffloadKey, as_block_ids
 
@@ -141,6 +142,8 @@ class PageStore:
         self._probe_timeout_s = sum(tier.probe_timeout_s for tier in options)
         self._close_timeout_s = max(tier.close_timeout_s for tier in options)
         self._job_timeout_s = sum(manager.io_timeout_s for manager in self.tiers.managers)
+        self._closing: Closing[CloseReport] = Closing()
+        guard_forks(self, _closing=Closing.closed(CloseReport()))
 
     def leading_run(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of the first keys are stored; waits for the probes' deadline at most."""
@@ -220,12 +223,19 @@ class PageStore:
     def close(self) -> CloseReport:
         """Fail further calls, close the tiers and release the memory; idempotent.
 
-        Running jobs have `close_timeout_s` to end.
+        Running jobs have `close_timeout_s` to end. Otherwise as `PluggedTiers.close`.
 
         Returns:
             The jobs whose copies still run, for which the rows stay mapped, and the first error.
+
+        Raises:
+            StateError: Called out of a callback of the tiers.
+            TierTimeoutError: Another thread has not closed it within its time.
         """
-        report = self.tiers.close(self._close_timeout_s)
+        return self._closing.run(self._close, self._close_timeout_s)
+
+    def _close(self, timeout_s: float) -> CloseReport:
+        report = self.tiers.close(timeout_s)
         for staging in self._staging.values():
             staging.close()
         self._rows.close(is_idle=not report.unfinished_jobs)

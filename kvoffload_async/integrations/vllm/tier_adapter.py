@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.errors import ClosedError, ConfigError, TierTimeoutError
+from kvoffload_async.errors import ClosedError, ConfigError, TierTimeoutError, naming_shortage
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import options_of
 from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.vllm import convert
-from kvoffload_async.runtime.machine import answered
+from kvoffload_async.runtime.helper_thread import HelperThread, result_of
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -40,8 +40,9 @@ _OWN: dict[str, Any] = {"io_timeout_s": TierOptions.io_timeout_s, "backpressure_
 class AdaptedTierManager(SecondaryTierManager):
     """Drives a tier manager of vLLM's contract; `adapted` makes a subclass for each such class.
 
-    vLLM's `drain_jobs` and `shutdown` take no timeout. They run on a thread of their own; while one
-    of them has not returned, every other call raises TierTimeoutError.
+    vLLM's `drain_jobs` and `shutdown` take no timeout. They run on a thread of their own, which
+    exists from the start; while one of them has not returned, every other call raises
+    TierTimeoutError.
 
     Not thread-safe; call from one thread at a time.
     """
@@ -77,6 +78,8 @@ class AdaptedTierManager(SecondaryTierManager):
         self.backpressure_detector = common.backpressure_detector
         self._waits_for = ""
         self._last_results: list[JobResult] = []
+        with naming_shortage(f"the thread of tier {tier_type} cannot be started"):
+            self._helper = HelperThread("kvoffload-vllm-tier")
         self._view = memoryview(primary_kv_view)
         self._manager: Any = None
         try:
@@ -191,14 +194,11 @@ class AdaptedTierManager(SecondaryTierManager):
             finally:
                 self._waits_for = ""
 
-        try:
-            answered(make_call, max(0.0, deadline_s - time.monotonic()))
-        except RuntimeError:  # there was no thread for the call, or it has ended with this error
-            self._waits_for = ""
-            raise
+        result_of(self._helper.call(make_call), max(0.0, deadline_s - time.monotonic()))
 
     def _release(self) -> None:
         """Drop the manager and its view of the primary, unless a call of it still runs."""
+        self._helper.end()
         if not self._waits_for:
             self._manager = None
             with suppress(BufferError):  # the primary names the holders of a view that is left

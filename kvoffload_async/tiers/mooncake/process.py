@@ -40,6 +40,7 @@ from kvoffload_async.errors import (
     TierError,
     TierUnavailableError,
     drop_tracebacks,
+    naming_shortage,
 )
 from kvoffload_async.tiers.files.settings import IntegrityOptions
 from kvoffload_async.tiers.mooncake import helper
@@ -195,7 +196,6 @@ class Helper:
         self._loop = loop
         self._left = asyncio.Event()
         self._gone = asyncio.Event()
-        self._reaper = threading.Thread(target=self._reap, name="kvoffload-reaper", daemon=True)
         self._socket, theirs = socket.socketpair()
         kept = (theirs.fileno(), self.cells.file)
         try:
@@ -215,6 +215,18 @@ class Helper:
         finally:
             theirs.close()
         self.pid = self._process.pid
+        # A thread, because the loop may end before the process; now, because there may be none
+        # when the process is to be killed.
+        self._reaper = threading.Thread(target=self._reap, name="kvoffload-reaper", daemon=True)
+        try:
+            with naming_shortage("mooncake: the thread of a helper cannot be started"):
+                self._reaper.start()
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            self._socket.close()
+            self.cells.close_file()
+            raise
 
     @property
     def status(self) -> int | None:
@@ -280,7 +292,6 @@ class Helper:
             return
         self.why_ended, self._failure_kind = why, kind
         self._process.kill()
-        self._reaper.start()  # a thread, because the loop may end before the process
         self.cells.close_file()
         self._left.set()
         if self._transport is None:
@@ -331,7 +342,7 @@ class Helper:
     # -- internal -------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Wait for the killed process. Thread: its own."""
+        """Wait for the process. Thread: its own."""
         self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed: there are no waiters
             self._loop.call_soon_threadsafe(self._gone.set)

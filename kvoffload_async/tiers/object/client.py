@@ -26,6 +26,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from kvoffload_async.errors import (
     CallTimeoutError,
     ConfigError,
+    StateError,
     TierError,
     TierFullError,
     TierUnavailableError,
@@ -163,6 +164,27 @@ _TOO_SLOW: Final = ("timed out", "timeout")
 _EMPTY: Final = memoryview(b"")
 _NO_SUCH_RANGE: Final = ("status code: 416", "InvalidRange", "range was invalid")
 """Errors for a range read of an empty object; names are digits, and may match any number."""
+
+
+_users: Final[set[int]] = set()
+"""Processes that have called the library: this one, and those that it was forked from."""
+
+
+def claim_library() -> None:
+    """Record that this process calls the library.
+
+    The library keeps its threads until the process ends, and a forked child has none of them.
+
+    Raises:
+        StateError: A process that this one was forked from has called it: no call would return.
+    """
+    if _users - {os.getpid()}:
+        raise StateError(
+            "the object store library was used before this process was forked, and its threads "
+            "exist only in the parent, so no call would be answered here; open object stores only "
+            'in the child, or start the child with the "spawn" method'
+        )
+    _users.add(os.getpid())
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from kvoffload_async.tiers.object.client import (
     NAMESPACE,
     RENEWALS,
     ObjectConnection,
+    claim_library,
     key_of_name,
     read_at_most,
     text_of,
@@ -217,6 +218,7 @@ class ObjectMaintenance(StoreMaintenance):
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
+        claim_library()
         store = ObjectConnection(
             directory,
             allow_http=True,

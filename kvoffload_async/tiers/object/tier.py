@@ -568,8 +568,12 @@ class ObjectTier(RemoteTier):
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
     ) -> RemoteClient:
         # Imported here because the library is an optional dependency.
-        from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
+        from kvoffload_async.tiers.object.client import (  # noqa: PLC0415
+            ObjectClient,
+            claim_library,
+        )
 
+        claim_library()
         del block_bytes, emptied  # an object store keeps its contents over a restart
         packs = self._packs if self._most_blocks > 1 else None
         store = self._connection.open()

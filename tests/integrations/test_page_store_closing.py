@@ -1,0 +1,26 @@
+"""Closing a `PageStore` from several threads beside running copies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCHEDULES = 60
+DEADLINE_S = 300
+
+
+@pytest.mark.slow
+def test_no_closer_returns_or_unmaps_a_row_before_all_copies_have_ended():
+    script = Path(__file__).with_name("closers.py")
+    done = subprocess.run(
+        [sys.executable, script, str(SCHEDULES)],
+        env=os.environ | {"PYTHONPATH": str(script.parent)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{SCHEDULES} schedules, ")
