@@ -32,7 +32,7 @@ from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
-from kvoffload_async.runtime.trace_recorder import TraceRecorder
+from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
 
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
@@ -260,6 +260,8 @@ class TieringOffloadingSpec(_Spec):
             TierUnavailableError: The storage of a tier does not respond.
         """
         super().__init__(config)
+        if self.config.record_trace is not None:
+            check_trace_files(self.config.record_trace)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
         self._status = EngineStatus(self.config.model, read_stats)
@@ -354,6 +356,9 @@ class TieringOffloadingSpec(_Spec):
             for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
+            if config.record_trace is not None:
+                self._recorder = TraceRecorder(config.record_trace)
+                primary.core.on_request_ended = self._recorder.note
         except BaseException:
             for tier in reversed(tiers):
                 close_unused(tier, config.shutdown_timeout_s)
@@ -362,9 +367,6 @@ class TieringOffloadingSpec(_Spec):
             if host is not None:
                 host.close(_STOP_THREADS_S)
             raise
-        if config.record_trace is not None:
-            self._recorder = TraceRecorder(config.record_trace)
-            primary.core.on_request_ended = self._recorder.note
         return TieringOffloadingManager(
             primary,
             tiers,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+from kvoffload_async.errors import InputError
 
 T = TypeVar("T")
 
@@ -72,6 +75,20 @@ def filesystem_limit(directory: str) -> Limit | None:
     found = os.statvfs(directory)
     size_bytes = found.f_blocks * found.f_frsize
     return Limit(size_bytes, f"the filesystem of {directory!r}") if size_bytes else None
+
+
+def temporary_directory() -> str:
+    """Return the directory for temporary files.
+
+    Raises:
+        InputError: There is none that this process can write.
+    """
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{error.strerror}; set TMPDIR to a directory that this process can write"
+        ) from error
 
 
 def answered(call: Callable[[], T], timeout_s: float) -> T:

@@ -904,6 +904,32 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
         ops.close(fd)
 
 
+def read_given(
+    path: str, max_bytes: int, check: Callable[[os.stat_result], None] = lambda _status: None
+) -> bytes:
+    """Return the first bytes of a regular file that the configuration names.
+
+    A pipe or a device is not waited for. Symbolic links are followed: the path is the operator's.
+
+    Args:
+        path: The path.
+        max_bytes: Maximum number of bytes.
+        check: Called with the file's status before it is read.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        found = os.fstat(fd)
+        if not stat_module.S_ISREG(found.st_mode):
+            raise NotRegularFileError(path)
+        check(found)
+        return os.read(fd, max_bytes)
+    finally:
+        os.close(fd)
+
+
 def sync_folder(ops: FileOps, folder: str) -> None:
     """Sync a folder's entries to the device.
 
