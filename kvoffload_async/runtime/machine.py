@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvoffload_async.errors import InputError
+from kvoffload_async.system_calls import REFUSALS
 
 T = TypeVar("T")
 
@@ -72,7 +73,12 @@ def _lines(path: Path) -> list[str]:
 
 def filesystem_limit(directory: str) -> Limit | None:
     """Return the size of a directory's filesystem; None if it reports none."""
-    found = os.statvfs(directory)
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return None
     size_bytes = found.f_blocks * found.f_frsize
     return Limit(size_bytes, f"the filesystem of {directory!r}") if size_bytes else None
 
