@@ -310,7 +310,8 @@ def build(session: nox.Session) -> None:
     """Builds the artifacts of a release into dist/, and tests them without access to the source.
 
     The artifacts are an sdist and a wheel per machine, built from the sdist for the C library of
-    manylinux2014. auditwheel checks all wheels; the wheel for this machine is tested.
+    manylinux2014. auditwheel checks all wheels; the wheel for this machine is tested. So is a
+    wheel without native code, as pip builds it where there is no compiler.
     """
     install(session, "auditwheel", "build", "wheel", "ziglang")
     dist, folder = ROOT / "dist", Path(session.create_tmp()).resolve()
@@ -333,9 +334,23 @@ def build(session: nox.Session) -> None:
     if where is None or str(ROOT) + os.sep + "kvoffload_async" in where:
         session.error(f"imported the source, not the wheel: {where}")
     session.run("kvoffload", "--help")
+    try_pure_wheel(session, source, folder / "pure")
     shutil.rmtree(source / "kvoffload_async")
     session.cd(source)
     session.run("pytest", "tests/block_io", "tests/test_project.py", env={"PYTHONPATH": ""})
+
+
+def try_pure_wheel(session: nox.Session, source: Path, folder: Path) -> None:
+    """Builds the wheel as where there is no compiler, and tries it in an environment of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    build = ("python", "-m", "build", "--wheel", "--outdir", str(folder), str(source))
+    session.run(*build, env={"CC": "/nonexistent", "KVOFFLOAD_NATIVE": ""})
+    (wheel,) = folder.glob("*-none-any.whl")
+    session.run("python", "-m", "venv", str(folder / "venv"))
+    python = str(folder / "venv" / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "-q", *CONSTRAINTS, str(wheel), external=True)
+    script = str(source / "tests/without_native.py")
+    session.run(python, script, env={"PYTHONPATH": ""}, external=True)
 
 
 def build_wheel(session: nox.Session, source: Path, machine: str, dist: Path) -> None:

@@ -494,7 +494,8 @@ class OffloadConfig(Options):
     can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
     record_trace: str | None = option(or_none(parse_file_path), None)
     """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
-    read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB."""
+    read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB; a trace
+    that is there is kept as `<path>.1`, and any other file is refused."""
     secondary_tiers: tuple[Mapping[str, Any], ...] = option(_tier_list, (), is_shown=False)
     """Tier configurations, in lookup order; see `SecondaryTierFactory`."""
 

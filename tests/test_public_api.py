@@ -97,3 +97,24 @@ def test_importing_it_imports_neither_torch_nor_any_extra(module):
     unwanted = {"torch", "typer", "rich", "uvloop", "vllm", "hypothesis", "pytest", "aiofiles"}
     assert not unwanted & set(loaded)
     assert threads == 1, "no thread is started by an import"
+
+
+@pytest.mark.slow
+def test_only_the_native_engine_needs_the_native_module():
+    code = """
+import importlib, pkgutil, sys
+sys.modules["kvoffload_async.block_io._native"] = None
+import kvoffload_async
+for found in pkgutil.walk_packages(kvoffload_async.__path__, "kvoffload_async."):
+    try:
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+    except ImportError as error:
+        if "_native " in str(error):
+            print(found.name.removeprefix("kvoffload_async."))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    needing = {f"block_io.{name}" for name in ("_native", "engine", "native_copies", "native_io")}
+    assert set(done.stdout.split()) == needing

@@ -19,6 +19,7 @@ from kvoffload_async.cli.catalogue import common_options, tier_entries
 from kvoffload_async.config import REQUIRED, Option
 from kvoffload_async.observe.prometheus import METRICS as METRIC_LIST
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
+from kvoffload_async.system_calls import CALLS
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Made from the code by docs/_tools/reference.py. -->\n\n"
@@ -72,6 +73,15 @@ Run `kvoffload` or `python -m kvoffload_async`. An error is printed as one line 
 
 """
 
+SYSTEM_CALLS = """# System calls
+
+The seccomp profile of a container, or a kernel such as gVisor's, may refuse a system call. These
+are the calls beyond opening, reading, writing, mapping and naming files. The current default profiles
+of Docker and containerd permit all of them. Where the last column says so, the start fails with an
+error that names the call.
+
+"""
+
 
 def main() -> None:
     """Write the stale pages, or with `--check` only name them."""
@@ -87,6 +97,7 @@ def pages() -> dict[Path, str]:
     return {
         REFERENCE / "configuration.md": NOTE + "".join(_configuration()),
         REFERENCE / "cli.md": NOTE + CLI + "\n".join(_commands()),
+        REFERENCE / "system-calls.md": NOTE + "".join(_system_calls()),
         REFERENCE / "metrics.md": NOTE + "".join(_metrics()),
     }
 
@@ -135,6 +146,17 @@ def _metrics() -> Iterator[str]:
         (
             (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), m.documentation)
             for m in METRIC_LIST
+        ),
+    )
+
+
+def _system_calls() -> Iterator[str]:
+    yield SYSTEM_CALLS
+    yield _table(
+        ("call", "purpose", "without it"),
+        (
+            (f"`{name}`", call.purpose, call.instead or "tiers that need it do not start")
+            for name, call in CALLS.items()
         ),
     )
 

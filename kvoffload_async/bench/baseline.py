@@ -34,7 +34,6 @@ import numpy.typing as npt
 from kvoffload_async.bench.contender import EXTENT_BYTES, Place, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan, Sample, of_pass
 from kvoffload_async.block_io.contract import Run
-from kvoffload_async.block_io.native_io import open_engine
 from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 
@@ -372,6 +371,8 @@ class NativeBaseline(Baseline):
 
     @contextmanager
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
+        from kvoffload_async.block_io.native_io import open_engine  # noqa: PLC0415 - may be missing
+
         size = _extent_blocks(jobs)
         file_bytes = -(-jobs.num_keys // (size * plan.threads)) * size * jobs.block_bytes
         with self._new_files(plan.threads, file_bytes, direct=plan.direct_baseline) as files:

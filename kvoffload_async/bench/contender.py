@@ -30,6 +30,7 @@ from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 from kvoffload_async.registry import load_class
+from kvoffload_async.runtime.machine import temporary_directory
 from kvoffload_async.types import (
     BlockIds,
     JobMetadata,
@@ -57,10 +58,10 @@ class Place:
         """Set the path; creates nothing yet.
 
         Args:
-            directory: Where to write; None for the system's temporary directory.
+            directory: Where to write; None for the temporary directory.
             key: Name of the user's option, for messages.
         """
-        self.path = Path(directory or tempfile.gettempdir()).absolute()
+        self.path = Path(directory or temporary_directory()).absolute()
         self._key = key
         self._stack = ExitStack()
         self._own: Path  # made by `__enter__`

@@ -13,7 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvoffload_async.bench.baseline import Baseline, PlainBaseline, RecyclingBaseline
+from kvoffload_async.bench.baseline import (
+    Baseline,
+    NativeBaseline,
+    PlainBaseline,
+    RecyclingBaseline,
+)
 from kvoffload_async.bench.contender import Contender, OwnTier, load_peer
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
@@ -109,9 +114,6 @@ def _baselines(
 def _baseline_kinds(plan: Plan) -> list[type[Baseline]]:
     kinds: list[type[Baseline]] = [PlainBaseline]
     if implementation().name == "native":
-        # Imported here, because it needs the native module.
-        from kvoffload_async.bench.baseline import NativeBaseline  # noqa: PLC0415
-
         kinds.insert(0, NativeBaseline)
     if plan.steady and not plan.direct_baseline:
         kinds.append(RecyclingBaseline)

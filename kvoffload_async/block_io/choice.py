@@ -16,6 +16,7 @@ from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, 
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError, naming_shortage, shortage_remedy, text_of
+from kvoffload_async.system_calls import REMEDY, RefusedCallError
 
 if TYPE_CHECKING:
     from kvoffload_async.block_io.native_copies import NativeCopies
@@ -180,6 +181,8 @@ def _obstacle() -> str:
     except _OBSTACLES as error:
         if shortage_remedy(error):
             raise
+        if isinstance(error, RefusedCallError):
+            return f"it needs a system call that is refused here ({error}); {REMEDY}"
         if isinstance(error, ImportError):
             return f"it was not built ({error}); {_REMEDY}"
         return f"it does not work with the xxhash package here ({error}); install another xxhash"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 import xxhash
 
 from kvoffload_async.block_io._native import Engine as _Threads
+from kvoffload_async.system_calls import naming_refusal
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -454,8 +455,11 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
     """
     data, key, prefix = bytes(range(256)) * 16, b"key", b"prefix\0"
     seed = xxhash.xxh3_64_intdigest(prefix + key)
-    with os.fdopen(os.memfd_create("check"), "wb") as file:
-        engine = Engine(1, 1, 0, 8, hashes, piece_bytes=1000)
+    with naming_refusal("memfd_create"):
+        fd = os.memfd_create("check")
+    with os.fdopen(fd, "wb") as file:
+        with naming_refusal("eventfd2"):
+            engine = Engine(1, 1, 0, 8, hashes, piece_bytes=1000)
         try:
             sizes = {}
             for size in (1, 100, 1000, len(data)):

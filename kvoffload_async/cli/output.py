@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ def check_writable(option: str, name: str | None) -> None:
     """Check, before a long run, that an output file can be written.
 
     Raises:
-        InputError: The name is a directory, or its parent directory does not exist.
+        InputError: The name is a directory, its parent directory does not exist, or this process
+            may not write there.
     """
     if name is not None and name != STDOUT:
         with as_unwritable(option, name):
@@ -33,6 +35,10 @@ def check_writable(option: str, name: str | None) -> None:
             if not path.parent.is_dir():
                 raise InputError(
                     f"{option} {name}: cannot be written: the directory does not exist"
+                )
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise InputError(
+                    f"{option} {name}: cannot be written: no permission to write there"
                 )
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvoffload_async.cli.command import CommandOptions, argument, flag
 from kvoffload_async.cli.inputs import JsonInputError, parse_json, parse_tier, parse_yaml
@@ -19,6 +19,7 @@ from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.buffer import row_stride_bytes
+from kvoffload_async.runtime.machine import temporary_directory
 
 
 class ScratchFolder(ExitStack):
@@ -31,9 +32,16 @@ class ScratchFolder(ExitStack):
 
     @cached_property
     def path(self) -> str:
-        """The directory's path; creates the directory on first use."""
-        # A hung copy may still write into the directory during the cleanup.
-        folder = tempfile.TemporaryDirectory(prefix="kvoffload-replay-", ignore_cleanup_errors=True)
+        """The directory's path; creates the directory on first use, or raises InputError."""
+        parent = temporary_directory()
+        try:  # a hung copy may still write into the directory during the cleanup
+            folder = tempfile.TemporaryDirectory(
+                prefix="kvoffload-replay-", dir=parent, ignore_cleanup_errors=True
+            )
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {parent!r} ({error.strerror}); set TMPDIR to another directory"
+            ) from error
         return self.enter_context(folder)
 
 
@@ -95,6 +103,10 @@ class Flags(CommandOptions):
         return self.trace is None
 
 
+_MAX_CONFIG_BYTES: Final = 1 << 24
+"""Stops reading of a device or file that is no configuration."""
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Return a configuration's keys without validating them.
 
@@ -107,7 +119,11 @@ def read_config(path: Path) -> dict[str, Any]:
     is_stdin = str(path) == STDIN
     name = "standard input" if is_stdin else str(path)
     try:
-        text = (sys.stdin.buffer.read() if is_stdin else path.read_bytes()).decode()
+        with nullcontext(sys.stdin.buffer) if is_stdin else path.open("rb") as file:
+            content = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(content) > _MAX_CONFIG_BYTES:
+            raise InputError(f"{name}: a configuration has at most {_MAX_CONFIG_BYTES} bytes")
+        text = content.decode()
         is_yaml = path.suffix in YAML_SUFFIXES or (is_stdin and not text.lstrip().startswith("{"))
         config = parse_yaml(text) if is_yaml else parse_json(text)
     except OSError as error:

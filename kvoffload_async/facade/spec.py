@@ -32,7 +32,7 @@ from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
-from kvoffload_async.runtime.trace_recorder import TraceRecorder
+from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
 
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
@@ -266,6 +266,8 @@ class TieringOffloadingSpec(_Spec):
             TierUnavailableError: The storage of a tier does not respond.
         """
         super().__init__(config)
+        if self.config.record_trace is not None:
+            check_trace_files(self.config.record_trace)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
         self._status = EngineStatus(self.config.model, read_stats)

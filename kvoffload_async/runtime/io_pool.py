@@ -60,7 +60,11 @@ def suitable_threads() -> int:
 
     More threads only contend with each other while the page cache serves requests.
     """
-    return max(2, min(4, len(os.sched_getaffinity(0))))
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except OSError:  # refused, see `system_calls`
+        usable = os.cpu_count() or 1
+    return max(2, min(4, usable))
 
 
 class IoPool:

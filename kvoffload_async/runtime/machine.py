@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvoffload_async.errors import InputError
 from kvoffload_async.limits import group_limits, lines
+from kvoffload_async.system_calls import REFUSALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,25 @@ def _memory_limits(root: Path) -> Iterator[Limit]:
 
 def filesystem_limit(directory: str) -> Limit | None:
     """Return the size of a directory's filesystem; None if it reports none."""
-    found = os.statvfs(directory)
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return None
     size_bytes = found.f_blocks * found.f_frsize
     return Limit(size_bytes, f"the filesystem of {directory!r}") if size_bytes else None
+
+
+def temporary_directory() -> str:
+    """Return the directory for temporary files.
+
+    Raises:
+        InputError: There is none that this process can write.
+    """
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{error.strerror}; set TMPDIR to a directory that this process can write"
+        ) from error

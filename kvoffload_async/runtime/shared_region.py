@@ -29,6 +29,7 @@ from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer
+from kvoffload_async.system_calls import REFUSALS, REMEDY, RefusedCallError, naming_refusal
 
 NOTE_BYTES = 16
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where POSIX shared memory lies
@@ -216,8 +217,13 @@ def file_name(name: str) -> str:
 
 
 def free_space_bytes(directory: Path) -> int | None:
-    """Return the free bytes of a directory's filesystem; None if it has no limit."""
-    space = os.statvfs(directory)
+    """Return the free bytes of a directory's filesystem; None if it has no limit, or is unknown."""
+    try:
+        space = os.statvfs(directory)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        return None
     return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
@@ -265,7 +271,12 @@ def _require_room(
 def _reserve(file: int, size_bytes: int, directory: Path) -> None:
     """Allocate all pages now."""
     try:
-        os.posix_fallocate(file, 0, size_bytes)
+        with naming_refusal("fallocate"):
+            os.posix_fallocate(file, 0, size_bytes)
+    except RefusedCallError as error:
+        raise ConfigError(
+            f"cpu_bytes_to_use: shared memory cannot be allocated here ({error}); {REMEDY}"
+        ) from error
     except OSError as error:
         raise _no_room(size_bytes, directory, str(error)) from error
 
@@ -372,7 +383,8 @@ def _remove_name(path: Path, file: int) -> None:
 
 def _try_lock(file: int, kind: int) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        with naming_refusal("flock"):
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

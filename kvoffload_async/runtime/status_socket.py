@@ -25,6 +25,7 @@ from typing import Final
 from weakref import WeakSet
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.system_calls import naming_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,8 @@ def _listen(path: str) -> tuple[socket.socket, _Identity | None]:
         _remove_stale(Path(path))
         listener = socket.socket(socket.AF_UNIX)
         try:
-            os.fchmod(listener.fileno(), 0o600)  # Linux creates the file with the socket's own mode
+            with naming_refusal("fchmod"):
+                os.fchmod(listener.fileno(), 0o600)  # Linux creates the file with the socket's mode
             listener.bind(path)
             identity = _identity(Path(path))
             listener.listen(MAX_QUEUED)

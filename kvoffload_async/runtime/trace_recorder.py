@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeVar
 
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.runtime.machine import answered
+from kvoffload_async.tiers.files.modes import Modes
+from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.types import OffloadKey, ReqContext
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -21,6 +27,93 @@ MAX_FILE_BYTES: Final = 256 * 1024 * 1024
 """Size at which a file is rotated: an hour of a busy host, a week of a quiet one."""
 _MAX_WAITING: Final = 1024
 """Requests that may wait for the disk; more are dropped and counted."""
+_ANSWER_S: Final = 10.0
+"""Deadline in seconds for the disk to answer at the start."""
+_BEGINNING: Final = b'{"timestamp": '
+
+
+class TraceFiles:
+    """The file of a trace and its predecessor, in a folder that is opened once.
+
+    Only regular files that begin like a trace, and that no other engine writes, are replaced. No
+    symbolic link is followed. New files have mode 0600.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open the folder.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        self._path, self._predecessor = path, f"{path}.1"
+        self._ops = FileOps()
+        self._ops.enter(os.path.dirname(path), Modes(file_mode=0o600), make=False)  # noqa: PTH120
+
+    def check(self) -> bool:
+        """Return whether there is a trace that a new one makes the predecessor.
+
+        Raises:
+            OSError: One of the two names belongs to something else.
+        """
+        self._is_trace(self._predecessor)
+        return self._is_trace(self._path)
+
+    def create(self) -> int:
+        """Return the descriptor of a new file, locked until `close`.
+
+        Raises:
+            OSError: See `check`, or the file cannot be created.
+        """
+        if self.check():
+            self._ops.rename(self._path, self._predecessor)
+        fd = self._ops.create_anew(self._path)
+        try:
+            self._ops.lock(fd, wait=False)
+        except OSError:
+            self.close(fd)
+            raise
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Close a file."""
+        self._ops.close(fd)
+
+    def _is_trace(self, path: str) -> bool:
+        """Return whether there is a trace; False if the file is absent or empty."""
+        try:
+            fd = self._ops.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            beginning = os.pread(fd, len(_BEGINNING), 0)
+            if not _BEGINNING.startswith(beginning):
+                raise OSError(errno.EEXIST, "the file is not a trace", path)
+            if self._ops.is_locked(fd):
+                raise OSError(errno.EBUSY, "another engine writes its trace there", path)
+        finally:
+            self._ops.close(fd)
+        return bool(beginning)
+
+
+def check_trace_files(path: str) -> None:
+    """Check, without changing anything, that a trace can be written to a path.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    _answer(path, lambda: TraceFiles(path).check())
+
+
+def _answer(path: str, call: Callable[[], T]) -> T:
+    """Return what a call on a disk returns, which must answer in time."""
+    try:
+        return answered(call, _ANSWER_S)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename not in {None, path} else ""
+        raise ConfigError(
+            f"record_trace: {path!r} cannot be written: {error.strerror or error}{where}; give "
+            "each engine the path of a new file, in a directory that it can write"
+        ) from error
 
 
 class TraceRecorder:
@@ -28,15 +121,19 @@ class TraceRecorder:
 
     Block ids are hashes of the keys under a secret that is drawn at start and never stored: they
     are equal for equal blocks of one run, and tell nothing of prompts. The file is rotated once it
-    is full; one predecessor, with the suffix `.1`, is kept.
+    is full; one predecessor, with the suffix `.1`, is kept; see `TraceFiles`.
 
     Attributes:
         dropped_requests: Requests that were not recorded, as the disk was too slow or failed.
     """
 
     def __init__(self, path: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """Start the thread, which creates the file; an existing one is rotated away."""
-        self._path = Path(path)
+        """Create the file and start the thread; an existing trace is rotated away.
+
+        Raises:
+            ConfigError: The path, or its predecessor's, is something else, or cannot be written.
+        """
+        self._path = path
         self._max_file_bytes = max_file_bytes
         self._secret = os.urandom(16)
         self._start_s = time.monotonic()
@@ -47,7 +144,12 @@ class TraceRecorder:
         self._is_closed = False
         self.dropped_requests = 0
         self._thread = threading.Thread(target=self._run, name="kvoffload-trace", daemon=True)
-        self._thread.start()
+        self._files, self._fd = _answer(path, lambda: (files := TraceFiles(path), files.create()))
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._files.close(self._fd)
+            raise
 
     def note(self, ctx: ReqContext, used: Sequence[OffloadKey]) -> None:
         """Record a request that has ended; its prompt is that of its first KV-cache group.
@@ -83,28 +185,29 @@ class TraceRecorder:
     def _run(self) -> None:
         try:
             while self._write_file():
-                pass
+                self._fd = self._files.create()
         except OSError as error:
             self._has_failed = True
             _logger.warning(
                 "record_trace: %s cannot be written: %s; no more requests are recorded",
-                self._path,
+                error.filename or self._path,
                 error.strerror or error,
             )
             while self._waiting.get() is not None:
                 self.dropped_requests += 1
 
     def _write_file(self) -> bool:
-        """Write one file; return whether it is full."""
-        if self._path.exists():
-            self._rotate()
-        with self._path.open("w", encoding="ascii") as file:
-            size_bytes = 0
-            while (request := self._waiting.get()) is not None:
-                size_bytes += self._write(file, *request)
-                if size_bytes >= self._max_file_bytes:
-                    return True
-        return False
+        """Write one file and close it; return whether it is full."""
+        try:
+            with os.fdopen(self._fd, "w", encoding="ascii", closefd=False) as file:
+                size_bytes = 0
+                while (request := self._waiting.get()) is not None:
+                    size_bytes += self._write(file, *request)
+                    if size_bytes >= self._max_file_bytes:
+                        return True
+            return False
+        finally:
+            self._files.close(self._fd)
 
     def _write(self, file: IO[str], at_s: float, keys: Sequence[OffloadKey]) -> int:
         group = keys[0][-4:]
@@ -116,6 +219,3 @@ class TraceRecorder:
 
     def _id_of(self, key: OffloadKey) -> int:
         return int.from_bytes(blake2b(key, digest_size=8, key=self._secret).digest(), "big")
-
-    def _rotate(self) -> None:
-        self._path.replace(self._path.with_name(self._path.name + ".1"))

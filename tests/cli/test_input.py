@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 
 import pytest
 
@@ -264,3 +265,19 @@ def test_json_on_standard_output_stands_alone(command):
         "wall_s", "block_refs_per_s", "owner_us_per_step", "leaked_pins",
     } <= report.keys()  # fmt: skip
     assert report["owner_us_per_step"].keys() == {"p50", "p99", "max"}
+
+
+@pytest.mark.parametrize("words", [("replay", "--limit", "1"), ("bench",)])
+def test_without_a_directory_for_temporary_files_the_remedy_is_one_line(
+    command, monkeypatch, words
+):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nonexistent"])
+    message = command.refusal(*words)
+    assert "No usable temporary directory" in message
+    assert "set TMPDIR" in message
+
+
+def test_a_directory_for_temporary_files_that_is_full_is_named(command, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    assert "cannot write to '/nonexistent'" in command.refusal("replay", "--limit", "1")

@@ -101,7 +101,10 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ({"skip_signature": "yes"}, "skip_signature: "),
         ({"allow_http": 1}, "allow_http: "),
         ({"tls_ca_file": "/not/there"}, "tls_ca_file: '/not/there' cannot be read"),
-        ({"tls_ca_file": "/dev/null"}, "tls_ca_file: '/dev/null' is empty"),
+        (
+            {"tls_ca_file": "/dev/null"},
+            "tls_ca_file: '/dev/null' cannot be read (not a",
+        ),
         ({"store_options": [SECRET]}, "store_options: "),
         ({"store_options": {"region": "eu"}}, "region: is given twice"),
         ({"store_options": {"colour": SECRET}}, "does not support all of the given options"),

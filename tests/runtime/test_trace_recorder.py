@@ -1,10 +1,12 @@
 """Recorded traces: what they contain, and that a disk never stops the owner."""
 
 import json
+import stat
 import threading
 
 import pytest
 
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime import trace_recorder
 from kvoffload_async.runtime.trace_recorder import TraceRecorder
 from kvoffload_async.types import ReqContext, make_offload_key
@@ -59,17 +61,51 @@ def test_a_full_file_is_rotated_and_one_predecessor_kept(tmp_path):
     assert len(lines(tmp_path / "trace.1")) == 1
 
 
-def test_a_file_that_cannot_be_written_ends_with_one_warning(tmp_path, caplog):
-    recorder = TraceRecorder(str(tmp_path / "absent" / "trace"))
+def test_a_file_has_mode_0600_whatever_the_directory_permits(tmp_path):
+    tmp_path.chmod(0o777)
+    recorded(tmp_path / "trace", "abc")
+    assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o600
+
+
+def test_a_trace_that_an_engine_writes_is_refused_to_another(tmp_path):
+    path = tmp_path / "trace"
+    recorder = TraceRecorder(str(path))
+    recorder.note(ReqContext("r"), keys("abc"))
+    with pytest.raises(ConfigError, match=r"record_trace: .*another engine"):
+        TraceRecorder(str(path))
+    recorder.close(10)
+    assert len(lines(path)) == 1
+    TraceRecorder(str(path)).close(10)
+    assert len(lines(tmp_path / "trace.1")) == 1
+
+
+def test_starts_that_record_nothing_keep_the_trace_before(tmp_path):
+    path = tmp_path / "trace"
+    recorded(path, "abc")
+    recorded(path)
+    recorded(path)
+    assert lines(path) == []
+    assert len(lines(tmp_path / "trace.1")) == 1
+
+
+@pytest.mark.parametrize("name", ["trace", "trace.1"])
+def test_a_file_that_others_put_in_the_way_ends_the_recording_with_one_warning(
+    name, tmp_path, caplog
+):
+    path = tmp_path / "trace"
+    recorder = TraceRecorder(str(path), max_file_bytes=1)
+    path.unlink()
+    (tmp_path / name).write_text("of the user")
     while not recorder._has_failed:
         recorder.note(ReqContext("r"), keys("a"))
     for _ in range(3):
         recorder.note(ReqContext("r"), keys("a"))
     recorder.close(10)
+    assert (tmp_path / name).read_text() == "of the user"
     assert recorder.dropped_requests >= 3
-    assert len(caplog.records) == 1
-    assert "record_trace: " in caplog.text
-    assert "No such file or directory" in caplog.text
+    (record,) = caplog.records
+    assert "record_trace: " in record.getMessage()
+    assert f"{name} cannot be written: the file is not a trace" in record.getMessage()
 
 
 def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, monkeypatch):

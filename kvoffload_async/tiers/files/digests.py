@@ -16,11 +16,13 @@ import hashlib
 import os
 import stat as stat_module
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
 
 import xxhash
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.files.ops import read_given
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
@@ -69,13 +71,9 @@ def read_key_file(path: str) -> IntegrityKey:
             other than its owner and group, or belongs to another user.
     """
     try:
-        # Do not block on a pipe or device; symbolic links are the operator's choice.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            _check_secrecy(path, os.fstat(fd))
-            content = os.read(fd, MOST_KEY_BYTES + len(_LINE_ENDS) + 1)
-        finally:
-            os.close(fd)
+        content = read_given(
+            path, MOST_KEY_BYTES + len(_LINE_ENDS) + 1, partial(_check_secrecy, path)
+        )
     except ConfigError:  # ConfigError is a ValueError, too
         raise
     except (OSError, ValueError) as error:
@@ -90,8 +88,6 @@ def read_key_file(path: str) -> IntegrityKey:
 
 
 def _check_secrecy(path: str, status: os.stat_result) -> None:
-    if not stat_module.S_ISREG(status.st_mode):
-        _refuse(path, "is not a regular file", f"give a file with a key: {_REMEDY}")
     if status.st_mode & stat_module.S_IRWXO:
         mode = stat_module.S_IMODE(status.st_mode)
         _refuse(path, f"is accessible to all users (mode {mode:04o})", "run `chmod o= FILE` on it")

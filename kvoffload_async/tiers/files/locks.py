@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from kvoffload_async.system_calls import RefusedCallError
 from kvoffload_async.tiers.files.ops import FileOps
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,9 @@ class LockedFile:
                     if self._ops.fstat(fd).st_nlink:
                         return fd
                     self._drop()
+            except RefusedCallError:
+                self._drop()
+                raise
             except OSError as error:
                 self._drop()
                 if is_new:

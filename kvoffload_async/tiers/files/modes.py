@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 OTHERS_BITS: Final = 0o077
 """Permission bits that a umask may remove, and which are therefore set explicitly."""
 
-_NO_MODES: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+NO_MODES: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def give_mode(fd: int, mode: int, folder: os.stat_result, *, is_given: bool) -> 
     try:
         os.fchmod(fd, mode | made.st_mode & stat_module.S_ISGID)
     except OSError as error:
-        if error.errno not in _NO_MODES:  # e.g. on vfat, where all files have one mode
+        if error.errno not in NO_MODES:  # e.g. on vfat, where all files have one mode
             raise
 
 

@@ -38,7 +38,8 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     shortage_remedy,
 )
-from kvoffload_async.tiers.files.modes import OTHERS_BITS, Modes, give_mode
+from kvoffload_async.system_calls import REFUSALS, REMEDY, RefusedCallError, naming_refusal
+from kvoffload_async.tiers.files.modes import NO_MODES, OTHERS_BITS, Modes, give_mode
 
 _MAX_NAME_BYTES = 200
 
@@ -208,7 +209,11 @@ def _make_directory(path: str, mode: int) -> bool:
     except FileExistsError:
         return False
     if mode & OTHERS_BITS:  # the umask may have removed these bits
-        os.chmod(path, mode)
+        try:
+            os.chmod(path, mode)
+        except OSError as error:
+            if error.errno not in NO_MODES:
+                raise
     return True
 
 
@@ -282,6 +287,8 @@ def unusable(root_dir: str, error: OSError) -> ConfigError | TierUnavailableErro
     remedy = "give a directory that this process can write"
     if isinstance(error, (NotRegularFileError, NotADirectoryError)):
         remedy = "remove it, or give another directory"
+    elif isinstance(error, RefusedCallError):
+        remedy = REMEDY
     elif error.errno in _NO_SPACE:
         remedy = "free space there, or give another directory"
     elif error.errno in _SHORTAGES:
@@ -376,7 +383,8 @@ class Tree:
         fd = os.open(path.rpartition("/")[0] or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_dev == os.stat(path).st_dev:
-                os.fsync(fd)
+                with naming_refusal("fsync"):
+                    os.fsync(fd)
         finally:
             os.close(fd)
 
@@ -586,8 +594,10 @@ def _walk(fd: int, folder: str, depth: int) -> Iterator[Entry]:
 
 _RENAME_NOREPLACE: Final = 1
 _KEEP_SIZE: Final = 1
-_NO_FALLOCATE: Final = {errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_FALLOCATE: Final = REFUSALS | {errno.EOPNOTSUPP}
 _NO_RENAMEAT2: Final = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_XATTR: Final = REFUSALS | {errno.ENODATA, errno.EOPNOTSUPP}
+_ZEROS: Final = bytes(1 << 20)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -621,6 +631,10 @@ class FileOps(Tree):
         """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
         super().__init__(opener)
         self._renameat2 = getattr(_libc, "renameat2", None)
+        # Of its errors, EPERM may also mean the file; here there is none.
+        has_failed = self._renameat2 and self._renameat2(-1, b"", -1, b"", _RENAME_NOREPLACE)
+        if has_failed and ctypes.get_errno() in REFUSALS:
+            self._renameat2 = None
 
     # -- the root -------------------------------------------------------------------------------
 
@@ -685,8 +699,14 @@ class FileOps(Tree):
         return os.preadv(fd, buffers, offset)
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
-        """Extend a file to at least this size, fully allocated on disk."""
-        os.posix_fallocate(fd, 0, size_bytes)
+        """Extend a file without holes to at least this size, fully allocated on disk."""
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            for start in range(os.fstat(fd).st_size, size_bytes, len(_ZEROS)):
+                write_all(self, fd, memoryview(_ZEROS)[: size_bytes - start], start)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
         """Allocate disk space for a file's first bytes without changing its size.
@@ -708,6 +728,10 @@ class FileOps(Tree):
         fd = self.open_folder(folder)
         try:
             found = os.fstatvfs(fd)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            return None
         finally:
             os.close(fd)
         return found.f_bavail * found.f_frsize if found.f_blocks else None
@@ -733,11 +757,13 @@ class FileOps(Tree):
 
     def fdatasync(self, fd: int) -> None:
         """Sync a file's data to the device."""
-        os.fdatasync(fd)
+        with naming_refusal("fdatasync"):
+            os.fdatasync(fd)
 
     def fsync(self, fd: int) -> None:
         """Sync a file's data and attributes, or a folder's entries, to the device."""
-        os.fsync(fd)
+        with naming_refusal("fsync"):
+            os.fsync(fd)
 
     def set_xattr(self, fd: int, name: str, value: bytes) -> None:
         """Set an extended attribute."""
@@ -748,7 +774,7 @@ class FileOps(Tree):
         try:
             return os.getxattr(fd, name)
         except OSError as error:
-            if error.errno in {errno.ENODATA, errno.EOPNOTSUPP}:
+            if error.errno in _NO_XATTR:
                 return None
             raise
 
@@ -784,10 +810,20 @@ class FileOps(Tree):
         self.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
 
     def utime(self, path: str) -> None:
-        """Set a file's times to now, by the filesystem's clock."""
-        self.at(
-            path, lambda folder_fd, name: os.utime(name, dir_fd=folder_fd, follow_symlinks=False)
-        )
+        """Set a file's times to now, by the filesystem's clock; the file is not empty."""
+        try:
+            self.at(
+                path,
+                lambda folder_fd, name: os.utime(name, dir_fd=folder_fd, follow_symlinks=False),
+            )
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            fd = self.open(path, os.O_RDWR)
+            try:
+                os.pwrite(fd, os.pread(fd, 1, 0), 0)
+            finally:
+                os.close(fd)
 
     def lock(self, fd: int, *, wait: bool) -> bool:
         """Take an exclusive advisory lock; False if it is taken and `wait` is false.
@@ -796,7 +832,8 @@ class FileOps(Tree):
         """
         _lockable.add(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            with naming_refusal("flock"):
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
         return True
@@ -809,7 +846,8 @@ class FileOps(Tree):
         """Return whether another has the lock; holds a shared lock until `close`."""
         _lockable.add(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with naming_refusal("flock"):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         return False
@@ -902,6 +940,32 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
     finally:
         ops.close(fd)
+
+
+def read_given(
+    path: str, max_bytes: int, check: Callable[[os.stat_result], None] = lambda _status: None
+) -> bytes:
+    """Return the first bytes of a regular file that the configuration names.
+
+    A pipe or a device is not waited for. Symbolic links are followed: the path is the operator's.
+
+    Args:
+        path: The path.
+        max_bytes: Maximum number of bytes.
+        check: Called with the file's status before it is read.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        found = os.fstat(fd)
+        if not stat_module.S_ISREG(found.st_mode):
+            raise NotRegularFileError(path)
+        check(found)
+        return os.read(fd, max_bytes)
+    finally:
+        os.close(fd)
 
 
 def sync_folder(ops: FileOps, folder: str) -> None:

@@ -108,6 +108,7 @@ class Footprint:
 logger = logging.getLogger(__name__)
 
 _CREATE = os.O_WRONLY | os.O_CREAT
+_PROBE = "user.kvoffload.probe"
 _MAX_FORMER = 20_000
 """Files and folders of the former layout that are looked at, so that opening takes no longer."""
 
@@ -193,12 +194,20 @@ def _require_attributes(ops: FileOps, namespace: Namespace, writer: BlockWriter)
     probe = f"{namespace.folder}/probe.bin.{writer.writer_id}.0{TEMP_SUFFIX}"
     fd = ops.open(probe, _CREATE)
     try:
-        ops.set_xattr(fd, "user.kvoffload.probe", b"1")
-    except OSError as error:
-        raise ConfigError(
-            f"verify: 'required' needs extended attributes, which {probe!r} cannot have "
-            f"({error}); use 'when_present', or another filesystem"
-        ) from error
+        if why := _lack_of_attributes(ops, fd):
+            raise ConfigError(
+                f"verify: 'required' needs extended attributes, which {probe!r} cannot have "
+                f"({why}); use 'when_present', or another filesystem"
+            )
     finally:
         ops.close(fd)
         writer.discard(probe)
+
+
+def _lack_of_attributes(ops: FileOps, fd: int) -> str:
+    """Return why a file cannot have an attribute; empty if it can."""
+    try:
+        ops.set_xattr(fd, _PROBE, b"1")
+    except OSError as error:
+        return str(error)
+    return "" if ops.get_xattr(fd, _PROBE) == b"1" else "they cannot be read"

@@ -33,6 +33,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 
+from kvoffload_async.system_calls import REFUSALS
 from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, disk_bytes, read_file
@@ -44,7 +45,7 @@ FOLDER = ".writers"
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 _WRITER_ID = re.compile(r"[0-9]{1,10}-[0-9a-z]{1,64}")
 _ENTRY_START = b'{"boot_id": "'
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_NO_LOCKS = REFUSALS | {errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _MAX_ENTRY_BYTES = 4096
 

@@ -13,6 +13,7 @@ import os
 import stat as stat_module
 from collections.abc import Callable, Sequence
 
+from kvoffload_async.system_calls import REFUSALS
 from kvoffload_async.tiers.files.ops import (
     DirectIo,
     FileOps,
@@ -46,7 +47,7 @@ _WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
 _STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
 # ENOSPC is not included: on a full disk the store fails.
-_NO_XATTR = {errno.EOPNOTSUPP, errno.E2BIG, errno.EPERM}
+_NO_XATTR = REFUSALS | {errno.EOPNOTSUPP, errno.E2BIG}
 
 
 class BlockWriter:

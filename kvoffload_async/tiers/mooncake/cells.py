@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.system_calls import REMEDY, RefusedCallError, naming_refusal
 from kvoffload_async.tiers.remote.client import Bytes
 
 HEAD_BYTES: Final = 256
@@ -103,7 +104,12 @@ class SharedCells:
         self.geometry = geometry
         self.num_bytes = geometry.num_bytes
         self._row_bytes = row_bytes
-        self.file = os.memfd_create("kvoffload-mooncake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        try:
+            with naming_refusal("memfd_create"):
+                self.file = os.memfd_create("kvoffload-mooncake", flags)
+        except RefusedCallError as error:
+            raise ConfigError(f"type: mooncake cannot be used here ({error}); {REMEDY}") from error
         try:
             os.ftruncate(self.file, self.num_bytes)
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)

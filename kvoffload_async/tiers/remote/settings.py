@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 from urllib.parse import quote, quote_plus
 
@@ -20,6 +19,7 @@ from kvoffload_async.config import (
     without_user_info,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.files.ops import read_given
 from kvoffload_async.tiers.files.settings import IntegrityOptions
 
 _LEAST_CHARS: Final = 3
@@ -63,8 +63,7 @@ def read_file(most_bytes: int) -> Callable[[object, str], bytes]:
     def parse(value: object, key: str) -> bytes:
         path = parse_file(value, key)
         try:
-            with Path(path).open("rb") as file:
-                content = file.read(most_bytes + 1)
+            content = read_given(path, most_bytes + 1)
         except OSError as error:
             raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
         if not content or len(content) > most_bytes:

@@ -51,6 +51,8 @@ class Allocator:
         self._limited_until_s = 0.0
         self._is_grown = False
         """Whether the capacity has no space for another segment."""
+        self.why_limited = ""
+        """Why the last segment was not created; empty if it was."""
         self.num_shrinks = 0
         """Number of segments released because the disk was full."""
         self._is_futile = False
@@ -170,6 +172,7 @@ class Allocator:
         least = self._budget.segment_slots // _LEAST_SHARE if present else 0
         slots = slots // 2 if is_full and slots // 2 > least else 0
         self._limit(sum(present.values()) + slots)
+        self.why_limited = str(error)
         return slots
 
     def _limit(self, slots: int) -> None:
@@ -177,5 +180,6 @@ class Allocator:
         self._limited_until_s = asyncio.get_running_loop().time() + _REGROW_S
 
     def _add(self, number: int, slots: int) -> None:
+        self.why_limited = ""
         self._store.data_path.table.add_segment(number, slots)
         self._store.catalog.add_segment(number, slots)

@@ -294,7 +294,8 @@ class SlabTier(AsyncTier):
         if len(indices) < len(keys):
             keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
         places = await self._allocator.claim(keys)
-        unplaced = TierFullError(f"no free slot in {self._settings.root_dir}, nothing to evict")
+        why = self._allocator.why_limited or "nothing to evict"
+        unplaced = TierFullError(f"no free slot in {self._settings.root_dir}: {why}")
         failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], unplaced)
         if not places:
             return failures
