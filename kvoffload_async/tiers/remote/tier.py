@@ -339,7 +339,9 @@ class RemoteTier(AsyncTier):
                 async with asyncio.timeout_at(deadline_s):
                     with await limiter.acquire(num_bytes):
                         self._calls.require(server, began_s)
-                        failures.update(await run_portion(client, job, portion, deadline_s))
+                        failed = await run_portion(client, job, portion, deadline_s)
+                for i, outcome in failed.items():
+                    failures[i] = self._calls.fault_of(server, outcome)
             except TimeoutError:
                 error: TierError = TierTimeoutError(f"{client.place}: the job's deadline passed")
             except TierError as raised:

@@ -1,7 +1,6 @@
 """An S3 server behind TLS, whose authority the client has to be told of."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from remote.object.tiers import tier_on
@@ -39,8 +38,7 @@ def connection(server, tls_proxy, prefix):
 
 
 def test_blocks_go_through_tls_and_are_verified(connection, authority):
-    certificates = Path(authority.ca_file).read_bytes()
-    with TierHarness(tier_on(replace(connection, ca_certificates=certificates))) as harness:
+    with TierHarness(tier_on(replace(connection, ca_file=authority.ca_file))) as harness:
         assert harness.store(K) == {}
         assert harness.load(K) == {}
         assert all(harness.holds(key, i) for i, key in enumerate(K))
@@ -61,8 +59,7 @@ def test_the_option_of_a_configuration_leads_there(connection, authority):
 
 
 def test_the_command_trusts_what_the_environment_says(connection, authority, monkeypatch):
-    certificates = Path(authority.ca_file).read_bytes()
-    with TierHarness(tier_on(replace(connection, ca_certificates=certificates))) as harness:
+    with TierHarness(tier_on(replace(connection, ca_file=authority.ca_file))) as harness:
         assert harness.store(K) == {}
     for name, value in connection.options.items():
         monkeypatch.setenv(f"AWS_{name.upper()}", value)
