@@ -1,5 +1,6 @@
 """An S3 server behind TLS, whose authority the client has to be told of."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.cli.app import app
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 
@@ -48,6 +49,32 @@ def test_a_server_of_an_authority_that_is_not_trusted_is_an_error_of_the_configu
     with pytest.raises(ConfigError, match="certificate is not trusted") as raised:
         TierHarness(tier_on(connection))
     assert seaweedfs.SECRET_ACCESS_KEY not in str(raised.value)
+
+
+def test_new_certificates_are_trusted_once_the_file_has_them(
+    server, prefix, authority, tmp_path_factory, tmp_path
+):
+    other, ca_file = Authority(tmp_path_factory.mktemp("other")), tmp_path / "ca.pem"
+    shutil.copy(authority.ca_file, ca_file)
+    with (
+        Proxy(server.port, authority.context()) as old,
+        Proxy(server.port, other.context()) as new,
+        Proxy(old.port) as front,
+    ):
+        connection = server.connection(prefix, endpoint=f"https://127.0.0.1:{front.port}")
+        connection = replace(connection, allow_http=False, ca_file=str(ca_file))
+        with TierHarness(tier_on(connection)) as harness:
+            assert harness.store(K) == {}
+            front.lead_to(new.port)
+            front.set(refuses=True)
+            front.set()
+            assert "certificate is not trusted" in str(harness.load(K)[0])
+            ca_file.unlink()
+            with pytest.raises(TierUnavailableError, match=r"tls_ca_file: .* cannot be read"):
+                harness.load(K)
+            shutil.copy(other.ca_file, ca_file)
+            assert harness.load(K) == {}
+            assert all(harness.holds(key, i) for i, key in enumerate(K))
 
 
 def test_the_option_of_a_configuration_leads_there(connection, authority):
