@@ -239,14 +239,16 @@ def test_a_demoted_node_of_a_cluster_costs_nothing(own_cluster, replica):
 
 def test_the_new_primary_of_a_clusters_node_costs_its_own_blocks_alone(own_cluster, replica):
     options = {"is_cluster": True} | QUICK | {"call_timeout_s": 0.5, "max_retries": 0}
+    options["negative_cache_ttl_s"] = 60.0
+    new = [key_of(number) for number in range(100, 132)]
     with TierHarness(tier_at(own_cluster[0].url(), **options), 64) as harness:
         assert harness.store(K) == {}
+        assert harness.contains(new) == frozenset()
+        lost = [[i for i, key in enumerate(k) if number_of(key, harness) == 1] for k in (new, K)]
         take_over(replica, own_cluster)
         replica.kill()  # the demoted node still directs there
-        lost = [i for i, key in enumerate(K) if number_of(key, harness) == 1]
-        for _ in range(2):
-            failures = harness.load(K)
-            assert sorted(failures) == lost
+        for failures, expected in zip((harness.store(new), harness.load(K)), lost, strict=True):
+            assert sorted(failures) == expected
             assert {type(error) for error in failures.values()} == {ShardUnavailableError}
 
 
