@@ -16,7 +16,9 @@ from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import DEADLINE_S, key_of
+from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import SecretFile
+from kvoffload_async.tiers.valkey.dialing import Route
 
 K = [key_of(number) for number in range(16)]
 OLD, NEW = "0ld-s3cret", "n3w-s3cret"
@@ -249,6 +251,13 @@ def test_a_read_only_server_is_left_for_another_address_of_its_name(names, tmp_p
             assert entrance.connections > before or first == 0
             pair.wait_for_replica()
             pair.fail_over()
+
+
+def test_a_route_is_left_once_however_many_calls_are_refused():
+    route = Route("127.0.0.1", 1, Lookups(1.0), 1.0)
+    for _ in range(8):
+        route.leave(0)
+    assert route.generation == 1
 
 
 def test_a_name_server_that_hangs_costs_a_deadline_and_is_named(server, names):

@@ -138,6 +138,12 @@ def test_a_replica_that_has_lost_its_primary_is_left(pair):
         assert harness.contains(K[:4]) == set(K[:4])
 
 
+async def check_at_once(harness):
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(harness.tier._client.check())
+
+
 @pytest.mark.parametrize("code", ["READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN"])
 def test_a_server_that_is_not_fit_to_serve_is_left(server, code):
     with (
@@ -145,10 +151,12 @@ def test_a_server_that_is_not_fit_to_serve_is_left(server, code):
         Proxy(unfit.port) as proxy,
         open_at(server.url(proxy.port), max_retries=0) as harness,
     ):
+        harness.run(check_at_once(harness))  # on as many connections
         unfit.is_hostile = True
         proxy.lead_to(server.port)
         with pytest.raises(TierUnavailableError, match="it says"):
             harness.contains(K[:1])
+        harness.run(check_at_once(harness))
         assert harness.contains(K[:1]) == frozenset()
 
 
