@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +18,10 @@ async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
     Raises:
         InputError: The directory cannot be read or contains no store.
     """
-    kinds, unusable = await asyncio.to_thread(_kinds)
+    # Imported on demand, because it is slow. The loop's default executor belongs to the caller.
+    import anyio.to_thread  # noqa: PLC0415
+
+    kinds, unusable = await anyio.to_thread.run_sync(_kinds, limiter=anyio.CapacityLimiter(1))
     is_url = "://" in str(directory)
     kinds = [kind for kind in kinds if kind.takes_urls is is_url]
     root = str(directory) if is_url else _absolute(directory)

@@ -18,6 +18,7 @@ from kvoffload_async.config import (
     option,
     or_none,
     parse_bool,
+    parse_file,
     parse_size_bytes,
     parse_url,
     shown,
@@ -40,7 +41,6 @@ from kvoffload_async.tiers.remote.settings import (
     MAX_CONNECTIONS,
     Redactor,
     RemoteSettings,
-    read_file,
 )
 from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
 
@@ -90,7 +90,7 @@ class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
                 raise ConfigError(
                     f"{key}: goes with a URL of valkeys:// or rediss://; correct one of them"
                 )
-        password = settings.login.password
+        password = address.password
         return replace(settings, redact=Redactor([password] if password else []))
 
     @classmethod
@@ -105,7 +105,6 @@ class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 _VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
 _SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "service_account")
-_MAX_CERTIFICATE_BYTES: Final = 1 << 20
 
 
 def _parse_object_url(value: object, key: str) -> str:
@@ -189,10 +188,9 @@ class ObjectOptions(RemoteSettings, StoreOptions):
     """Further options of obstore, as an object of names and values."""
     allow_http: bool = option(parse_bool, default=False)
     """Allow unencrypted connections."""
-    ca_certificates: bytes | None = option(
-        or_none(read_file(_MAX_CERTIFICATE_BYTES)), None, key="tls_ca_file"
-    )
-    """Absolute path of certificates that verify the server, in addition to the system's."""
+    ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
+    """Absolute path of certificates that verify the server, in addition to the system's. Read
+    again when the server has refused the tier."""
     pack_bytes: int = option(_parse_pack_bytes, "1MiB")
     """Maximum bytes of consecutive blocks of a prompt that are stored as one object: at most 64
     blocks and 16 MiB; None: one object per block."""
@@ -229,7 +227,7 @@ class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
             own.url,
             given,
             allow_http=own.allow_http,
-            ca_certificates=own.ca_certificates,
+            ca_file=own.ca_file,
             call_timeout_s=own.call_timeout_s,
         )
         if not own.url.startswith("file:"):  # opening a file store creates its directory

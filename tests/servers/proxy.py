@@ -42,8 +42,9 @@ class Proxy:
     With an SSL context it speaks TLS with its clients, and without TLS with the server.
     """
 
-    def __init__(self, upstream_port, tls=None):
+    def __init__(self, upstream_port, tls=None, *, host="127.0.0.1", port=0):
         self._upstream_port = upstream_port
+        self._address = host, port
         self._tls = tls
         self._network = Network()
         self._replied = 0
@@ -69,12 +70,16 @@ class Proxy:
         """Have the network be so from now on; without arguments: in order."""
         self._run(self._set(Network(**faults)))
 
+    def lead_to(self, upstream_port):
+        """Have new connections lead to another server; open ones stay."""
+        self._upstream_port = upstream_port
+
     def _run(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60.0)
 
     async def _listen(self):
         self._changed = asyncio.Event()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        self._server = await asyncio.start_server(self._serve, *self._address, ssl=self._tls)
         return self._server.sockets[0].getsockname()[1]
 
     async def _set(self, network):

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -33,6 +33,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.object.packs import Chains, Packs, head_bytes
 from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Value
+from kvoffload_async.tiers.remote.settings import read_file
 from kvoffload_async.types import (
     OffloadKey,
     get_offload_block_hash,
@@ -138,6 +139,7 @@ def key_of_name(name: str, namespace: str) -> OffloadKey | None:
 
 logger = logging.getLogger(__name__)
 
+_MAX_CERTIFICATE_BYTES: Final = 1 << 20
 _MAX_TEXT_CHARS: Final = 400
 _MAX_JUDGED_CHARS: Final = 1 << 14
 """Bounds on the length of an error text; a server controls how long it is."""
@@ -195,7 +197,7 @@ class ObjectConnection:
         url: Bucket and prefix; contains no secret.
         options: Options of the store, named as in the library; values may be secrets.
         allow_http: Whether unencrypted connections are allowed.
-        ca_certificates: Additional CA certificates to verify the server with, as PEM.
+        ca_file: Additional CA certificates to verify the server with, as PEM.
         call_timeout_s: Timeout of one request, in seconds.
         makes_directory: Whether to create the directory of a file URL.
     """
@@ -203,18 +205,24 @@ class ObjectConnection:
     url: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     allow_http: bool = False
-    ca_certificates: bytes | None = None
+    ca_file: str | None = None
     call_timeout_s: float = 5.0
     makes_directory: bool = True
 
     def open(self) -> ObjectStore:
         """Create the library's store; it connects on first use.
 
+        The library keeps what it reads from files, so a new store is needed if they change.
+
         Raises:
-            ConfigError: URL and options are incompatible; the message contains no option values.
+            ConfigError: A file cannot be read, or URL and options are incompatible; the message
+                contains no option values.
         """
+        certificates = None
+        if self.ca_file is not None:
+            certificates = read_file(_MAX_CERTIFICATE_BYTES)(self.ca_file, "tls_ca_file")
         try:
-            opened: ObjectStore = self._open()
+            opened: ObjectStore = self._open(certificates)
         except exceptions.UnknownConfigurationKeyError as error:
             names = ", ".join(sorted(self.options))
             raise ConfigError(
@@ -229,7 +237,7 @@ class ObjectConnection:
             ) from None
         return opened
 
-    def _open(self) -> Any:  # noqa: ANN401 - untyped in the library
+    def _open(self, certificates: bytes | None) -> Any:  # noqa: ANN401 - untyped in the library
         if self.url.startswith("file:"):
             return LocalStore.from_url(self.url, mkdir=self.makes_directory, **self.options)
         timeout = timedelta(seconds=self.call_timeout_s)
@@ -241,8 +249,8 @@ class ObjectConnection:
         if hosts := permitted_hosts(self.url, self.options):
             client_options["proxy_url"] = f"http://{NOWHERE}"
             client_options["proxy_excludes"] = ",".join(hosts)
-        if self.ca_certificates is not None:
-            client_options["root_certificate"] = self.ca_certificates
+        if certificates is not None:
+            client_options["root_certificate"] = certificates
         options = dict(self.options)
         if self.url.startswith("s3") and not any("bulk_delete" in name for name in options):
             # The library reads no response body when it deletes a single object, however long it
@@ -270,6 +278,8 @@ class ObjectClient(RemoteClient):
         description: Mapping[str, Any],
         packs: Packs | None = None,
         chains: Chains | None = None,
+        *,
+        reopen: Callable[[], Awaitable[ObjectStore]] | None = None,
     ) -> None:
         """Create the client without connecting.
 
@@ -279,8 +289,11 @@ class ObjectClient(RemoteClient):
             description: Describes the namespace for people.
             packs: Decodes the tables of packs; None: probes do not read objects.
             chains: Updated with the contents of the objects read.
+            reopen: Returns a new store of the same bucket, with the present credentials.
         """
         self._store = store
+        self._reopen = reopen
+        self._is_refused = False
         self._namespace = namespace
         self._packs = packs
         self._chains = Chains() if chains is None else chains
@@ -294,6 +307,9 @@ class ObjectClient(RemoteClient):
         await self._create(description_name_of(self._namespace), self._description)
 
     async def check(self) -> None:
+        if self._is_refused and self._reopen is not None:
+            self._store = await self._reopen()
+            self._is_refused = False
         await self._look_at(description_name_of(self._namespace))
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -346,6 +362,11 @@ class ObjectClient(RemoteClient):
             await self._delete(copy)
 
     def mapped(self, error: Exception) -> TierError:
+        mapped = self._mapped(error)
+        self._is_refused |= isinstance(mapped, RefusedError)
+        return mapped
+
+    def _mapped(self, error: Exception) -> TierError:
         said, _, debugging = str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")
         text = text_of(error)
         signs = _NAMES.sub("", " ".join(said.split()))  # names may contain any words
@@ -401,7 +422,7 @@ class ObjectClient(RemoteClient):
         except FileNotFoundError:
             pass  # another host was first
         except exceptions.BaseError as error:
-            if not isinstance(self.mapped(error), RefusedError):
+            if not isinstance(self._mapped(error), RefusedError):
                 raise
             if not self._has_warned:
                 self._has_warned = True

@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Self
 
+import anyio.to_thread
 import obstore
 from obstore import exceptions
 
@@ -386,7 +388,7 @@ class ObjectMaintenance(StoreMaintenance):
         self, page: Sequence[FoundObject]
     ) -> list[tuple[FoundObject, Verdict, str]]:
         """Read objects, a few concurrently, and verify each of their blocks."""
-        gate = asyncio.Semaphore(_READS_AT_ONCE)
+        gate, threads = asyncio.Semaphore(_READS_AT_ONCE), anyio.CapacityLimiter(_READS_AT_ONCE)
 
         async def judge(item: FoundObject) -> list[Judged]:
             if item.size_bytes > _MAX_READ_BYTES:
@@ -401,9 +403,8 @@ class ObjectMaintenance(StoreMaintenance):
                     return [(Verdict.UNREADABLE, _text_of(error))]
                 if value is None:
                     return [(Verdict.UNREADABLE, "it is longer than listed")]
-                return await asyncio.to_thread(
-                    judge_object, value, item.key, self._namespace, self._key
-                )
+                call = partial(judge_object, value, item.key, self._namespace, self._key)
+                return await anyio.to_thread.run_sync(call, limiter=threads)
 
         async with asyncio.TaskGroup() as group:
             tasks = {item: group.create_task(judge(item)) for item in page if item.key is not None}

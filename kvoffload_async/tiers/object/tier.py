@@ -43,6 +43,7 @@ from kvoffload_async.tiers.object.packs import (
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RemoteClient, Value
+from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
@@ -576,8 +577,10 @@ class ObjectTier(RemoteTier):
         claim_library()
         del block_bytes, emptied  # an object store keeps its contents over a restart
         packs = self._packs if self._most_blocks > 1 else None
+        lookups = Lookups(self._settings.probe_timeout_s)
+        reopen = partial(lookups.run, "credentials", self._connection.open)
         store = self._connection.open()
-        return ObjectClient(store, namespace, self._description, packs, self._chains)
+        return ObjectClient(store, namespace, self._description, packs, self._chains, reopen=reopen)
 
 
 def _corrupt(verdicts: Verdicts) -> list[int]:

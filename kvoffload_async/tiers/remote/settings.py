@@ -23,6 +23,7 @@ from kvoffload_async.tiers.files.ops import read_given
 from kvoffload_async.tiers.files.settings import IntegrityOptions
 
 _LEAST_CHARS: Final = 3
+_MOST_LATER: Final = 16
 _MAX_RETRIES: Final = 10
 _MAX_SECRET_BYTES: Final = 4096
 MAX_CONNECTIONS: Final = 256
@@ -32,29 +33,40 @@ _MAX_CACHED_S: Final = 3600.0
 class Redactor:
     """Hides known secrets in texts; its own `repr` contains none. Thread: any."""
 
-    __slots__ = ("_secrets",)
+    __slots__ = ("_forms", "_later", "_secrets")
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         """Hide these secrets, verbatim and URL-quoted.
 
         Secrets shorter than three characters are not hidden: they would match inside many words.
         """
-        forms: set[str] = set()
-        for secret in secrets:
-            forms |= {secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]}
-        self._secrets = sorted(
-            (form for form in forms if len(form) >= _LEAST_CHARS), key=len, reverse=True
-        )
+        self._secrets = tuple(secrets)
+        self._later: tuple[str, ...] = ()
+        self._forms = _forms_of(self._secrets)
 
     def __repr__(self) -> str:
-        return f"Redactor({len(self._secrets)} secrets)"
+        return f"Redactor({len(self._forms)} secrets)"
+
+    def hide(self, secret: str) -> None:
+        """Hide another secret, and the latest of those hidden since the creation."""
+        if secret not in self._later:
+            self._later = (*self._later, secret)[-_MOST_LATER:]
+            self._forms = _forms_of(self._secrets + self._later)
 
     def __call__(self, text: object) -> str:
         """Return a text, or an error's text, without the secrets."""
         shown = without_user_info(str(text))
-        for secret in self._secrets:
-            shown = shown.replace(secret, HIDDEN)
+        for form in self._forms:
+            shown = shown.replace(form, HIDDEN)
         return shown
+
+
+def _forms_of(secrets: Iterable[str]) -> list[str]:
+    """Return how secrets may be written, the longest first."""
+    forms: set[str] = set()
+    for secret in secrets:
+        forms |= {secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]}
+    return sorted((form for form in forms if len(form) >= _LEAST_CHARS), key=len, reverse=True)
 
 
 def read_file(most_bytes: int) -> Callable[[object, str], bytes]:
@@ -75,16 +87,38 @@ def read_file(most_bytes: int) -> Callable[[object, str], bytes]:
     return parse
 
 
-def read_secret(value: object, key: str) -> str:
-    """Return the secret in a file, without line ends after it; raises ConfigError."""
-    content = read_file(_MAX_SECRET_BYTES)(value, key)
-    try:
-        secret = content.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{key}: {value!r} is not text; give a file with a secret") from None
-    if not secret:
-        raise ConfigError(f"{key}: {value!r} is empty; give a file with a secret")
-    return secret
+@dataclass(frozen=True)
+class SecretFile:
+    """A file with a secret, which may be replaced while the engine runs."""
+
+    path: str
+    key: str
+
+    @classmethod
+    def parse(cls, value: object, key: str) -> SecretFile:
+        """Return the file at an absolute path; raises ConfigError if it has no secret now."""
+        file = cls(parse_file(value, key), key)
+        file.read()
+        return file
+
+    def read(self, redact: Redactor | None = None) -> str:
+        """Return the secret, without line ends after it; raises ConfigError.
+
+        Args:
+            redact: Hides it from now on.
+        """
+        content = read_file(_MAX_SECRET_BYTES)(self.path, self.key)
+        try:
+            secret = content.decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f"{self.key}: {self.path!r} is not text; give a file with a secret"
+            ) from None
+        if not secret:
+            raise ConfigError(f"{self.key}: {self.path!r} is empty; give a file with a secret")
+        if redact is not None:
+            redact.hide(secret)
+        return secret
 
 
 parse_ttl_s = number(

@@ -376,7 +376,7 @@ class RemoteTier(AsyncTier):
         put = partial(client.put, missing, values)
         outcomes = await self._calls.run(put, deadline_s, server=client.server_of(missing[0]))
         failures = {
-            i: self._redacted(client, error)
+            i: self._redacted(client, keys[i], error)
             for i, error in zip(indices, outcomes, strict=True)
             if error is not None
         }
@@ -438,7 +438,7 @@ class RemoteTier(AsyncTier):
             if value is None:
                 failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
             elif isinstance(value, TierError):
-                failures[i] = self._redacted(client, value)
+                failures[i] = self._redacted(client, keys[i], value)
             elif i in corrupt:
                 failures[i] = corrupt[i]
                 self._counters.corrupt += 1
@@ -504,8 +504,10 @@ class RemoteTier(AsyncTier):
         self._memory.emptied()
         logger.warning("%s: the server has lost its contents", self._place)
 
-    def _redacted(self, client: RemoteClient, error: TierError) -> TierError:
-        return type(error)(f"{client.place}: {self._settings.redact(error)}")
+    def _redacted(self, client: RemoteClient, key: OffloadKey, error: TierError) -> TierError:
+        """Return the error of one block, as a fault of its server only if others work."""
+        shown = type(error)(f"{client.place}: {self._settings.redact(error)}")
+        return self._calls.fault_of(client.server_of(key), shown)
 
     def _deadline(self, seconds: float) -> float:
         return asyncio.get_running_loop().time() + seconds

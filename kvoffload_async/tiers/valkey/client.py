@@ -28,6 +28,8 @@ _LABEL_BYTES: Final = 16
 _MOST_WITNESSES: Final = 16
 _MOST_CONDEMNED: Final = 1 << 12
 _CONDEMNED_S: Final = 60.0
+_PROOF_MS: Final = 60_000
+"""Lifetime of the key whose write proves that a node accepts writes."""
 
 _REMOVE_IF: Final = (
     "local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[2]) "
@@ -86,13 +88,19 @@ class ValkeyClient(RemoteClient):
             await self._check_label(None)
 
     async def check_server(self, server: Server) -> None:
-        """Check a node of a cluster; a node without slots need not respond."""
-        await self.check()
+        """Check that a node of a cluster accepts a write; one without slots need not respond."""
         node = cast("Node | None", server)
-        if node is None or not self._nodes.owns_slots(node):
+        if node is None:
+            await self.check()
+            return
+        await self._nodes.refresh(doubted=node)
+        if not self._nodes.owns_slots(node):
             return
         if self._nodes.node_of(self._label_name) == node:
             await self._check_label(node)
+        elif name := self._nodes.name_on(node, self._label_name + b"?"):
+            # Neither a full memory nor a missing permission is an error, as for the label.
+            await self._nodes.run(node, [("SET", name, b"", "PX", _PROOF_MS)])
         else:
             _raise_first(await self._nodes.run(node, [("PING",)]))
 
@@ -220,7 +228,7 @@ class ValkeyClient(RemoteClient):
         return ("GETRANGE", self._label_name, 0, _LABEL_BYTES)
 
     async def _check_label(self, node: Node | None) -> None:
-        """Read the server's label, and create one if needed.
+        """Read the server's label, and create one if needed; a server that is read-only fails.
 
         A changed label means that the contents are lost, unless recently seen blocks still exist:
         then only the label was evicted or overwritten.

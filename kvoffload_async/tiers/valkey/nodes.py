@@ -8,21 +8,24 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Iterator, Sequence
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from redis import exceptions
 from redis._parsers import _AsyncHiredisParser
-from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
+from redis.asyncio import Connection, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.valkey.address import Address
+from kvoffload_async.tiers.valkey.dialing import Login, Route
 
 _SHORT_BYTES: Final = 4096
 """Maximum bytes of a line, and of a reply without payload: an error, a status, a number."""
@@ -173,6 +176,49 @@ class BoundedParser(_AsyncHiredisParser):
         return True
 
 
+class RoutedConnection(Connection):
+    """The library's connection, which looks up address and login each time that it connects."""
+
+    def __init__(
+        self,
+        *,
+        route: Route,
+        log_in: Callable[[], Awaitable[Login]],
+        **options: Any,  # noqa: ANN401 - as the library's
+    ) -> None:
+        """Create it without connecting.
+
+        Args:
+            route: To the server.
+            log_in: Returns what to log in with now.
+            options: The library's.
+        """
+        super().__init__(host=route.host, port=route.port, **options)
+        self._route = route
+        self._log_in = log_in
+        self._generation = route.generation
+        self._arguments: Mapping[str, Any] = {}
+
+    async def connect(self) -> None:
+        """Connect, unless connected already by a route that has not been left."""
+        if self.is_connected and self._generation != self._route.generation:
+            await self.disconnect(nowait=True)
+        await super().connect()  # type: ignore[no-untyped-call] # of the library
+
+    async def _connect(self) -> None:
+        self._generation = self._route.generation
+        login = await self._log_in()
+        self.password = login.password
+        self._arguments = {"sock": await self._route.connect()}
+        if login.tls is not None:
+            self._arguments |= {"ssl": login.tls, "server_hostname": self.host}
+        await super()._connect()  # type: ignore[no-untyped-call] # of the library
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        arguments, self._arguments = self._arguments, {}
+        return arguments
+
+
 @dataclass(frozen=True, slots=True)
 class ValkeyConnection:
     """Connection settings.
@@ -182,6 +228,7 @@ class ValkeyConnection:
         is_cluster: Whether it is a node of a cluster.
         connections: Maximum concurrent payload calls per direction and server.
         connect_timeout_s: Timeout of connecting, in seconds.
+        read_password: Reads the password from a file; None: it is the address's.
         ca_file: CA certificates to verify the server with; None: the system's.
         cert_file: The client certificate.
         key_file: The private key of that certificate.
@@ -191,6 +238,7 @@ class ValkeyConnection:
     is_cluster: bool = False
     connections: int = 8
     connect_timeout_s: float = 5.0
+    read_password: Callable[[], str] | None = None
     ca_file: str | None = None
     cert_file: str | None = None
     key_file: str | None = None
@@ -200,32 +248,24 @@ class ValkeyConnection:
         """Maximum connections per server, for both directions and calls without payload."""
         return 2 * self.connections + _SPARE_CONNECTIONS
 
-    def open(self, node: Node) -> Redis:
-        """Create the library's client of one server; it connects on first use."""
-        address = self.address
-        options: dict[str, Any] = {
-            "host": node[0],
-            "port": node[1],
-            "db": address.database,
-            "username": address.username,
-            "password": address.password,
-            # Deadlines, retries and their counters are in `Calls`.
-            "socket_timeout": None,
-            "socket_connect_timeout": self.connect_timeout_s,
-            "retry": Retry(NoBackoff(), 0),
-            "max_connections": self.most_connections,
-            "protocol": 2,
-            "parser_class": BoundedParser,
-            "socket_read_size": _READ_BYTES,
-        }
-        if address.has_tls:
-            options |= {
-                "connection_class": SSLConnection,
-                "ssl_ca_certs": self.ca_file,
-                "ssl_certfile": self.cert_file,
-                "ssl_keyfile": self.key_file,
-            }
-        return Redis.from_pool(ConnectionPool(**options))
+    def read_login(self) -> Login:
+        """Return what to log in with now; reads files, so call it in a thread.
+
+        Raises:
+            ConfigError: A file is not usable.
+        """
+        read_password, tls = self.read_password, None
+        password = self.address.password if read_password is None else read_password()
+        if self.address.has_tls:
+            try:
+                tls = ssl.create_default_context(cafile=self.ca_file)
+                if self.cert_file or self.key_file:
+                    tls.load_cert_chain(cast("str", self.cert_file), self.key_file)
+            except (OSError, TypeError) as error:  # TypeError: a key without a certificate
+                raise ConfigError(
+                    f"tls_ca_file, tls_cert_file, tls_key_file: not usable ({error}); correct them"
+                ) from None
+        return Login(password, tls)
 
 
 @dataclass(slots=True)
@@ -233,9 +273,19 @@ class _Client:
     library: Any  # untyped: raw commands have no reply types
     gate: asyncio.Semaphore
     """The library raises if no connection is free; this semaphore makes callers wait."""
+    route: Route
 
 
-@dataclass(slots=True)
+_UNFIT: Final = (
+    exceptions.ReadOnlyError,
+    exceptions.BusyLoadingError,
+    exceptions.ClusterDownError,  # and MasterDownError
+)
+"""Replies of a server that is not, or not yet, what its clients need; its address may lead to
+another one by now."""
+_MOST_NAMES: Final = 1024
+
+
 class Nodes:
     """Runs commands on the servers that own their keys.
 
@@ -245,12 +295,20 @@ class Nodes:
     Thread: loop.
     """
 
-    connection: ValkeyConnection
-    _clients: dict[Node, _Client] = field(default_factory=dict)
-    _owners: list[Node | None] = field(default_factory=list)
-    """The owner of each slot, if a cluster's slots are known."""
-    _guide: Node | None = None
-    """The node that last reported the slot owners."""
+    def __init__(self, connection: ValkeyConnection) -> None:
+        """Create without connecting.
+
+        Args:
+            connection: Connection settings.
+        """
+        self.connection = connection
+        # Half of the time is left to connect.
+        self._lookups = Lookups(connection.connect_timeout_s / 2)
+        self._clients: dict[Node, _Client] = {}
+        self._owners: list[Node | None] = []
+        """The owner of each slot, if a cluster's slots are known."""
+        self._guide: Node | None = None
+        """The node that last reported the slot owners."""
 
     def node_of(self, name: bytes) -> Node | None:
         """Return the owner of a key; None: unknown, or there is one server."""
@@ -260,8 +318,16 @@ class Nodes:
         """Return whether a node owns any slots."""
         return node in self._owners
 
-    async def refresh(self) -> None:
+    def name_on(self, node: Node, stem: bytes) -> bytes | None:
+        """Return a key that a node owns: a stem and a number; None: not found, it owns little."""
+        names = (b"%b%d" % (stem, number) for number in range(_MOST_NAMES))
+        return next((name for name in names if self.node_of(name) == node), None)
+
+    async def refresh(self, doubted: Node | None = None) -> None:
         """Update the slot owners from the first node that answers in time.
+
+        Args:
+            doubted: A node to ask last: one that is cut off from the others knows old owners.
 
         Raises:
             Exception: The library's error; no node asked has answered.
@@ -269,6 +335,7 @@ class Nodes:
         first = self._guide or self._first
         others = [node for node in self._clients if node != first]
         nodes = [first, *random.sample(others, min(len(others), _MOST_ASKED - 1))]
+        nodes.sort(key=lambda node: node == doubted)
         for node in nodes:
             try:
                 async with asyncio.timeout(self.connection.connect_timeout_s / (_MOST_ASKED + 1)):
@@ -315,18 +382,52 @@ class Nodes:
         return self.connection.address.host, self.connection.address.port
 
     async def _run(self, node: Node, commands: Sequence[Command], most_bytes: int) -> list[Any]:
-        client = self._clients.get(node)
-        if client is None:
-            if len(self._clients) >= _MOST_NODES:
-                raise ReplyError(f"the cluster names more than {_MOST_NODES} nodes")
-            gate = asyncio.Semaphore(self.connection.most_connections)
-            client = self._clients[node] = _Client(self.connection.open(node), gate)
-        async with client.gate, client.library.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            with replies_up_to(most_bytes):
-                replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        client = self._clients.get(node) or self._open(node)
+        async with client.gate:
+            generation = client.route.generation
+            try:
+                async with client.library.pipeline(transaction=False) as pipeline:
+                    for command in commands:
+                        pipeline.execute_command(*command)
+                    with replies_up_to(most_bytes):
+                        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+                for reply in replies:
+                    if isinstance(reply, _UNFIT):
+                        raise reply
+            except _UNFIT:
+                client.route.leave(generation)
+                raise
         return replies
+
+    def _open(self, node: Node) -> _Client:
+        if len(self._clients) >= _MOST_NODES:
+            raise ReplyError(f"the cluster names more than {_MOST_NODES} nodes")
+        connection = self.connection
+        route = Route(*node, self._lookups, connection.connect_timeout_s)
+        pool = ConnectionPool(
+            RoutedConnection,
+            max_connections=connection.most_connections,
+            route=route,
+            log_in=self._log_in,
+            db=connection.address.database,
+            username=connection.address.username,
+            # Deadlines, retries and their counters are in `Calls`.
+            socket_timeout=None,
+            socket_connect_timeout=connection.connect_timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            parser_class=BoundedParser,
+            socket_read_size=_READ_BYTES,
+        )
+        gate = asyncio.Semaphore(connection.most_connections)
+        client = self._clients[node] = _Client(Redis.from_pool(pool), gate, route)
+        return client
+
+    async def _log_in(self) -> Login:
+        connection = self.connection
+        if connection.read_password is None and not connection.address.has_tls:
+            return Login(connection.address.password)
+        return await self._lookups.run("credentials", connection.read_login)
 
     async def _redirect(
         self, commands: Sequence[Command], replies: list[Any], most_bytes: int

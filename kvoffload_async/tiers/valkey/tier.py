@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvoffload_async.config import (
     at_least,
@@ -15,7 +16,7 @@ from kvoffload_async.config import (
     parse_url,
 )
 from kvoffload_async.tiers.remote.client import RemoteClient
-from kvoffload_async.tiers.remote.settings import MAX_CONNECTIONS, RemoteSettings, read_secret
+from kvoffload_async.tiers.remote.settings import MAX_CONNECTIONS, RemoteSettings, SecretFile
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.tiers.valkey.address import Address
 
@@ -36,25 +37,17 @@ class ValkeySettings(RemoteSettings):
     """Whether the server is a node of a cluster."""
     username: str | None = option(or_none(parse_name), None)
     """User to log in as, instead of the URL's."""
-    password: str | None = option(or_none(read_secret), None, key="password_file", is_shown=False)
-    """Absolute path of a file with the password, instead of the URL's."""
+    password_file: SecretFile | None = option(or_none(SecretFile.parse), None, is_shown=False)
+    """Absolute path of a file with the password, instead of the URL's. Read for each connection."""
     ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
-    """Absolute path of the certificates that verify the server."""
+    """Absolute path of the certificates that verify the server, in place of the system's. All
+    three files are read for each connection."""
     cert_file: str | None = option(or_none(parse_file), None, key="tls_cert_file")
     """Absolute path of this client's certificate."""
     key_file: str | None = option(or_none(parse_file), None, key="tls_key_file")
     """Absolute path of the private key of this client's certificate."""
     connections: int = option(at_least(1, MAX_CONNECTIONS), 8)
     """Concurrent calls with payload, in each direction."""
-
-    @property
-    def login(self) -> Address:
-        """The address with the user and the password to log in with."""
-        user, password = self.username, self.password
-        address = self.address
-        return replace(
-            address, username=user or address.username, password=password or address.password
-        )
 
 
 class ValkeyTier(RemoteTier):
@@ -74,11 +67,13 @@ class ValkeyTier(RemoteTier):
 
         del block_bytes
         settings = self._valkey
+        address, file = settings.address, settings.password_file
         connection = ValkeyConnection(
-            settings.login,
+            replace(address, username=settings.username or address.username),
             settings.is_cluster,
             settings.connections,
             settings.call_timeout_s,
+            None if file is None else partial(file.read, settings.redact),
             settings.ca_file,
             settings.cert_file,
             settings.key_file,

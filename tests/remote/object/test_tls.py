@@ -1,7 +1,7 @@
 """An S3 server behind TLS, whose authority the client has to be told of."""
 
+import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from remote.object.tiers import tier_on
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.cli.app import app
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 
@@ -39,8 +39,7 @@ def connection(server, tls_proxy, prefix):
 
 
 def test_blocks_go_through_tls_and_are_verified(connection, authority):
-    certificates = Path(authority.ca_file).read_bytes()
-    with TierHarness(tier_on(replace(connection, ca_certificates=certificates))) as harness:
+    with TierHarness(tier_on(replace(connection, ca_file=authority.ca_file))) as harness:
         assert harness.store(K) == {}
         assert harness.load(K) == {}
         assert all(harness.holds(key, i) for i, key in enumerate(K))
@@ -52,6 +51,32 @@ def test_a_server_of_an_authority_that_is_not_trusted_is_an_error_of_the_configu
     assert seaweedfs.SECRET_ACCESS_KEY not in str(raised.value)
 
 
+def test_new_certificates_are_trusted_once_the_file_has_them(
+    server, prefix, authority, tmp_path_factory, tmp_path
+):
+    other, ca_file = Authority(tmp_path_factory.mktemp("other")), tmp_path / "ca.pem"
+    shutil.copy(authority.ca_file, ca_file)
+    with (
+        Proxy(server.port, authority.context()) as old,
+        Proxy(server.port, other.context()) as new,
+        Proxy(old.port) as front,
+    ):
+        connection = server.connection(prefix, endpoint=f"https://127.0.0.1:{front.port}")
+        connection = replace(connection, allow_http=False, ca_file=str(ca_file))
+        with TierHarness(tier_on(connection)) as harness:
+            assert harness.store(K) == {}
+            front.lead_to(new.port)
+            front.set(refuses=True)
+            front.set()
+            assert "certificate is not trusted" in str(harness.load(K)[0])
+            ca_file.unlink()
+            with pytest.raises(TierUnavailableError, match=r"tls_ca_file: .* cannot be read"):
+                harness.load(K)
+            shutil.copy(other.ca_file, ca_file)
+            assert harness.load(K) == {}
+            assert all(harness.holds(key, i) for i, key in enumerate(K))
+
+
 def test_the_option_of_a_configuration_leads_there(connection, authority):
     view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
     config = {"type": "object", "url": connection.url, "model": "org/model", **connection.options}
@@ -61,8 +86,7 @@ def test_the_option_of_a_configuration_leads_there(connection, authority):
 
 
 def test_the_command_trusts_what_the_environment_says(connection, authority, monkeypatch):
-    certificates = Path(authority.ca_file).read_bytes()
-    with TierHarness(tier_on(replace(connection, ca_certificates=certificates))) as harness:
+    with TierHarness(tier_on(replace(connection, ca_file=authority.ca_file))) as harness:
         assert harness.store(K) == {}
     for name, value in connection.options.items():
         monkeypatch.setenv(f"AWS_{name.upper()}", value)

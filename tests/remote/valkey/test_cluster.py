@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import redis
 from redis.crc import key_slot
-from remote.valkey.tiers import QUICK, documented, tier_at
+from remote.valkey.tiers import QUICK, calls_of, documented, tier_at
 from servers.process import free_ports, wait_until
 from servers.valkey import ValkeyServer
 
@@ -20,18 +20,21 @@ K = [key_of(number) for number in range(32)]
 SLOTS = 16384
 
 
+def node_of(folder, bus_port):
+    home = folder / str(bus_port)
+    home.mkdir()
+    arguments = ("--cluster-enabled", "yes", "--cluster-port", bus_port)
+    arguments += ("--cluster-require-full-coverage", "no")
+    arguments += ("--appendonly", "yes", "--appendfsync", "always")
+    return ValkeyServer(home, *arguments)
+
+
 @contextmanager
 def run_cluster(folder):
     """Run three nodes that serve what they have while another is down."""
     with ExitStack() as stack:
-        nodes, bus_ports = [], free_ports(3)
-        for number in range(3):
-            home = folder / str(number)
-            home.mkdir()
-            arguments = ("--cluster-enabled", "yes", "--cluster-port", bus_ports[number])
-            arguments += ("--cluster-require-full-coverage", "no")
-            arguments += ("--appendonly", "yes", "--appendfsync", "always")
-            nodes.append(stack.enter_context(ValkeyServer(home, *arguments)))
+        bus_ports = free_ports(3)
+        nodes = [stack.enter_context(node_of(folder, bus_port)) for bus_port in bus_ports]
         clients = [stack.enter_context(node.client()) for node in nodes]
         for number, client in enumerate(clients):
             slots = (SLOTS * number // 3, SLOTS * (number + 1) // 3 - 1)
@@ -186,3 +189,76 @@ def test_a_block_whose_slot_moves_is_served_on_the_way_and_afterwards(own_cluste
         assert harness.load(K) == {}
         assert harness.tier._client.server_of(moved) == ("127.0.0.1", target.port)
         assert all(harness.holds(key, i) for i, key in enumerate(K))
+
+
+@pytest.fixture
+def replica(own_cluster, tmp_path):
+    """A replica of the cluster's second node, in step with it."""
+    (bus_port,) = free_ports(1)
+    with node_of(tmp_path, bus_port) as replica, replica.client() as client:
+        with own_cluster[1].client() as primary:
+            name = primary.execute_command("CLUSTER MYID").decode()
+            primary.execute_command("CLUSTER MEET", "127.0.0.1", replica.port, bus_port)
+
+        def follows():
+            try:
+                return client.execute_command("CLUSTER REPLICATE", name)
+            except redis.ResponseError:  # it does not know the node yet
+                return False
+
+        wait_until(follows)
+        wait_until(lambda: client.info("replication").get("master_link_status") == "up")
+        yield replica
+
+
+def take_over(replica, nodes):
+    with replica.client() as client:
+        client.execute_command("CLUSTER FAILOVER", "TAKEOVER")
+
+    def is_known(node):
+        with node.client() as client:
+            ranges = client.execute_command("CLUSTER SLOTS")
+        return replica.port in {owner[1] for _, _, owner, *_ in ranges}
+
+    wait_until(lambda: all(is_known(node) for node in nodes))
+
+
+def test_a_demoted_node_of_a_cluster_costs_nothing(own_cluster, replica):
+    with TierHarness(tier_at(own_cluster[0].url(), is_cluster=True, **QUICK), 64) as harness:
+        assert harness.store(K) == {}
+        lost = [key for key in K if number_of(key, harness) == 1]
+        with replica.client() as client:
+            wait_until(lambda: client.dbsize() >= len(lost))
+        take_over(replica, own_cluster)
+        assert harness.load(K) == {}
+        assert all(harness.holds(key, i) for i, key in enumerate(K))
+        new = [key_of(number) for number in range(100, 132)]
+        assert harness.store(new) == {}
+        assert harness.contains([*K, *new]) == {*K, *new}
+
+
+def test_the_new_primary_of_a_clusters_node_costs_its_own_blocks_alone(own_cluster, replica):
+    options = {"is_cluster": True} | QUICK | {"call_timeout_s": 0.5, "max_retries": 0}
+    options["negative_cache_ttl_s"] = 60.0
+    new = [key_of(number) for number in range(100, 132)]
+    with TierHarness(tier_at(own_cluster[0].url(), **options), 64) as harness:
+        assert harness.store(K) == {}
+        assert harness.contains(new) == frozenset()
+        lost = [[i for i, key in enumerate(k) if number_of(key, harness) == 1] for k in (new, K)]
+        take_over(replica, own_cluster)
+        replica.kill()  # the demoted node still directs there
+        for failures, expected in zip((harness.store(new), harness.load(K)), lost, strict=True):
+            assert sorted(failures) == expected
+            assert {type(error) for error in failures.values()} == {ShardUnavailableError}
+
+
+def test_a_check_proves_that_a_node_accepts_writes(own_cluster):
+    with TierHarness(tier_at(own_cluster[0].url(), is_cluster=True, **QUICK), 64) as harness:
+        client = harness.tier._client
+        for node in own_cluster:
+            before = calls_of(node, "set")
+            harness.run(client.check_server(("127.0.0.1", node.port)))
+            assert calls_of(node, "set") > before
+            with node.client() as plain:
+                proofs = [name for name in plain.keys("kvo:*") if b"?" in name]
+                assert all(0 < plain.pttl(name) <= 60_000 for name in proofs)

@@ -35,3 +35,9 @@ def damage(server, key, **options):
             value[-1] ^= 1
             client.set(name, bytes(value), keepttl=True)
     return bool(names)
+
+
+def calls_of(server, command):
+    """Return how often a server has run a command."""
+    with server.client() as client:
+        return client.info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"]

@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import ClassVar, Self
 
-import anyio.to_thread
-
 from kvoffload_async.abc.maintenance import (
     Finding,
     Findings,
@@ -358,7 +356,8 @@ class FsMaintenance(StoreMaintenance):
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
         ops = FileOps()
-        namespaces = await anyio.to_thread.run_sync(find_namespaces, ops, directory)
+        io = MaintenanceIo(ops, MaintenanceControl())
+        namespaces = await io.run(find_namespaces, ops, directory)
         return [cls(namespace, ops) for namespace in namespaces]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import ClassVar, Final, Self
 
-import anyio.to_thread
 import numpy as np
 
 from kvoffload_async.abc.maintenance import (
@@ -264,7 +263,8 @@ class SlabMaintenance(StoreMaintenance):
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
         ops = FileOps()
-        stores = await anyio.to_thread.run_sync(find_slab_stores, ops, directory)
+        io = MaintenanceIo(ops, MaintenanceControl())
+        stores = await io.run(find_slab_stores, ops, directory)
         return [cls(store, ops) for store in stores]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
