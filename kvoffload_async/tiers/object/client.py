@@ -31,7 +31,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.object.packs import Chains, Packs, head_bytes
-from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Value
+from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Value, heard
 from kvoffload_async.types import (
     OffloadKey,
     get_offload_block_hash,
@@ -419,6 +419,7 @@ class ObjectClient(RemoteClient):
             answer = await obstore.get_async(self._store, name)
         except FileNotFoundError:
             return None
+        heard()  # the head of the answer; the body may take long
         size, version = answer.meta["size"], answer.meta["e_tag"]
         if not size:
             return None

@@ -365,7 +365,9 @@ class ObjectTier(RemoteTier):
             stored = [keys[i] for i in rest]
             value = await self._wrapped(job, rest)
             create = partial(cast("ObjectClient", client).create, first, value)
+            departure, num_bytes = self._store_window.began(), value.nbytes
             is_new = await self._calls.run(create, deadline_s)
+            self._store_window.ended(departure, num_bytes)
             del value, create
             if not is_new:  # another host was first: ask for its contents
                 self._pack_counters.lost_races += 1
@@ -534,12 +536,14 @@ class ObjectTier(RemoteTier):
     ) -> tuple[Value | None, Verdicts]:
         """Read an object and copy its valid blocks; None if there is no such object."""
         most_bytes = max(self._packs.most_bytes(len(name)), self._envelopes.value_bytes(name))
+        departure = self._load_window.began()
         (value,) = await self._calls.run(partial(client.get, [name], most_bytes), deadline_s)
         indices = {job.keys[i]: i for i in wanted}
         if not isinstance(value, Value):
             missing = BlockMissingError(f"{block_text(name)} is not stored")
             return None, {indices[name]: missing} if name in indices else {}
         found = value
+        self._load_window.ended(departure, len(found.data))
 
         def unwrap() -> tuple[Sequence[OffloadKey], Mapping[OffloadKey, TierError | None]]:
             """Return the object's keys, and the results of the wanted blocks."""

@@ -20,7 +20,12 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server
+from kvoffload_async.tiers.remote.client import (
+    RefusedError,
+    RemoteClient,
+    Server,
+    hearing,
+)
 from kvoffload_async.tiers.remote.settings import Redactor
 
 
@@ -86,6 +91,7 @@ class HangDetector:
     While calls to a server have lasted longer than half of the response timeout, the server is
     checked. If it does not answer a check within the other half, it hangs, and these calls time
     out at once. So a hang costs the response timeout, and a slow call may take as long as before.
+    Any answer, to whichever call, renews the deadline of the check, which may queue behind payload.
 
     Thread: loop.
     """
@@ -103,12 +109,19 @@ class HangDetector:
         self._half_s = response_timeout_s / 2
         self._slow: dict[Server, set[asyncio.Timeout]] = {}
         self._tasks: dict[Server, asyncio.Task[None]] = {}
+        self._checks: dict[Server, asyncio.Timeout] = {}
         self._hung_s: dict[Server, float] = {}
         """Server -> loop time at which it was last found to hang."""
 
     def hangs_since(self, server: Server, began_s: float) -> bool:
         """Return whether a server was found to hang at or after a loop time."""
         return self._hung_s.get(server, -math.inf) >= began_s
+
+    def heard(self, server: Server) -> None:
+        """Record that a server has sent something."""
+        check = self._checks.get(server)
+        if check is not None and not check.expired():
+            check.reschedule(asyncio.get_running_loop().time() + self._half_s)
 
     @contextmanager
     def observing(self, server: Server, timer: asyncio.Timeout) -> Iterator[None]:
@@ -140,13 +153,15 @@ class HangDetector:
         try:
             while self._slow.get(server):
                 try:
-                    async with asyncio.timeout(self._half_s):
+                    async with asyncio.timeout(self._half_s) as self._checks[server]:
                         await self._check_server(server)
                 except TimeoutError:
                     self._hangs(server)
                     return
                 except Exception as error:  # noqa: BLE001 - any exception of the library
                     drop_tracebacks(error)
+                finally:
+                    del self._checks[server]
                 await asyncio.sleep(self._half_s)
         finally:
             del self._tasks[server]
@@ -202,7 +217,7 @@ class Calls:
         self._suspects: dict[Server, float] = {}
         """Servers that may be down -> loop time before which they are not called."""
         self._answered_s: dict[Server, float] = {}
-        """With several servers: server -> loop time of its last answer."""
+        """Server -> loop time of its last answer, unless a call has failed since."""
         self.counters = CallCounters()
 
     async def run(
@@ -288,6 +303,10 @@ class Calls:
         if self._hangs.hangs_since(server, began_s):
             raise ServerHangError(f"{self._client.place}: the server hangs")
 
+    def answers_since(self, server: Server, began_s: float) -> bool:
+        """Return whether a server has answered since a loop time, and no call has failed then."""
+        return self._answered_s.get(server, -math.inf) >= began_s
+
     async def close(self) -> None:
         """Cancel the checks that run beside slow calls."""
         await self._hangs.close()
@@ -328,11 +347,12 @@ class Calls:
         try:
             # An expired deadline ends the call at its first step.
             async with asyncio.timeout(seconds) as timer:
-                if may_hang and seconds > self._response_timeout_s:
-                    with self._hangs.observing(server, timer):
+                with hearing(partial(self._hangs.heard, server)):
+                    if may_hang and seconds > self._response_timeout_s:
+                        with self._hangs.observing(server, timer):
+                            result = await call()
+                    else:
                         result = await call()
-                else:
-                    result = await call()
         except asyncio.CancelledError:
             has_timed_out = loop.time() >= deadline_s - _LAG_S
             if has_timed_out:
@@ -350,12 +370,14 @@ class Calls:
             failure = self._said(error)
         else:
             self._suspects.pop(server, None)
-            if server is not None:
-                self._answered_s[server] = loop.time()
+            self._answered_s[server] = loop.time()
+            self._hangs.heard(server)
             return result
         self.counters.failed += 1
         has_timed_out = isinstance(failure, TierTimeoutError)  # includes the library's own timeouts
         self.counters.timeouts += has_timed_out
+        if not has_timed_out:
+            self._hangs.heard(server)
         if isinstance(failure, TierUnavailableError):
             self._answered_s.pop(server, None)
             self._doubt(server, has_timed_out=has_timed_out)

@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.tiers.remote.client import heard
 from kvoffload_async.tiers.valkey.address import Address
 
 _SHORT_BYTES: Final = 4096
@@ -168,6 +169,7 @@ class BoundedParser(_AsyncHiredisParser):
         data = await stream.read(self._read_size)
         if not data:
             raise exceptions.ConnectionError("the server closed the connection")
+        heard()
         self._bounds.feed(data)
         reader.feed(data)
         return True
