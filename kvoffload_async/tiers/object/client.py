@@ -75,15 +75,42 @@ def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
         url: URL of the store.
         options: Options for the library.
     """
-    prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
-    variables = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
-    settings = {name.lower(): str(text) for name, text in (variables | dict(options)).items()}
-    endpoints = [text for name, text in settings.items() if _ENDPOINT.fullmatch(name)]
+    given = _variables(url) | dict(options)
+    settings = {name.lower(): str(text) for name, text in given.items()}
+    endpoints = [text for name, text in settings.items() if _is_endpoint(name)]
     if not any(map(_host, endpoints)) or any(map(_has_proxy, endpoints)):
         return []
     hosts = [*_ISSUERS, *filter(None, map(_host, settings.values()))]
     hosts += (f"sts.{text}.amazonaws.com" for name, text in settings.items() if "region" in name)
     return hosts
+
+
+def unencrypted_endpoint(url: str, options: Mapping[str, Any]) -> str | None:
+    """Return the name of the option or variable with an `http://` endpoint; None if there is none.
+
+    Args:
+        url: URL of the store.
+        options: Options for the library, which take precedence over the environment.
+    """
+    for given in (options, _variables(url)):
+        endpoints = {name: str(text) for name, text in given.items() if _is_endpoint(name)}
+        if endpoints:
+            return next((n for n, text in endpoints.items() if _is_unencrypted(text)), None)
+    return None
+
+
+def _variables(url: str) -> dict[str, str]:
+    """Return the environment variables that the library reads for a store."""
+    prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
+    return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+
+
+def _is_endpoint(name: str) -> bool:
+    return _ENDPOINT.fullmatch(name.lower()) is not None
+
+
+def _is_unencrypted(endpoint: str) -> bool:
+    return endpoint.lower().startswith("http:")
 
 
 def _host(text: str) -> str | None:
@@ -148,6 +175,7 @@ _NOT_DELETED: Final = (
     "object store: deletion is not permitted. Empty objects that replace corrupt blocks, and "
     "copies made to renew ages, stay until they are overwritten or expire"
 )
+_NOT_THERE: Final = "the store refused a conditional write, although it has no such object"
 _NOT_TRUSTED: Final = "InvalidCertificate"
 _TIMED_OUT: Final = "source: TimedOut"
 """These occur only in the library's debug output."""
@@ -191,6 +219,17 @@ class ObjectConnection:
         Raises:
             ConfigError: URL and options are incompatible; the message contains no option values.
         """
+        if any(name.lower().endswith("allow_http") for name in self.options):
+            raise ConfigError(
+                "allow_http: is an option of the tier, not of the library; move it out of "
+                "store_options"
+            )
+        endpoint = None if self.allow_http else unencrypted_endpoint(self.url, self.options)
+        if endpoint is not None:
+            raise ConfigError(
+                f"{endpoint}: begins with http://, and connections must be encrypted; give "
+                "https://, or set allow_http to true"
+            )
         try:
             opened: ObjectStore = self._open()
         except exceptions.UnknownConfigurationKeyError as error:
@@ -339,7 +378,10 @@ class ObjectClient(RemoteClient):
             return RefusedError(text)
         if _TIMED_OUT in debugging or any(sign in signs for sign in _TOO_SLOW):
             return CallTimeoutError(f"request timed out: {text}")
-        return TierUnavailableError(f"{type(error).__name__}: {text}")
+        # S3 answers 409 while it processes another request for the object, and expects another
+        # try; 412 if there was an object, which has been deleted since.
+        is_refused = isinstance(error, exceptions.AlreadyExistsError)
+        return TierUnavailableError(f"{_NOT_THERE if is_refused else type(error).__name__}: {text}")
 
     async def close(self) -> None:
         """Do nothing: the library closes idle connections."""
@@ -352,7 +394,9 @@ class ObjectClient(RemoteClient):
             await obstore.put_async(self._store, name, content, mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:
             found = await self._look_at(name)
-            if found is None or found["size"]:
+            if found is None:
+                raise
+            if found["size"]:
                 return False  # the first writer has won, with the same bytes
             return await self._overwrite(name, found, content)
         return True

@@ -374,7 +374,8 @@ class ObjectTier(RemoteTier):
                 self._memory.appeared([first])
                 if lost_at == first:
                     failures[rest.pop(0)] = TierUnavailableError(
-                        f"{block_text(first)}: another host's object appears and disappears"
+                        f"{block_text(first)}: the store refused to create its object twice, as "
+                        "one existed, but did not have it when asked"
                     )
                 lost_at = first
                 continue
