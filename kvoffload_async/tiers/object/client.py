@@ -175,7 +175,6 @@ _NOT_DELETED: Final = (
     "object store: deletion is not permitted. Empty objects that replace corrupt blocks, and "
     "copies made to renew ages, stay until they are overwritten or expire"
 )
-_NOT_THERE: Final = "the store refused a conditional write, although it has no such object"
 _NOT_TRUSTED: Final = "InvalidCertificate"
 _TIMED_OUT: Final = "source: TimedOut"
 """These occur only in the library's debug output."""
@@ -330,7 +329,7 @@ class ObjectClient(RemoteClient):
         return [None] * len(keys)
 
     async def create(self, key: OffloadKey, value: Bytes) -> bool:
-        """Store an object under a block's name; False if one exists, which is kept."""
+        """Store an object under a block's name; False if the store refuses, as one exists."""
         return await self._create(self._name(key), value.data)
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
@@ -378,10 +377,7 @@ class ObjectClient(RemoteClient):
             return RefusedError(text)
         if _TIMED_OUT in debugging or any(sign in signs for sign in _TOO_SLOW):
             return CallTimeoutError(f"request timed out: {text}")
-        # S3 answers 409 while it processes another request for the object, and expects another
-        # try; 412 if there was an object, which has been deleted since.
-        is_refused = isinstance(error, exceptions.AlreadyExistsError)
-        return TierUnavailableError(f"{_NOT_THERE if is_refused else type(error).__name__}: {text}")
+        return TierUnavailableError(f"{type(error).__name__}: {text}")
 
     async def close(self) -> None:
         """Do nothing: the library closes idle connections."""
@@ -394,10 +390,9 @@ class ObjectClient(RemoteClient):
             await obstore.put_async(self._store, name, content, mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:
             found = await self._look_at(name)
-            if found is None:
-                raise
-            if found["size"]:
-                return False  # the first writer has won, with the same bytes
+            # S3 also answers 409 while it processes another request for the object.
+            if found is None or found["size"]:
+                return False  # usually the first writer has won, with the same bytes
             return await self._overwrite(name, found, content)
         return True
 

@@ -217,7 +217,7 @@ class Calls:
         self._suspects: dict[Server, float] = {}
         """Servers that may be down -> loop time before which they are not called."""
         self._answered_s: dict[Server, float] = {}
-        """Server -> loop time of its last answer, unless a call has failed since."""
+        """With several servers: server -> loop time of its last answer."""
         self.counters = CallCounters()
 
     async def run(
@@ -303,10 +303,6 @@ class Calls:
         if self._hangs.hangs_since(server, began_s):
             raise ServerHangError(f"{self._client.place}: the server hangs")
 
-    def answers_since(self, server: Server, began_s: float) -> bool:
-        """Return whether a server has answered since a loop time, and no call has failed then."""
-        return self._answered_s.get(server, -math.inf) >= began_s
-
     async def close(self) -> None:
         """Cancel the checks that run beside slow calls."""
         await self._hangs.close()
@@ -370,7 +366,8 @@ class Calls:
             failure = self._said(error)
         else:
             self._suspects.pop(server, None)
-            self._answered_s[server] = loop.time()
+            if server is not None:
+                self._answered_s[server] = loop.time()
             self._hangs.heard(server)
             return result
         self.counters.failed += 1

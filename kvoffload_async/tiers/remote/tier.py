@@ -218,11 +218,11 @@ class RemoteTier(AsyncTier):
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
-        self._loads = Limiter(settings.connections, settings.bytes_in_flight)
-        self._stores = Limiter(settings.connections, settings.bytes_in_flight)
         queue_s = settings.probe_timeout_s / 4  # half of a check's deadline, see `HangDetector`
-        self._load_window = CongestionWindow(self._loads, queue_s)
-        self._store_window = CongestionWindow(self._stores, queue_s)
+        self._loads, self._stores = (
+            CongestionWindow(Limiter(settings.connections, settings.bytes_in_flight), queue_s)
+            for _ in range(2)
+        )
         self._unremoved, self._unrenewed = Refusals(), Refusals()
 
     async def open(self, env: TierEnvironment) -> None:
@@ -321,13 +321,15 @@ class RemoteTier(AsyncTier):
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
         return figures | {
-            "bytes_in_flight": self._loads.bytes_in_flight + self._stores.bytes_in_flight
+            "bytes_in_flight": sum(
+                window.limiter.bytes_in_flight for window in (self._loads, self._stores)
+            )
         }
 
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
-        self, job: JobMetadata, limiter: Limiter, run_portion: MovePortion
+        self, job: JobMetadata, window: CongestionWindow, run_portion: MovePortion
     ) -> BlockFailures:
         client = self._client
         if client is None:
@@ -347,13 +349,13 @@ class RemoteTier(AsyncTier):
             num_bytes = self._bytes_of(job, portion)
             try:
                 async with asyncio.timeout_at(start_by_s) as timer:
-                    with await limiter.acquire(num_bytes):
+                    with await window.limiter.acquire(num_bytes):
                         timer.reschedule(deadline_s)
                         self._calls.require(server, began_s)
                         failures.update(await run_portion(client, job, portion, deadline_s))
             except TimeoutError:
                 error: TierError = TierTimeoutError(f"{client.place}: the job's deadline passed")
-                if timer.when() == start_by_s and self._calls.answers_since(server, began_s):
+                if timer.when() == start_by_s and window.moved_s >= began_s:
                     error = JobNotStartedError(
                         f"{client.place}: not started in time, as it queued behind other blocks"
                     )
@@ -388,9 +390,9 @@ class RemoteTier(AsyncTier):
 
         values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
-        put, departure = partial(client.put, missing, values), self._store_window.began()
+        put, departure = partial(client.put, missing, values), self._stores.began()
         outcomes = await self._calls.run(put, deadline_s, server=client.server_of(missing[0]))
-        self._store_window.ended(departure, sum(value.nbytes for value in values))
+        self._stores.ended(departure, sum(value.nbytes for value in values))
         failures = {
             i: self._redacted(client, error)
             for i, error in zip(indices, outcomes, strict=True)
@@ -411,9 +413,9 @@ class RemoteTier(AsyncTier):
         async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
             """Read blocks into their slots; return those that fail verification."""
             wanted = [keys[i] for i in indices]
-            get, departure = partial(client.get, wanted, most_bytes), self._load_window.began()
+            get, departure = partial(client.get, wanted, most_bytes), self._loads.began()
             found = await self._calls.run(get, deadline_s, server=client.server_of(wanted[0]))
-            self._load_window.ended(
+            self._loads.ended(
                 departure, sum(len(value.data) for value in found if isinstance(value, Value))
             )
             values.update(zip(indices, found, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Final
 
 from kvoffload_async.waiting import Limiter
@@ -26,16 +27,21 @@ class CongestionWindow:
     in full use after a few round trips. It shrinks only if transfers take longer than that.
 
     Thread: loop.
+
+    Attributes:
+        limiter: Admits the transfers; it always admits one.
+        moved_s: Loop time at which the last transfer ended with success.
     """
 
     def __init__(self, limiter: Limiter, queue_s: float) -> None:
         """Resize a limiter, at most to its present limit.
 
         Args:
-            limiter: Admits the transfers; it always admits one.
+            limiter: See the attributes.
             queue_s: Seconds that bytes may wait for others.
         """
-        self._limiter = limiter
+        self.limiter = limiter
+        self.moved_s = -math.inf
         self._most_bytes = limiter.max_bytes
         self._queue_s = queue_s
         self._carried = 0
@@ -53,10 +59,11 @@ class CongestionWindow:
         return asyncio.get_running_loop().time(), self._carried
 
     def ended(self, departure: Departure, num_bytes: int) -> None:
-        """Record a transfer that succeeded; one of no bytes shows nothing."""
+        """Record a transfer that succeeded; one of no bytes measures nothing."""
+        self.moved_s = now_s = asyncio.get_running_loop().time()
         if not num_bytes:
             return
-        now_s, (began_s, carried) = asyncio.get_running_loop().time(), departure
+        began_s, carried = departure
         seconds = max(now_s - began_s, _SHORTEST_S)
         self._carried += num_bytes
         if num_bytes > self._largest:
@@ -67,8 +74,8 @@ class CongestionWindow:
         self._best = max(self._best, (self._carried - carried) / seconds * most_s)
         self._is_slow |= seconds > most_s
         is_over = now_s >= self._round_ends_s
-        if self._best > self._limiter.max_bytes or (is_over and self._is_slow):
-            self._limiter.resize(min(self._most_bytes, int(self._best)))
+        if self._best > self.limiter.max_bytes or (is_over and self._is_slow):
+            self.limiter.resize(min(self._most_bytes, int(self._best)))
         if is_over:
             self._best, self._is_slow = 0.0, False
             self._round_ends_s = now_s + self._queue_s
