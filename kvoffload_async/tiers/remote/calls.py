@@ -88,9 +88,9 @@ class CallCounters:
 class HangDetector:
     """Distinguishes slow calls from servers that hang.
 
-    While calls to a server have lasted longer than half of the response timeout, the server is
-    checked. If it does not answer a check within the other half, it hangs, and these calls time
-    out at once. So a hang costs the response timeout, and a slow call may take as long as before.
+    While calls to a server have lasted longer than a quarter of the response timeout, the server
+    is checked. If it does not answer a check within the rest, it hangs, and these calls time out at
+    once. So a hang costs the response timeout, and a slow call may take as long as before.
     Any answer, to whichever call, renews the deadline of the check, which may queue behind payload.
 
     Thread: loop.
@@ -106,7 +106,8 @@ class HangDetector:
             response_timeout_s: See `Calls`.
         """
         self._check_server = check_server
-        self._half_s = response_timeout_s / 2
+        self._slow_s = response_timeout_s / 4
+        self._check_s = response_timeout_s - self._slow_s
         self._slow: dict[Server, set[asyncio.Timeout]] = {}
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         self._checks: dict[Server, asyncio.Timeout] = {}
@@ -121,13 +122,13 @@ class HangDetector:
         """Record that a server has sent something."""
         check = self._checks.get(server)
         if check is not None and not check.expired():
-            check.reschedule(asyncio.get_running_loop().time() + self._half_s)
+            check.reschedule(asyncio.get_running_loop().time() + self._check_s)
 
     @contextmanager
     def observing(self, server: Server, timer: asyncio.Timeout) -> Iterator[None]:
         """Observe a call; `timer` expires early if the server hangs."""
         loop = asyncio.get_running_loop()
-        handle = loop.call_later(self._half_s, self._is_slow, server, timer)
+        handle = loop.call_later(self._slow_s, self._is_slow, server, timer)
         try:
             yield
         finally:
@@ -153,7 +154,7 @@ class HangDetector:
         try:
             while self._slow.get(server):
                 try:
-                    async with asyncio.timeout(self._half_s) as self._checks[server]:
+                    async with asyncio.timeout(self._check_s) as self._checks[server]:
                         await self._check_server(server)
                 except TimeoutError:
                     self._hangs(server)
@@ -162,7 +163,7 @@ class HangDetector:
                     drop_tracebacks(error)
                 finally:
                     del self._checks[server]
-                await asyncio.sleep(self._half_s)
+                await asyncio.sleep(self._slow_s)
         finally:
             del self._tasks[server]
 

@@ -218,7 +218,7 @@ class RemoteTier(AsyncTier):
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
-        queue_s = settings.probe_timeout_s / 4  # half of a check's deadline, see `HangDetector`
+        queue_s = settings.probe_timeout_s / 4  # a third of a check's deadline, `HangDetector`
         self._loads, self._stores = (
             CongestionWindow(Limiter(settings.connections, settings.bytes_in_flight), queue_s)
             for _ in range(2)

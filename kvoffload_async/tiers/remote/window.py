@@ -21,10 +21,11 @@ class CongestionWindow:
     """Limits the bytes in flight of one direction, so that a check of the server is not delayed.
 
     A check of the server queues behind the payload in flight. So at most as many bytes are in
-    flight as the link carries in `queue_s`, in addition to those of the time that a transfer takes
-    without queueing: on a long link, these are under way and not queued. Both rate and time are
-    measured. The window grows with each transfer that shows a higher rate, so that a fast link is
-    in full use after a few round trips. It shrinks only if transfers take longer than that.
+    flight as the link carries in `queue_s`, in addition to those of the time, up to `queue_s`, that
+    a transfer takes without queueing: on a long link, these are under way and not queued. Both
+    rate and time are measured. The window grows with each transfer that shows a higher rate, so
+    that a fast link is in full use after a few round trips. It shrinks only if transfers take
+    longer than that.
 
     Thread: loop.
 
@@ -70,7 +71,7 @@ class CongestionWindow:
             self._largest, self._fastest_s = num_bytes, seconds
         elif num_bytes == self._largest:
             self._fastest_s = min(self._fastest_s, seconds)
-        most_s = self._fastest_s + self._queue_s
+        most_s = min(self._fastest_s, self._queue_s) + self._queue_s
         self._best = max(self._best, (self._carried - carried) / seconds * most_s)
         self._is_slow |= seconds > most_s
         is_over = now_s >= self._round_ends_s
