@@ -89,6 +89,10 @@ class TierBusyError(TierError, BusyError):
     """The tier's mailbox was full when the job arrived."""
 
 
+class JobNotStartedError(TierBusyError):
+    """The job, or a block of it, still waited at its deadline, behind others that were served."""
+
+
 class RepeatedKeyError(TierError, StateError):
     """The job contains a key twice; no block was moved."""
 

@@ -13,6 +13,7 @@ from typing import Final
 from kvoffload_async.errors import (
     CallTimeoutError,
     CorruptBlockError,
+    JobNotStartedError,
     RepeatedKeyError,
     ServerHangError,
     TierError,
@@ -89,6 +90,10 @@ REMEDIES: Final[Mapping[Situation, Mapping[str, str]]] = {
         "object": _SERVER + "if it is only slow, raise io_timeout_s",
         "valkey": _SERVER + "if it is only slow, raise io_timeout_s",
         "mooncake": _SERVER + "if it is only slow, raise io_timeout_s",
+    },
+    JobNotStartedError: {
+        ANY: "the tier works, but more slowly than jobs arrive: make it faster, or lower "
+        "cascade_fraction and promotion_fraction",
     },
     RepeatedKeyError: {ANY: "a bug of the caller: name each key once"},
     UnknownSlotError: {ANY: "a bug of the caller: name slots of the primary"},

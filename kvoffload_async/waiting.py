@@ -109,19 +109,18 @@ class Limiter:
     `asyncio.Semaphore` nor `anyio.CapacityLimiter` counts bytes in addition to callers.
 
     Not thread-safe; call only from the event loop's thread.
+
+    Attributes:
+        max_bytes: The current limit of bytes.
+        bytes_in_flight: Total bytes of the admitted callers.
     """
 
     def __init__(self, permits: int, num_bytes: int = 0) -> None:
         """Admit `permits` callers, at least 1, with `num_bytes`."""
-        self._max_bytes = num_bytes
+        self.max_bytes = num_bytes
+        self.bytes_in_flight = 0
         self._free_permits = permits
-        self._free_bytes = num_bytes
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Total bytes of the admitted callers."""
-        return self._max_bytes - self._free_bytes
 
     @property
     def is_busy(self) -> bool:
@@ -130,45 +129,50 @@ class Limiter:
 
     async def acquire(self, num_bytes: int = 0) -> Permit:
         """Wait for admission; a cancelled wait takes no permit."""
-        wanted = min(num_bytes, self._max_bytes)
-        if not self._waiting and self._fits(wanted):
-            self._take(wanted)
+        if not self._waiting and self._fits(num_bytes):
+            self._take(num_bytes)
         else:
             admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((wanted, admitted))
+            self._waiting.append((num_bytes, admitted))
             try:
                 await admitted
             except asyncio.CancelledError:
                 if admitted.cancelled():
                     self._admit()  # a later caller may fit
                 else:
-                    self._give_back(wanted)
+                    self._give_back(num_bytes)
                 raise
-        return Permit(partial(self._give_back, wanted))
+        return Permit(partial(self._give_back, num_bytes))
 
     def open(self) -> None:
         """Add one permit per waiting caller."""
         self._free_permits += len(self._waiting)
         self._admit()
 
-    def _fits(self, wanted: int) -> bool:
-        return self._free_permits > 0 and self._free_bytes >= wanted
+    def resize(self, num_bytes: int) -> None:
+        """Change the limit of bytes; it holds for callers admitted from now on."""
+        self.max_bytes = num_bytes
+        self._admit()
 
-    def _take(self, wanted: int) -> None:
+    def _fits(self, num_bytes: int) -> bool:
+        in_flight = self.bytes_in_flight
+        return self._free_permits > 0 and (in_flight + num_bytes <= self.max_bytes or not in_flight)
+
+    def _take(self, num_bytes: int) -> None:
         self._free_permits -= 1
-        self._free_bytes -= wanted
+        self.bytes_in_flight += num_bytes
 
-    def _give_back(self, wanted: int) -> None:
+    def _give_back(self, num_bytes: int) -> None:
         self._free_permits += 1
-        self._free_bytes += wanted
+        self.bytes_in_flight -= num_bytes
         self._admit()
 
     def _admit(self) -> None:
         while self._waiting:
-            wanted, admitted = self._waiting[0]
+            num_bytes, admitted = self._waiting[0]
             if not admitted.done():  # otherwise the wait was cancelled
-                if not self._fits(wanted):
+                if not self._fits(num_bytes):
                     return
-                self._take(wanted)
+                self._take(num_bytes)
                 admitted.set_result(None)
             self._waiting.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
 
 R = TypeVar("R", bound=RemoteSettings)
 
+logger = logging.getLogger(__name__)
+
 
 def check_installed(library: str, extra: str) -> None:
     """Check that a tier's client library is installed; raises ConfigError."""
@@ -64,6 +67,17 @@ def _take(cls: type[R], options: Mapping[str, Any], identity: KVIdentity) -> R:
     )
     require_model(identity)
     return settings
+
+
+def _warn_of_large_blocks(settings: RemoteSettings, identity: KVIdentity, kind: str) -> None:
+    if identity.block_bytes > settings.bytes_in_flight:
+        logger.warning(
+            "tier %s: bytes_in_flight (%d) is less than a block (%d bytes), so only one block at a "
+            "time is stored, and one loaded; raise bytes_in_flight",
+            kind,
+            settings.bytes_in_flight,
+            identity.block_bytes,
+        )
 
 
 class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
@@ -100,6 +114,10 @@ class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
     @classmethod
     def places_of(cls, settings: ValkeySettings, identity: KVIdentity) -> list[TierPlace]:
         return [TierPlace(settings.address.shown, is_exclusive=False, key="url")]
+
+    @classmethod
+    def warn_of(cls, settings: ValkeySettings, identity: KVIdentity) -> None:
+        _warn_of_large_blocks(settings, identity, cls.kind)
 
 
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
@@ -242,6 +260,10 @@ class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
     @classmethod
     def places_of(cls, settings: ObjectSettings, identity: KVIdentity) -> list[TierPlace]:
         return [TierPlace(settings.connection.url, is_exclusive=False, key="url")]
+
+    @classmethod
+    def warn_of(cls, settings: ObjectSettings, identity: KVIdentity) -> None:
+        _warn_of_large_blocks(settings.remote, identity, cls.kind)
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:

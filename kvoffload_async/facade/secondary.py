@@ -441,7 +441,9 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
     @classmethod
     def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
         """Check every option without creating or connecting anything."""
-        return cls.places_of(cls.settings_of(options, identity), identity)
+        settings = cls.settings_of(options, identity)
+        cls.warn_of(settings, identity)
+        return cls.places_of(settings, identity)
 
     @classmethod
     @abstractmethod
@@ -457,6 +459,10 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
     def places_of(cls, settings: S, identity: KVIdentity) -> list[TierPlace]:
         """Return the tier's storage locations; raises ConfigError if the blocks do not fit."""
         return []
+
+    @classmethod
+    def warn_of(cls, settings: S, identity: KVIdentity) -> None:
+        """Log a warning about settings that are valid, but slow."""
 
     @classmethod
     def implied_options(cls, settings: S) -> dict[str, Any]:

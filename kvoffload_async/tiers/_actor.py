@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
     CorruptBlockError,
     JobCancelledError,
+    JobNotStartedError,
     RepeatedKeyError,
     TierBusyError,
     TierClosedError,
@@ -66,6 +68,8 @@ class _Side:
     waiting: dict[JobId, _Run] = field(default_factory=dict)
     running: dict[JobId, _Run] = field(default_factory=dict)
     running_blocks: int = 0
+    worked_s: float = -math.inf
+    """Loop time of the last end of a job that found the tier working."""
 
 
 @dataclass(slots=True, eq=False)
@@ -321,6 +325,11 @@ class TierActor:
 
     def _settle(self, run: _Run, failures: BlockFailures, error: TierError | None) -> None:
         run.is_settled = True
+        if error is None and (
+            len(failures) < len(run.job.keys)
+            or not all(isinstance(why, TierUnavailableError) for why in failures.values())
+        ):
+            run.side.worked_s = self._loop.time()
         self._forget_deadline(run)
         outdated = self._outdated(run, failures, error)
         self._post_end(run, failures, error, outdated)
@@ -389,8 +398,11 @@ class TierActor:
             self._deadline_passed(run)
 
     def _deadline_passed(self, run: _Run) -> None:
-        if run.side.waiting.pop(run.job.job_id, None) is not None:
-            self._settle_unrun(run, self._log.timeout(run.job, self._io_timeout_s))
-        else:
-            error = self._log.overdue(run.job, self._io_timeout_s)
-            self._post(JobOverdue(run.job.job_id, error))
+        side, timeout_s = run.side, self._io_timeout_s
+        if side.waiting.pop(run.job.job_id, None) is None:
+            self._post(JobOverdue(run.job.job_id, self._log.overdue(run.job, timeout_s)))
+            return
+        error: TierError = self._log.timeout(run.job, timeout_s)
+        if side.worked_s >= run.accepted_s:  # the tier served other jobs meanwhile
+            error = JobNotStartedError(f"{error}: not started, as it queued behind other jobs")
+        self._settle_unrun(run, error)

@@ -12,6 +12,7 @@ from typing import Final
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
+    JobNotStartedError,
     TierClosedError,
     TierError,
     TierFullError,
@@ -52,7 +53,8 @@ _EXPECTED = (BlockMissingError, BusyError, TierClosedError)
 class JobLog:
     """Logs the ends of jobs: errors at level ERROR, everything else at DEBUG.
 
-    A full tier is logged once a minute, because it may refuse every store for a long time. An
+    Stores that a full tier refuses, and jobs that were not started in time, are logged once a
+    minute, because there may be many for a long time. An
     overdue job is logged as an error at its deadline, and not again when its copy ends.
 
     Thread: loop.
@@ -61,7 +63,7 @@ class JobLog:
     def __init__(self, name: str) -> None:
         """Start without jobs; `name` is the tier's `type`."""
         self._name = name
-        self._refusals = Refusals()
+        self._limited = {TierFullError: Refusals(), JobNotStartedError: Refusals()}
         self._overdue: set[int] = set()
 
     def overdue(self, job: JobMetadata, timeout_s: float) -> TierTimeoutError:
@@ -95,8 +97,11 @@ class JobLog:
         if first is None:
             logger.debug("tier %s: %s ended after %.4f s", self._name, described(job), seconds)
             return
-        more = self._refusals.note(now_s) if isinstance(first, TierFullError) else ""
-        is_error = more is not None and not was_overdue and not isinstance(first, _EXPECTED)
+        if (refusals := self._limited.get(type(first))) is not None:
+            more = refusals.note(now_s)
+            is_error = more is not None and not was_overdue
+        else:
+            more, is_error = "", not was_overdue and not isinstance(first, _EXPECTED)
         if first.__cause__ is not None:
             log_trace(first)
         for raised in (error, *failures.values()):

@@ -17,6 +17,7 @@ from kvoffload_async.core.tier_state import PlannerLimits, TierState
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
+    JobNotStartedError,
     RepeatedKeyError,
     TierBusyError,
     TierClosedError,
@@ -82,6 +83,7 @@ def fail_to_store(world, error, *, times):
         (CorruptBlockError("flipped"), CLOSED),
         (TierFullError("full"), CLOSED),
         (TierBusyError("busy"), CLOSED),
+        (JobNotStartedError("not started"), CLOSED),
         (RepeatedKeyError("twice"), CLOSED),
         (UnknownSlotError("99"), CLOSED),
         (TierClosedError("closed"), CLOSED),

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvoffload_async import ConfigError, OffloadConfig, SecondaryTierFactory
+from kvoffload_async import (
+    ConfigError,
+    OffloadConfig,
+    SecondaryTierFactory,
+    TieringOffloadingSpec,
+)
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.cli.app import app
 from kvoffload_async.cli.inputs import parse_tier
@@ -109,10 +114,52 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ({"store_options": {"region": "eu"}}, "region: is given twice"),
         ({"store_options": {"colour": SECRET}}, "does not support all of the given options"),
         ({"url": "gs://bucket"}, "(region)"),
+        ({"endpoint": "http://minio:9000"}, "endpoint: begins with http://"),
+        ({"endpoint": "HTTP://minio:9000"}, "or set allow_http to true"),
+        ({"store_options": {"aws_endpoint": "http://h"}}, "aws_endpoint: begins with http://"),
+        ({"store_options": {"allow_http": True}}, "allow_http: is an option of the tier"),
+        ({"store_options": {"AWS_ALLOW_HTTP": "true"}}, "allow_http: is an option of the tier"),
     ],
 )
 def test_options_of_object_are_checked(options, said):
     assert said in refusal(OBJECT | options)
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "is_refused"),
+    [
+        ({"AWS_ENDPOINT_URL": "http://h"}, {}, True),
+        ({"AWS_ENDPOINT_URL": "http://h"}, {"allow_http": True}, False),
+        ({"AWS_ENDPOINT_URL": "http://h"}, {"endpoint": "https://h"}, False),
+        ({"AWS_ENDPOINT_URL": "https://h"}, {}, False),
+        ({"AZURE_ENDPOINT": "http://h"}, {}, False),
+    ],
+)
+def test_an_endpoint_of_the_environment_must_be_encrypted_too(
+    variables, options, is_refused, monkeypatch
+):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    if is_refused:
+        assert refusal(OBJECT | options).startswith("AWS_ENDPOINT_URL: begins with http://")
+    else:
+        SecondaryTierFactory.check_config(OBJECT | options)
+
+
+@pytest.mark.parametrize("tier", [VALKEY, OBJECT])
+@pytest.mark.parametrize(("bytes_in_flight", "warnings"), [("16KiB", 0), ("16383", 1)])
+def test_blocks_larger_than_what_may_be_in_flight_are_warned_of_by_check_config_and_at_the_start(
+    tier, bytes_in_flight, warnings, tmp_path, caplog
+):
+    tier = tier | {"bytes_in_flight": bytes_in_flight}
+    path = tmp_path / "config.json"
+    config = {"cpu_bytes_to_use": "1MiB", "block_bytes": "16KiB", "secondary_tiers": [tier]}
+    path.write_text(json.dumps(config))
+    assert CliRunner().invoke(app, ["check-config", str(path)]).exit_code == 0
+    assert caplog.text.count("raise bytes_in_flight") == warnings
+    caplog.clear()
+    TieringOffloadingSpec(config)
+    assert caplog.text.count("raise bytes_in_flight") == warnings
 
 
 def test_an_unknown_option_is_named_with_the_nearest():

@@ -14,6 +14,7 @@ from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
     JobCancelledError,
+    JobNotStartedError,
     TierBusyError,
     TierClosedError,
     TierError,
@@ -288,6 +289,32 @@ def test_a_job_that_waits_past_its_deadline_settles_without_having_run(worlds):
     assert isinstance(world.settled()[1].job_error, TierTimeoutError)
     world.settle()
     assert not world.tier.parked, "job 1 never ran"
+
+
+def test_a_job_queued_until_its_deadline_behind_others_that_end_is_not_the_tiers_fault(worlds):
+    world = worlds(concurrent_stores=1)
+    for job_id in range(3):
+        world.start(job_id)
+    world.runner.advance(IO_TIMEOUT_S / 2)
+    world.settle()
+    world.runner.advance(IO_TIMEOUT_S / 2)
+    error = world.settled()[2].job_error
+    assert isinstance(error, JobNotStartedError)
+    assert "not started" in str(error)
+
+
+@pytest.mark.parametrize("failure", [TierUnavailableError("down"), None])
+def test_a_job_queued_until_its_deadline_behind_a_tier_that_hangs_or_fails_is_its_fault(
+    worlds, failure
+):
+    world = worlds(concurrent_stores=1)
+    for job_id in range(3):
+        world.start(job_id)
+    world.runner.advance(IO_TIMEOUT_S / 2)
+    if failure is not None:
+        world.settle(failures={0: failure})
+    world.runner.advance(IO_TIMEOUT_S / 2)
+    assert type(world.settled()[2].job_error) is TierTimeoutError
 
 
 def test_a_job_that_runs_past_its_deadline_is_overdue_then_settles(worlds):

@@ -191,6 +191,7 @@ class Helper:
         self._calls: dict[int, _Call] = {}
         self._slow: set[int] = set()
         self._checking: asyncio.Task[None] | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
         self._last_number = JOIN
         self._received = bytearray()
         self._loop = loop
@@ -378,15 +379,25 @@ class Helper:
 
     async def _check(self) -> None:
         """Check the store until its slow calls have ended, or it hangs."""
-        half_s = self._settings.response_timeout_s / 2
-        why = f"the store hangs: no reply within {half_s:g} s to a check during a call"
         while self._slow:
-            timer = self._loop.call_later(half_s, self.end, why, ServerHangError)
+            self._await_answer()
             try:
-                await self._call(timer.cancel, "exist", [_CHECKED_NAME])
+                await self._call(self._stop_awaiting, "exist", [_CHECKED_NAME])
             except TierUnavailableError as error:  # an error is an answer, too
                 drop_tracebacks(error)
-            await asyncio.sleep(half_s)
+            await asyncio.sleep(self._settings.response_timeout_s / 2)
+
+    def _await_answer(self) -> None:
+        """End the helper unless the store answers in time; each answer renews the deadline."""
+        self._stop_awaiting()
+        half_s = self._settings.response_timeout_s / 2
+        why = f"the store hangs: no reply within {half_s:g} s to a check during a call"
+        self._check_timer = self._loop.call_later(half_s, self.end, why, ServerHangError)
+
+    def _stop_awaiting(self) -> None:
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+            self._check_timer = None
 
     async def _send(
         self, number: int, what: dict[str, Any], statuses: int, when_ended: Callable[[], object]
@@ -445,6 +456,8 @@ class Helper:
         else:
             answer = statuses
         del self._calls[number]
+        if self._check_timer is not None:
+            self._await_answer()
         self._answer(call, answer)
 
     @staticmethod

@@ -32,7 +32,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.object.packs import Chains, Packs, head_bytes
-from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Value
+from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Value, heard
 from kvoffload_async.tiers.remote.settings import read_file
 from kvoffload_async.types import (
     OffloadKey,
@@ -77,15 +77,42 @@ def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
         url: URL of the store.
         options: Options for the library.
     """
-    prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
-    variables = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
-    settings = {name.lower(): str(text) for name, text in (variables | dict(options)).items()}
-    endpoints = [text for name, text in settings.items() if _ENDPOINT.fullmatch(name)]
+    given = _variables(url) | dict(options)
+    settings = {name.lower(): str(text) for name, text in given.items()}
+    endpoints = [text for name, text in settings.items() if _is_endpoint(name)]
     if not any(map(_host, endpoints)) or any(map(_has_proxy, endpoints)):
         return []
     hosts = [*_ISSUERS, *filter(None, map(_host, settings.values()))]
     hosts += (f"sts.{text}.amazonaws.com" for name, text in settings.items() if "region" in name)
     return hosts
+
+
+def unencrypted_endpoint(url: str, options: Mapping[str, Any]) -> str | None:
+    """Return the name of the option or variable with an `http://` endpoint; None if there is none.
+
+    Args:
+        url: URL of the store.
+        options: Options for the library, which take precedence over the environment.
+    """
+    for given in (options, _variables(url)):
+        endpoints = {name: str(text) for name, text in given.items() if _is_endpoint(name)}
+        if endpoints:
+            return next((n for n, text in endpoints.items() if _is_unencrypted(text)), None)
+    return None
+
+
+def _variables(url: str) -> dict[str, str]:
+    """Return the environment variables that the library reads for a store."""
+    prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
+    return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+
+
+def _is_endpoint(name: str) -> bool:
+    return _ENDPOINT.fullmatch(name.lower()) is not None
+
+
+def _is_unencrypted(endpoint: str) -> bool:
+    return endpoint.lower().startswith("http:")
 
 
 def _host(text: str) -> str | None:
@@ -221,6 +248,17 @@ class ObjectConnection:
         certificates = None
         if self.ca_file is not None:
             certificates = read_file(_MAX_CERTIFICATE_BYTES)(self.ca_file, "tls_ca_file")
+        if any(name.lower().endswith("allow_http") for name in self.options):
+            raise ConfigError(
+                "allow_http: is an option of the tier, not of the library; move it out of "
+                "store_options"
+            )
+        endpoint = None if self.allow_http else unencrypted_endpoint(self.url, self.options)
+        if endpoint is not None:
+            raise ConfigError(
+                f"{endpoint}: begins with http://, and connections must be encrypted; give "
+                "https://, or set allow_http to true"
+            )
         try:
             opened: ObjectStore = self._open(certificates)
         except exceptions.UnknownConfigurationKeyError as error:
@@ -329,7 +367,7 @@ class ObjectClient(RemoteClient):
         return [None] * len(keys)
 
     async def create(self, key: OffloadKey, value: Bytes) -> bool:
-        """Store an object under a block's name; False if one exists, which is kept."""
+        """Store an object under a block's name; False if the store refuses, as one exists."""
         return await self._create(self._name(key), value.data)
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
@@ -395,8 +433,9 @@ class ObjectClient(RemoteClient):
             await obstore.put_async(self._store, name, content, mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:
             found = await self._look_at(name)
+            # S3 also answers 409 while it processes another request for the object.
             if found is None or found["size"]:
-                return False  # the first writer has won, with the same bytes
+                return False  # usually the first writer has won, with the same bytes
             return await self._overwrite(name, found, content)
         return True
 
@@ -462,6 +501,7 @@ class ObjectClient(RemoteClient):
             answer = await obstore.get_async(self._store, name)
         except FileNotFoundError:
             return None
+        heard()  # the head of the answer; the body may take long
         size, version = answer.meta["size"], answer.meta["e_tag"]
         if not size:
             return None

@@ -115,6 +115,7 @@ _READS_AT_ONCE: Final = 8
 _MAX_READ_BYTES: Final = 1 << 30
 """Maximum size of an object to read; writers to the bucket control object sizes."""
 _REQUEST_TIMEOUT_S: Final = 60.0
+"""Timeout in seconds of a request, and of the requests until the next listed object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ class ObjectMaintenance(StoreMaintenance):
     takes_urls: ClassVar[bool] = True
     bounds_blocks: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
+    listing_timeout_s: ClassVar[float] = _REQUEST_TIMEOUT_S
+    """Seconds in which a server must list the next objects of a namespace, or all namespaces."""
 
     def __init__(self, store: ObjectStore, url: str, namespace: str) -> None:
         """Maintain the namespace of this name."""
@@ -228,7 +231,10 @@ class ObjectMaintenance(StoreMaintenance):
             makes_directory=False,
         ).open()
         try:
-            listed = await obstore.list_with_delimiter_async(store)
+            async with asyncio.timeout(cls.listing_timeout_s):
+                listed = await obstore.list_with_delimiter_async(store)
+        except TimeoutError:
+            raise _endless(directory, cls.listing_timeout_s) from None
         except (exceptions.BaseError, OSError) as error:
             raise _unreadable(directory, error) from None
         names = sorted(prefix.strip("/").rpartition("/")[2] for prefix in listed["common_prefixes"])
@@ -297,10 +303,13 @@ class ObjectMaintenance(StoreMaintenance):
             control.advance(_PREFIXES)
             return
         place.after = max(prefix, place.after)
+        listing = obstore.list(self._store, prefix, offset=place.after, chunk_size=_PAGE_OBJECTS)
         try:
-            async for page in obstore.list(
-                self._store, prefix, offset=place.after, chunk_size=_PAGE_OBJECTS
-            ):
+            while True:
+                async with asyncio.timeout(self.listing_timeout_s):
+                    page = await anext(listing, None)
+                if page is None:
+                    break
                 if control.should_stop():
                     if not self._is_directory:
                         place.stopped_after = place.after
@@ -314,15 +323,34 @@ class ObjectMaintenance(StoreMaintenance):
                     )
                     for meta in page
                 ]
+                self._check_order(found, place.after)
                 yield found
                 if found:
                     place.after = found[-1].name
                     reached = _prefix_of(place.after)
                     control.advance(max(0, reached - done))
                     done = max(done, reached)
+        except TimeoutError:
+            raise _endless(self.folder, self.listing_timeout_s) from None
         except (exceptions.BaseError, OSError) as error:
             raise _unreadable(self.folder, error) from None
         control.advance(_PREFIXES - done)
+
+    def _check_order(self, page: Sequence[FoundObject], after: str) -> None:
+        """Check that a server's list makes progress: it is ordered, and names nothing twice.
+
+        Raises:
+            InputError: It does not, and might not end.
+        """
+        if self._is_directory:
+            return
+        for item in page:
+            if item.name <= after:
+                raise InputError(
+                    f"{self.folder}: the server lists {item.name!r} after {after!r}: it repeats a "
+                    "page, or does not list in order; check the server"
+                )
+            after = item.name
 
     async def _surplus_age_s(self, keep_bytes: int, control: MaintenanceControl) -> float:
         """Return the age in whole seconds from which on blocks exceed `keep_bytes`."""
@@ -422,6 +450,13 @@ def _prefix_of(name: str) -> int:
 
 def _text_of(error: Exception) -> str:
     return without_user_info(text_of(error))
+
+
+def _endless(where: str, seconds: float) -> InputError:
+    return InputError(
+        f"{where}: the server listed no further objects within {seconds:g} s: it does not answer, "
+        "or its list does not end; check the server"
+    )
 
 
 def _unreadable(where: str, error: Exception) -> InputError:

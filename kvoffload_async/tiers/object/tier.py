@@ -248,7 +248,7 @@ class PackCounters:
     Attributes:
         stored_packs: Packs stored.
         packed_blocks: Blocks in these packs.
-        lost_races: Puts that failed because another host had stored the object first.
+        lost_races: Puts that the store refused, usually because another host was first.
     """
 
     stored_packs: int = 0
@@ -366,14 +366,17 @@ class ObjectTier(RemoteTier):
             stored = [keys[i] for i in rest]
             value = await self._wrapped(job, rest)
             create = partial(cast("ObjectClient", client).create, first, value)
+            departure, num_bytes = self._stores.began(), value.nbytes
             is_new = await self._calls.run(create, deadline_s)
+            self._stores.ended(departure, num_bytes)
             del value, create
-            if not is_new:  # another host was first: ask for its contents
+            if not is_new:  # probably another host was first: ask for the object's contents
                 self._pack_counters.lost_races += 1
                 self._memory.appeared([first])
                 if lost_at == first:
                     failures[rest.pop(0)] = TierUnavailableError(
-                        f"{block_text(first)}: another host's object appears and disappears"
+                        f"{block_text(first)}: the store refused twice to create its object, as if "
+                        "there were one (status 409 or 412), but said that there is none"
                     )
                 lost_at = first
                 continue
@@ -535,7 +538,9 @@ class ObjectTier(RemoteTier):
     ) -> tuple[Value | None, Verdicts]:
         """Read an object and copy its valid blocks; None if there is no such object."""
         most_bytes = max(self._packs.most_bytes(len(name)), self._envelopes.value_bytes(name))
+        departure = self._loads.began()
         (value,) = await self._calls.run(partial(client.get, [name], most_bytes), deadline_s)
+        self._loads.ended(departure, len(value.data) if isinstance(value, Value) else 0)
         indices = {job.keys[i]: i for i in wanted}
         if not isinstance(value, Value):
             missing = BlockMissingError(f"{block_text(name)} is not stored")

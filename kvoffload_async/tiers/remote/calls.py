@@ -20,7 +20,12 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server
+from kvoffload_async.tiers.remote.client import (
+    RefusedError,
+    RemoteClient,
+    Server,
+    hearing,
+)
 from kvoffload_async.tiers.remote.settings import Redactor
 
 
@@ -83,9 +88,10 @@ class CallCounters:
 class HangDetector:
     """Distinguishes slow calls from servers that hang.
 
-    While calls to a server have lasted longer than half of the response timeout, the server is
-    checked. If it does not answer a check within the other half, it hangs, and these calls time
-    out at once. So a hang costs the response timeout, and a slow call may take as long as before.
+    While calls to a server have lasted longer than a quarter of the response timeout, the server
+    is checked. If it does not answer a check within the rest, it hangs, and these calls time out at
+    once. So a hang costs the response timeout, and a slow call may take as long as before.
+    Any answer, to whichever call, renews the deadline of the check, which may queue behind payload.
 
     Thread: loop.
     """
@@ -100,9 +106,11 @@ class HangDetector:
             response_timeout_s: See `Calls`.
         """
         self._check_server = check_server
-        self._half_s = response_timeout_s / 2
+        self._slow_s = response_timeout_s / 4
+        self._check_s = response_timeout_s - self._slow_s
         self._slow: dict[Server, set[asyncio.Timeout]] = {}
         self._tasks: dict[Server, asyncio.Task[None]] = {}
+        self._checks: dict[Server, asyncio.Timeout] = {}
         self._hung_s: dict[Server, float] = {}
         """Server -> loop time at which it was last found to hang."""
 
@@ -110,11 +118,17 @@ class HangDetector:
         """Return whether a server was found to hang at or after a loop time."""
         return self._hung_s.get(server, -math.inf) >= began_s
 
+    def heard(self, server: Server) -> None:
+        """Record that a server has sent something."""
+        check = self._checks.get(server)
+        if check is not None and not check.expired():
+            check.reschedule(asyncio.get_running_loop().time() + self._check_s)
+
     @contextmanager
     def observing(self, server: Server, timer: asyncio.Timeout) -> Iterator[None]:
         """Observe a call; `timer` expires early if the server hangs."""
         loop = asyncio.get_running_loop()
-        handle = loop.call_later(self._half_s, self._is_slow, server, timer)
+        handle = loop.call_later(self._slow_s, self._is_slow, server, timer)
         try:
             yield
         finally:
@@ -140,14 +154,16 @@ class HangDetector:
         try:
             while self._slow.get(server):
                 try:
-                    async with asyncio.timeout(self._half_s):
+                    async with asyncio.timeout(self._check_s) as self._checks[server]:
                         await self._check_server(server)
                 except TimeoutError:
                     self._hangs(server)
                     return
                 except Exception as error:  # noqa: BLE001 - any exception of the library
                     drop_tracebacks(error)
-                await asyncio.sleep(self._half_s)
+                finally:
+                    del self._checks[server]
+                await asyncio.sleep(self._slow_s)
         finally:
             del self._tasks[server]
 
@@ -328,11 +344,12 @@ class Calls:
         try:
             # An expired deadline ends the call at its first step.
             async with asyncio.timeout(seconds) as timer:
-                if may_hang and seconds > self._response_timeout_s:
-                    with self._hangs.observing(server, timer):
+                with hearing(partial(self._hangs.heard, server)):
+                    if may_hang and seconds > self._response_timeout_s:
+                        with self._hangs.observing(server, timer):
+                            result = await call()
+                    else:
                         result = await call()
-                else:
-                    result = await call()
         except asyncio.CancelledError:
             has_timed_out = loop.time() >= deadline_s - _LAG_S
             if has_timed_out:
@@ -352,10 +369,13 @@ class Calls:
             self._suspects.pop(server, None)
             if server is not None:
                 self._answered_s[server] = loop.time()
+            self._hangs.heard(server)
             return result
         self.counters.failed += 1
         has_timed_out = isinstance(failure, TierTimeoutError)  # includes the library's own timeouts
         self.counters.timeouts += has_timed_out
+        if not has_timed_out:
+            self._hangs.heard(server)
         if isinstance(failure, TierUnavailableError):
             self._answered_s.pop(server, None)
             self._doubt(server, has_timed_out=has_timed_out)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -177,6 +179,24 @@ class Envelopes:
 
 def _payload_offset(key_bytes: int) -> int:
     return -(-(_FIXED.size + key_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+_on_answer: ContextVar[Callable[[], object]] = ContextVar("on_answer", default=lambda: None)
+
+
+@contextmanager
+def hearing(on_answer: Callable[[], object]) -> Iterator[None]:
+    """Call `on_answer` whenever this task, or one that it starts, calls `heard`."""
+    token = _on_answer.set(on_answer)
+    try:
+        yield
+    finally:
+        _on_answer.reset(token)
+
+
+def heard() -> None:
+    """Report that the server of the present call has sent something: it does not hang."""
+    _on_answer.get()()
 
 
 Server = Hashable

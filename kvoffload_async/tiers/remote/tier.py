@@ -27,6 +27,7 @@ from kvoffload_async.errors import (
     BlockMissingError,
     ConfigError,
     CorruptBlockError,
+    JobNotStartedError,
     TierClosedError,
     TierError,
     TierTimeoutError,
@@ -44,6 +45,7 @@ from kvoffload_async.tiers.remote.client import (
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.window import CongestionWindow
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 from kvoffload_async.waiting import Limiter
 
@@ -162,6 +164,10 @@ _VERIFIED: Final = Value(memoryview(b""))
 """Replaces a value whose block is already in its row."""
 
 
+_STARTING_PART: Final = 0.9
+"""Part of a job's time after which no further call with payload begins: what began before ends in
+time, so that these blocks have results of their own."""
+
 Portion = Sequence[int]
 """Indices of blocks of a job, all on one server."""
 
@@ -212,8 +218,11 @@ class RemoteTier(AsyncTier):
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
-        self._loads = Limiter(settings.connections, settings.bytes_in_flight)
-        self._stores = Limiter(settings.connections, settings.bytes_in_flight)
+        queue_s = settings.probe_timeout_s / 4  # a third of a check's deadline, `HangDetector`
+        self._loads, self._stores = (
+            CongestionWindow(Limiter(settings.connections, settings.bytes_in_flight), queue_s)
+            for _ in range(2)
+        )
         self._unremoved, self._unrenewed = Refusals(), Refusals()
 
     async def open(self, env: TierEnvironment) -> None:
@@ -312,19 +321,22 @@ class RemoteTier(AsyncTier):
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
         return figures | {
-            "bytes_in_flight": self._loads.bytes_in_flight + self._stores.bytes_in_flight
+            "bytes_in_flight": sum(
+                window.limiter.bytes_in_flight for window in (self._loads, self._stores)
+            )
         }
 
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
-        self, job: JobMetadata, limiter: Limiter, run_portion: MovePortion
+        self, job: JobMetadata, window: CongestionWindow, run_portion: MovePortion
     ) -> BlockFailures:
         client = self._client
         if client is None:
             raise TierClosedError(f"{self._place} is not open")
         began_s = asyncio.get_running_loop().time()
         deadline_s = began_s + self._settings.job_timeout_s
+        start_by_s = began_s + _STARTING_PART * self._settings.job_timeout_s
         servers = {client.server_of(key) for key in job.keys}
         down = await self._calls.check(servers, deadline_s)
         failures: dict[int, TierError] = {}
@@ -336,12 +348,17 @@ class RemoteTier(AsyncTier):
                 return
             num_bytes = self._bytes_of(job, portion)
             try:
-                async with asyncio.timeout_at(deadline_s):
-                    with await limiter.acquire(num_bytes):
+                async with asyncio.timeout_at(start_by_s) as timer:
+                    with await window.limiter.acquire(num_bytes):
+                        timer.reschedule(deadline_s)
                         self._calls.require(server, began_s)
                         failures.update(await run_portion(client, job, portion, deadline_s))
             except TimeoutError:
                 error: TierError = TierTimeoutError(f"{client.place}: the job's deadline passed")
+                if timer.when() == start_by_s and window.moved_s >= began_s:
+                    error = JobNotStartedError(
+                        f"{client.place}: not started in time, as it queued behind other blocks"
+                    )
             except TierError as raised:
                 error = raised
                 drop_tracebacks(error)  # their frames hold the rows
@@ -373,8 +390,9 @@ class RemoteTier(AsyncTier):
 
         values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
-        put = partial(client.put, missing, values)
+        put, departure = partial(client.put, missing, values), self._stores.began()
         outcomes = await self._calls.run(put, deadline_s, server=client.server_of(missing[0]))
+        self._stores.ended(departure, sum(value.nbytes for value in values))
         failures = {
             i: self._redacted(client, keys[i], error)
             for i, error in zip(indices, outcomes, strict=True)
@@ -395,8 +413,11 @@ class RemoteTier(AsyncTier):
         async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
             """Read blocks into their slots; return those that fail verification."""
             wanted = [keys[i] for i in indices]
-            get = partial(client.get, wanted, most_bytes)
+            get, departure = partial(client.get, wanted, most_bytes), self._loads.began()
             found = await self._calls.run(get, deadline_s, server=client.server_of(wanted[0]))
+            self._loads.ended(
+                departure, sum(len(value.data) for value in found if isinstance(value, Value))
+            )
             values.update(zip(indices, found, strict=True))
             del found
 

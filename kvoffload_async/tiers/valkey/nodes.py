@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.tiers.remote.client import heard
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.valkey.address import Address
 from kvoffload_async.tiers.valkey.dialing import Login, Route
@@ -171,6 +172,7 @@ class BoundedParser(_AsyncHiredisParser):
         data = await stream.read(self._read_size)
         if not data:
             raise exceptions.ConnectionError("the server closed the connection")
+        heard()
         self._bounds.feed(data)
         reader.feed(data)
         return True

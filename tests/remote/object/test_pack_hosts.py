@@ -152,7 +152,7 @@ def test_hundreds_of_requests_at_once_stay_within_the_bytes_that_may_be_in_fligh
 
     async def watched(*arguments):
         nonlocal most
-        most = max(most, one.tier._stores.bytes_in_flight)
+        most = max(most, one.tier._stores.limiter.bytes_in_flight)
         return await create(*arguments)
 
     one.tier._client.create = watched
