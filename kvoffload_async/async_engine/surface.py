@@ -137,7 +137,7 @@ class OffloadEngine(EngineLifecycle):
         Raises:
             StateError: A hash is empty, or longer than 92 bytes (84 with a generation).
         """
-        self._require_open()
+        self._begin_call()
         generation = self._manager.generation
         keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
         require_keys(keys)
@@ -168,7 +168,7 @@ class OffloadEngine(EngineLifecycle):
             The number of blocks of the prefix; they stay pinned until `load`, the next `lookup`, or
             the request's end.
         """
-        self._require_open()
+        self._begin_call()
         self._unpin(request)
         deadline_s = self._loop.time() + timeout_s
         # The core applies its deferral limit only during a lookup.
@@ -218,7 +218,7 @@ class OffloadEngine(EngineLifecycle):
             TimeoutError: The deadline passed; a running copy continues.
             TransportError: The copy failed; the device blocks' contents are undefined.
         """
-        self._require_open()
+        self._begin_call()
         count = self._count(device_blocks)
         if count:
             self._require_valid(request)
@@ -283,7 +283,7 @@ class OffloadEngine(EngineLifecycle):
             TimeoutError: The deadline passed; a running copy continues.
             TransportError: A copy failed; those before it stay stored.
         """
-        self._require_open()
+        self._begin_call()
         count = self._count(device_blocks)
         keys = request.keys[first_block : first_block + count]
         if first_block < 0 or len(keys) != count:
@@ -371,6 +371,10 @@ class OffloadEngine(EngineLifecycle):
         return self._steps.events()
 
     # -- internal -------------------------------------------------------------------------------
+
+    def _begin_call(self) -> None:
+        self._require_open()
+        self._steps.begin_call()
 
     def _require_valid(self, request: EngineRequest) -> None:
         if request.is_invalidated:
