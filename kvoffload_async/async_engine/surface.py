@@ -152,7 +152,7 @@ class OffloadEngine(EngineLifecycle):
             yield request
         finally:
             del self._requests[request]
-            request.wake()
+            request.end()
             if self._is_open:
                 self._unpin(request)
                 self._manager.on_request_finished(ctx)
