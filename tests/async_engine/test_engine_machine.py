@@ -235,7 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
         for serving in self.serving:
             assert serving.outcomes in ([], [("released", frozenset(), True)])
 
-    async def everybody_is_told_once(self):
+    async def each_callback_is_called_once(self):
         """Close with copies under way: a request is released, or its blocks stay occupied."""
         closing = asyncio.create_task(self.world.engine.close(CLOSING_S))
         await turns()
@@ -286,7 +286,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         try:
             if hasattr(self, "world"):
-                assert not self.run(self.everybody_is_told_once() if self.closes_early else end())
+                assert not self.run(self.each_callback_is_called_once() if self.closes_early else end())
             for serving in self.serving:
                 if not serving.task.cancelled() and not self.closes_early:
                     serving.task.result()
