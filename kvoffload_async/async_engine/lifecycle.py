@@ -22,7 +22,7 @@ from kvoffload_async.runtime.loop import SameLoopRunner
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.timeline import RequestTimeline
-from kvoffload_async.waiting import until_done
+from kvoffload_async.waiting import seconds, until_done
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,9 @@ class EngineLifecycle:
             self._create_transport = create_transport
         elif kv_caches is not None:
             self._create_transport = spec.transport_maker(kv_caches, block_dim=block_dim)
-        self._bounds = bounds or EngineBounds()
+        self._bounds = EngineBounds() if bounds is None else bounds
+        if not isinstance(self._bounds, EngineBounds):
+            raise ConfigError(f"bounds: {bounds!r} is not valid; give an EngineBounds(...)")
         self._has_transport = False
         self._is_open = False
         self._closing: asyncio.Task[None] | None = None
@@ -172,9 +174,9 @@ class EngineLifecycle:
         Raises:
             OffloadError: A tier failed to close; all other components are closed.
         """
+        limit_s = self._config.shutdown_timeout_s if timeout_s is None else seconds(timeout_s)
         if self._is_open:
             self._is_open = False
-            limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s
             self._closing = self._loop.create_task(self._close(limit_s), name="kvoffload:close")
         elif self._closing is None or self._closing.done():
             return

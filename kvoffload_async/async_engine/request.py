@@ -12,6 +12,7 @@ from typing import Final, Self, TypeVarTuple
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey, ReqContext, as_block_ids
+from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ class EngineRequest:
         called after the request's end. To reuse the blocks after it, prefer `when_released`: an
         await in a `finally` block may be cancelled.
         """
-        deadline_s = self._waiters.loop.time() + timeout_s
+        deadline_s = self._waiters.loop.time() + seconds(timeout_s)
         with self.call() as waiter:
             while self._copies:
                 if self._waiters.has_given_up or self._waiters.loop.time() >= deadline_s:

@@ -45,6 +45,7 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
 
@@ -570,7 +571,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         for tier in self.planner.tiers:
             if tier.cost_gated is not None and tier.cost_gated.has_decided:
                 return True  # repeat lookups that returned RETRY: some answers have changed
-        return self._bridge.wait_for_progress(timeout_s)
+        return self._bridge.wait_for_progress(seconds(timeout_s))
 
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due that no notification triggers."""
@@ -634,11 +635,11 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         Raises:
             OffloadError: A tier failed to close; all others were shut down.
         """
+        timeout_s = self._shutdown_timeout_s if timeout is None else seconds(timeout, "timeout")
         if self._closed:
             return
         self._closed = True
         self._polled_this_step = False
-        timeout_s = self._shutdown_timeout_s if timeout is None else timeout
         deadline_s = self._clock() + timeout_s
         self.planner.release_retained()
         try:

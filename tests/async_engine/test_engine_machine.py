@@ -286,7 +286,9 @@ class EngineMachine(RuleBasedStateMachine):
 
         try:
             if hasattr(self, "world"):
-                assert not self.run(self.each_callback_is_called_once() if self.closes_early else end())
+                assert not self.run(
+                    self.each_callback_is_called_once() if self.closes_early else end()
+                )
             for serving in self.serving:
                 if not serving.task.cancelled() and not self.closes_early:
                     serving.task.result()
