@@ -85,16 +85,13 @@ class Server:
         self.number += 1
         async with self.engine.request(f"request-{self.number}", hashes) as request:
             room = await self.rooms.get()
-            try:
-                found = await self.prefill(request, hashes, room)
-                yield {"loaded_blocks": found, "computed_blocks": len(hashes) - found}
-                for _ in range(max_tokens):
-                    await asyncio.sleep(self.token_s)  # the model's next token
-                    yield {"text": "la "}
-            finally:
-                # After an error or a cancellation too: a copy may still use the blocks.
-                if await request.released():
-                    self.rooms.put_nowait(room)
+            # However the request ends: as soon as no copy uses the blocks.
+            request.when_released(self.rooms.put_nowait, room)
+            found = await self.prefill(request, hashes, room)
+            yield {"loaded_blocks": found, "computed_blocks": len(hashes) - found}
+            for _ in range(max_tokens):
+                await asyncio.sleep(self.token_s)  # the model's next token
+                yield {"text": "la "}
 
     async def prefill(self, request: EngineRequest, hashes: list[bytes], room: list[int]) -> int:
         """Load the longest known prefix, compute the rest, and store the computed blocks."""
@@ -102,8 +99,9 @@ class Server:
             found = await self.engine.lookup(request, timeout_s=1.0)  # pins the prefix
             found = await self.engine.load(request, room[:found])
         except (BusyError, InvalidatedError, TimeoutError, TransportError):
-            await request.released()  # no copy writes there any more: compute
-            found = 0
+            if not await request.released(timeout_s=1.0):  # a copy may still write there
+                raise RefusedError("503 Service Unavailable", "a copy hangs") from None
+            found = 0  # compute
         for index, block_hash in enumerate(hashes[found:], found):
             self.kv_cache[room[index]] = block_hash[0]  # the model
         with contextlib.suppress(BusyError, InvalidatedError, TimeoutError, TransportError):

@@ -1,14 +1,28 @@
-"""A limiter, and waits that continue through a cancellation, for calls that still access memory."""
+"""A limiter, timeouts, and waits that continue through a cancellation."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from kvoffload_async.errors import StateError
+
 T = TypeVar("T")
+
+
+def seconds(timeout: float, name: str = "timeout_s") -> float:
+    """Return a timeout that a caller gave; raise StateError unless it is finite and at least 0."""
+    try:
+        is_valid = 0 <= timeout < math.inf
+    except TypeError:
+        is_valid = False
+    if not is_valid:
+        raise StateError(f"{name}: {timeout!r} is not valid; give seconds, at least 0 and finite")
+    return timeout
 
 
 class LastingFuture(asyncio.Future[T]):

@@ -23,7 +23,7 @@ from kvoffload_async.runtime.loop import SameLoopRunner
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.timeline import RequestTimeline
-from kvoffload_async.waiting import until_done
+from kvoffload_async.waiting import seconds, until_done
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,9 @@ class EngineLifecycle:
             self._create_transport = create_transport
         elif kv_caches is not None:
             self._create_transport = spec.transport_maker(kv_caches, block_dim=block_dim)
-        self._bounds = bounds or EngineBounds()
+        self._bounds = EngineBounds() if bounds is None else bounds
+        if not isinstance(self._bounds, EngineBounds):
+            raise ConfigError(f"bounds: {bounds!r} is not valid; give an EngineBounds(...)")
         self._has_transport = False
         self._is_open = False
         self._is_closed = True
@@ -177,13 +179,13 @@ class EngineLifecycle:
                 another call closes what is left.
             StateError: Called on another event loop than the engine's.
         """
+        limit_s = self._config.shutdown_timeout_s if timeout_s is None else seconds(timeout_s)
         if self._is_closed:
             return
         if asyncio.get_running_loop() is not self._loop:
             raise StateError("close() was called on another event loop than the engine's")
         if self._closing is None or self._closing.done():  # the first attempt, or the last failed
             self._is_open = False
-            limit_s = self._config.shutdown_timeout_s if timeout_s is None else timeout_s
             self._closing = self._loop.create_task(self._close(limit_s), name="kvoffload:close")
         await until_done(self._closing)
 

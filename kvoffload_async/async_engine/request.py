@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Self
+from functools import partial
+from typing import Final, Self, TypeVarTuple
 
+from kvoffload_async.errors import StateError
 from kvoffload_async.types import OffloadKey, ReqContext, as_block_ids
+from kvoffload_async.waiting import seconds
+
+logger = logging.getLogger(__name__)
 
 NO_BLOCKS: Final = as_block_ids(())
+Args = TypeVarTuple("Args")
 
 
 class Waiters:
@@ -29,6 +37,8 @@ class Waiters:
         """Waiter for room -> the round in which it last found none."""
         self.for_progress: dict[Waiter, None] = {}
         self.everybody: dict[Waiter, None] = {}  # ordered: woken first come, first served
+        self.watched: dict[EngineRequest, None] = {}
+        """Requests with a callback that waits for their release."""
         self.has_given_up = False
         self.wake_ups = 0
         self._round = 0
@@ -75,6 +85,8 @@ class Waiters:
     def give_up(self) -> None:
         """Wake all waiters because the end of running copies will not be reported."""
         self.has_given_up = True
+        for request in list(self.watched):
+            request.report_release()
         self.wake_all()
 
 
@@ -142,6 +154,9 @@ class Waiter:
         return changed
 
 
+_Callback = Callable[[], object]
+
+
 class EngineRequest:
     """One request; created by `OffloadEngine.request`.
 
@@ -164,8 +179,10 @@ class EngineRequest:
         self.left_out: Sequence[OffloadKey] = ()
         self.is_invalidated = False
         self._waiters = waiters
+        self._has_ended = False
         self._calls: dict[Waiter, None] = {}
         self._copies: dict[object, Sequence[int]] = {}
+        self._when_released: list[tuple[_Callback, _Callback | None]] = []
 
     def __repr__(self) -> str:
         pinned = f"{len(self.keys)} blocks, {self.prefix_blocks} of them pinned"
@@ -183,16 +200,71 @@ class EngineRequest:
     async def released(self, timeout_s: float = 30.0) -> bool:
         """Wait until no copy of this request occupies a device block; False at the deadline.
 
-        May be called after the request's end. Also False if the closed engine has given up a copy;
-        its blocks stay occupied.
+        False means that a copy may still read and write `occupied_blocks`: do not reuse them. It
+        also comes if the closed engine has given up a copy; then the blocks stay occupied. May be
+        called after the request's end. To reuse the blocks after it, prefer `when_released`: an
+        await in a `finally` block may be cancelled.
         """
-        deadline_s = self._waiters.loop.time() + timeout_s
+        deadline_s = self._waiters.loop.time() + seconds(timeout_s)
         with self.call() as waiter:
             while self._copies:
                 if self._waiters.has_given_up or self._waiters.loop.time() >= deadline_s:
                     return False
                 await waiter.wait(deadline_s)
         return True
+
+    def when_released(
+        self,
+        callback: Callable[[*Args], object],
+        *args: *Args,
+        if_given_up: Callable[[*Args], object] | None = None,
+    ) -> None:
+        """Call `callback(*args)` once this request has ended and no copy uses its device blocks.
+
+        Call it as soon as the request gets its device blocks: `when_released(free.append, blocks)`
+        makes them free again however the request ends, also if its task is cancelled repeatedly.
+
+        Args:
+            callback: A function, called from the event loop exactly once, unless `if_given_up` is
+                called instead; soon, if the request has already ended. Its error is logged.
+            args: Its arguments.
+            if_given_up: Called instead if closing the engine gives up a copy of this request,
+                which may still access the device blocks: they stay occupied, and must not be
+                reused or deallocated.
+
+        Raises:
+            StateError: A callback is a coroutine function.
+        """
+        for each in (callback, if_given_up):
+            if inspect.iscoroutinefunction(each):
+                raise StateError(f"when_released: {each} is a coroutine function; give a plain one")
+        given_up = None if if_given_up is None else partial(if_given_up, *args)
+        self._when_released.append((partial(callback, *args), given_up))
+        self._waiters.watched[self] = None
+        self.report_release()
+
+    def report_release(self) -> None:
+        """Schedule the callbacks of `when_released` if it is decided which."""
+        waiters = self._waiters
+        if not waiters.has_given_up and (self._copies or not self._has_ended):
+            return
+        waiters.watched.pop(self, None)
+        callbacks, self._when_released = self._when_released, []
+        if self._copies and callbacks:
+            logger.warning(
+                "request %s: its device blocks stay occupied: the engine was closed during a copy",
+                self.ctx.req_id,
+            )
+        for released, given_up in callbacks:
+            callback = given_up if self._copies else released
+            if callback is not None:
+                waiters.loop.call_soon(self._call_back, callback)
+
+    def end(self) -> None:
+        """Record that the request has ended, so that no copy of it begins; wake its calls."""
+        self._has_ended = True
+        self.wake()
+        self.report_release()
 
     def occupy(self, device_blocks: Sequence[int]) -> Callable[[], None]:
         """Mark device blocks as used by a copy; return a function to call at the copy's end."""
@@ -203,6 +275,7 @@ class EngineRequest:
             del self._copies[copy]
             if not self._copies:
                 self.wake()
+                self.report_release()
 
         return release
 
@@ -225,3 +298,11 @@ class EngineRequest:
         """Wake all waiting calls of this request."""
         for waiter in list(self._calls):
             waiter.wake()
+
+    def _call_back(self, callback: _Callback) -> None:
+        try:
+            callback()
+        except Exception:
+            logger.exception(
+                "request %s: a callback of when_released has failed; fix it", self.ctx.req_id
+            )

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
@@ -22,9 +23,13 @@ from kvoffload_async.facade.manager import RoomWatch
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.types import LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput
 
+_CALLS_PER_STEP: Final = 32
+
 
 class Steps:
     """Ends a step of the core after each iteration of the event loop that called the core.
+
+    Calls that never wait give the loop no turn, so a step also ends after `_CALLS_PER_STEP` calls.
 
     Not thread-safe; call only from the event loop's thread.
     """
@@ -43,6 +48,8 @@ class Steps:
         """Number of events dropped for slow readers, summed over readers."""
         self._manager: TieringOffloadingManager | None = None
         self._is_due = False
+        self._num_calls = 0
+        """Number of calls in this step."""
         self._has_progress = False
         self._has_ended = False
         self._later: asyncio.TimerHandle | None = None
@@ -82,6 +89,16 @@ class Steps:
             raise StateError(f"the engine has failed: {self._fault}") from self._fault
 
     # -- steps ----------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """Count a call, at its start; if the step has had many, end it first.
+
+        A step keeps what its calls have looked up.
+        """
+        if self._manager is not None and self._num_calls >= _CALLS_PER_STEP:
+            self._finish(self._manager)
+            self.schedule()  # for what is due later
+        self._num_calls += 1
 
     def note_progress(self) -> None:
         """Record an event that calls may wait for, and schedule a step."""
@@ -137,6 +154,7 @@ class Steps:
         """
         counters = manager.planner.counters
         results_before = counters.job_results
+        self._num_calls = 0
         try:
             manager.on_schedule_end()
             events = list(manager.take_events())

@@ -6,6 +6,7 @@ It runs the core of the synchronous facade on the caller's event loop, without a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from kvoffload_async.types import (
     ReqContext,
     as_block_ids,
 )
+from kvoffload_async.waiting import seconds
 
 
 class PrefixSearch:
@@ -135,15 +137,21 @@ class OffloadEngine(EngineLifecycle):
             trace_context: Parent of the request's spans; see `ReqContext`.
 
         Raises:
-            StateError: A hash is empty, or longer than 92 bytes (84 with a generation).
+            StateError: A hash is not bytes, is empty, or is longer than 92 bytes (84 with a
+                generation).
         """
-        self._require_open()
+        self._begin_call()
         generation = self._manager.generation
-        keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
-        require_keys(keys)
         positions: dict[OffloadKey, int] = {}
-        for position, key in enumerate(keys, 1):
-            positions.setdefault(key, position)  # the first position of a repeated hash
+        try:
+            keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
+            require_keys(keys)
+            for position, key in enumerate(keys, 1):
+                positions.setdefault(key, position)  # the first position of a repeated hash
+        except TypeError as error:
+            raise StateError(
+                f"block_hashes: {error}; give a sequence of bytes, one hash for each full block"
+            ) from None
         ctx = ReqContext(req_id, kv_transfer_params, positions, trace_context=trace_context)
         self._manager.on_new_request(ctx)
         request = EngineRequest(ctx, keys, self._steps.waiters)
@@ -152,7 +160,7 @@ class OffloadEngine(EngineLifecycle):
             yield request
         finally:
             del self._requests[request]
-            request.wake()
+            request.end()
             if self._is_open:
                 self._unpin(request)
                 self._manager.on_request_finished(ctx)
@@ -167,10 +175,12 @@ class OffloadEngine(EngineLifecycle):
         Returns:
             The number of blocks of the prefix; they stay pinned until `load`, the next `lookup`, or
             the request's end.
+
+        Raises:
+            StateError: The request has ended, or `timeout_s` is negative or not finite.
         """
-        self._require_open()
+        deadline_s = self._begin_call(timeout_s)
         self._unpin(request)
-        deadline_s = self._loop.time() + timeout_s
         # The core applies its deferral limit only during a lookup.
         limit_s = self._loop.time() + self._config.deferral_timeout_s
         with request.call() as waiter:
@@ -211,15 +221,16 @@ class OffloadEngine(EngineLifecycle):
             The number of blocks loaded.
 
         Raises:
-            StateError: The device blocks do not match the prefix, or the prefix was unpinned while
-                the call waited for a permit.
+            StateError: The device blocks do not match the prefix, a block is given twice,
+                `timeout_s` is negative or not finite, or the prefix was unpinned while the call
+                waited for a permit.
             InvalidatedError: A `reset` or `invalidate` came since the lookup: compute the blocks.
             BusyError: Too many loads are waiting.
             TimeoutError: The deadline passed; a running copy continues.
             TransportError: The copy failed; the device blocks' contents are undefined.
         """
-        self._require_open()
-        count = self._count(device_blocks)
+        deadline_s = self._begin_call(timeout_s)
+        blocks, count = self._blocks(device_blocks)
         if count:
             self._require_valid(request)
         if count > request.prefix_blocks:
@@ -228,7 +239,6 @@ class OffloadEngine(EngineLifecycle):
             self._unpin(request)
             return 0
         claimed, generation = request.slots, request.primary_generation
-        deadline_s = self._loop.time() + timeout_s
         with await self._transfers.permit(Direction.LOAD, deadline_s, request.ctx) as permit:
             await self._steps.ready(deadline_s)
             self._require_valid(request)
@@ -239,13 +249,11 @@ class OffloadEngine(EngineLifecycle):
             self._manager.complete_load(rest, request.ctx, generation)
             await self._transfers.run(
                 Direction.LOAD,
-                device_blocks,
+                blocks,
                 CPULoadStoreSpec(claimed[:count]),
                 ctx=request.ctx,
                 permit=permit,
-                ended=partial(
-                    self._load_ended, keys, request, generation, request.occupy(device_blocks)
-                ),
+                ended=partial(self._load_ended, keys, request, generation, request.occupy(blocks)),
                 deadline_s=deadline_s,
             )
         if not self._manager.generation.has(keys[0]):
@@ -278,25 +286,27 @@ class OffloadEngine(EngineLifecycle):
             The number of newly stored blocks.
 
         Raises:
-            StateError: The request has no such blocks.
+            StateError: The request has no such blocks, a device block is given twice, or
+                `timeout_s` is negative or not finite.
             BusyError: Too many stores are waiting, or there was no room until the deadline.
             TimeoutError: The deadline passed; a running copy continues.
             TransportError: A copy failed; those before it stay stored.
         """
-        self._require_open()
-        count = self._count(device_blocks)
+        deadline_s = self._begin_call(timeout_s)
+        blocks, count = self._blocks(device_blocks)
+        if not isinstance(first_block, int):
+            raise StateError(f"first_block: {first_block!r} is not valid; give an index")
         keys = request.keys[first_block : first_block + count]
         if first_block < 0 or len(keys) != count:
             raise StateError(f"the request has no {count} blocks from block {first_block} on")
-        deadline_s = self._loop.time() + timeout_s
-        return await self._stores.store(request, keys, device_blocks, deadline_s)
+        return await self._stores.store(request, keys, blocks, deadline_s)
 
     async def quiesce(self, timeout_s: float = 30.0) -> bool:
         """Wait for all running copies to or from the device; return False at the deadline.
 
         Copies started later are not awaited. `EngineRequest.released` waits for one request.
         """
-        return await self._transfers.quiesce(timeout_s)
+        return await self._transfers.quiesce(seconds(timeout_s))
 
     # -- reset and invalidation -----------------------------------------------------------------
 
@@ -315,7 +325,7 @@ class OffloadEngine(EngineLifecycle):
                 deadline; nothing was reset.
         """
         self._require_open()
-        limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+        limit_s = self._config.drain_timeout_s if timeout_s is None else seconds(timeout_s)
         deadline_s = self._loop.time() + limit_s
         await self._steps.ready(deadline_s)
         self._steps.resetting = ended = self._loop.create_future()
@@ -360,7 +370,7 @@ class OffloadEngine(EngineLifecycle):
     async def wait_for_progress(self, timeout_s: float) -> None:
         """Wait for any progress of a tier or copy; for drivers that monitor the engine."""
         self._require_open()
-        await self._steps.next_progress(self._loop.time() + timeout_s)
+        await self._steps.next_progress(self._loop.time() + seconds(timeout_s))
 
     def events(self) -> AsyncIterator[OffloadingEvent]:
         """Iterate over events of blocks added to and removed from the tiers, until close.
@@ -372,19 +382,30 @@ class OffloadEngine(EngineLifecycle):
 
     # -- internal -------------------------------------------------------------------------------
 
+    def _begin_call(self, timeout_s: float = 0.0) -> float:
+        """Return the call's deadline, on the loop's clock."""
+        self._require_open()
+        deadline_s = self._loop.time() + seconds(timeout_s)
+        self._steps.begin_call()
+        return deadline_s
+
     def _require_valid(self, request: EngineRequest) -> None:
         if request.is_invalidated:
             raise _invalidated(request)
 
-    def _count(self, device_blocks: Sequence[int]) -> int:
+    def _blocks(self, device_blocks: Sequence[int]) -> tuple[list[int], int]:
+        """Return the numbers of the device blocks, and of how many blocks of the request."""
         per_chunk = self._config.blocks_per_chunk
         try:
-            as_block_ids(device_blocks)
+            blocks = as_block_ids(device_blocks).tolist()
         except (TypeError, OverflowError) as error:
             raise StateError(f"device_blocks are numbers of device blocks: {error}") from None
-        if len(device_blocks) % per_chunk:
-            raise StateError(f"{len(device_blocks)} blocks: {per_chunk=} does not divide that")
-        return len(device_blocks) // per_chunk
+        if len(blocks) % per_chunk:
+            raise StateError(f"{len(blocks)} blocks: {per_chunk=} does not divide that")
+        if len(set(blocks)) < len(blocks):
+            (twice, _), *_ = Counter(blocks).most_common(1)
+            raise StateError(f"device_blocks: {twice} is given twice; give each block once")
+        return blocks, len(blocks) // per_chunk
 
     def _pin(self, request: EngineRequest, count: int) -> int:
         self._unpin(request)  # a concurrent lookup may have pinned a prefix

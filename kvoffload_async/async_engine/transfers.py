@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Final
 
@@ -43,12 +43,13 @@ class EngineBounds:
     unread_events: int = 4096
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a limit that is too low."""
-        for name in ("concurrent_loads", "concurrent_stores", "unread_events"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not valid; at least 1")
-        if self.waiting_calls < 0:
-            raise ConfigError(f"waiting_calls: {self.waiting_calls} is not valid; at least 0")
+        """Raise ConfigError for a limit that is not an integer, or too low."""
+        for name, limit in asdict(self).items():
+            least = 0 if name == "waiting_calls" else 1
+            if not isinstance(limit, int) or limit < least:
+                raise ConfigError(
+                    f"{name}: {limit!r} is not valid; give an integer of at least {least}"
+                )
 
 
 _WAYS: Final[dict[Direction, TransferDirection]] = {

@@ -45,6 +45,7 @@ from kvoffload_async.types import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+from kvoffload_async.waiting import seconds
 
 _STOP_THREADS_S: Final = 0.2
 """Seconds to wait for the end of idle threads."""
@@ -371,7 +372,7 @@ class SecondaryTierManager:
 
         `get_finished_jobs` returns the results. Running copies are not aborted.
         """
-        return self.link.drain(timeout)
+        return self.link.drain(seconds(timeout, "timeout"))
 
     def abandon_jobs(self) -> Sequence[JobId]:
         """Fail every job without a result; return the jobs whose copies still run."""
@@ -391,7 +392,8 @@ class SecondaryTierManager:
         Raises:
             StateError: Called on the event loop's thread, for which it would wait.
         """
-        return self.link.close(self._close_timeout_s if timeout is None else timeout)
+        timeout_s = self._close_timeout_s if timeout is None else seconds(timeout, "timeout")
+        return self.link.close(timeout_s)
 
 
 SecondaryTierManager.__signature__ = signature_of(SecondaryTierManager, TierOptions)

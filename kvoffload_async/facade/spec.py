@@ -33,6 +33,7 @@ from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
+from kvoffload_async.waiting import seconds
 
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
@@ -340,8 +341,10 @@ class TieringOffloadingSpec(_Spec):
         Raises:
             OffloadError: A tier failed to close; everything else was closed.
         """
+        limit_s = self.config.shutdown_timeout_s
+        timeout_s = limit_s if timeout is None else seconds(timeout, "timeout")
         self._is_shut_down = True
-        self._close(self.config.shutdown_timeout_s if timeout is None else timeout)
+        self._close(timeout_s)
 
     def _close(self, timeout_s: float) -> None:
         self._status.close()

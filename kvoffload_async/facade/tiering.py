@@ -45,6 +45,7 @@ from kvoffload_async.types import (
     ScheduleEndContext,
     as_block_ids,
 )
+from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
 
@@ -571,7 +572,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         for tier in self.planner.tiers:
             if tier.cost_gated is not None and tier.cost_gated.has_decided:
                 return True  # repeat lookups that returned RETRY: some answers have changed
-        return self._bridge.wait_for_progress(timeout_s)
+        return self._bridge.wait_for_progress(seconds(timeout_s))
 
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due that no notification triggers."""
@@ -636,7 +637,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             OffloadError: A tier failed to close; all others were shut down. After any error,
                 another call does what is left.
         """
-        self._closing.run(self._shut_down, self._shutdown_timeout_s if timeout is None else timeout)
+        timeout_s = self._shutdown_timeout_s if timeout is None else seconds(timeout, "timeout")
+        self._closing.run(self._shut_down, timeout_s)
 
     def _shut_down(self, timeout_s: float) -> None:
         self._closed = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,11 +132,9 @@ def register_kv_caches(
     if block_dim is None:
         block_dim = 0
         _require_blocks_first(kv_caches)
-    if block_dim < 0 or blocks_per_chunk < 1:
-        raise ConfigError(
-            f"block_dim={block_dim} and blocks_per_chunk={blocks_per_chunk}: they must be at "
-            "least 0 and 1"
-        )
+    given: Any = block_dim  # unchecked input
+    if not isinstance(given, int) or block_dim < 0 or blocks_per_chunk < 1:
+        raise ConfigError(f"{block_dim=} and {blocks_per_chunk=}: they must be at least 0 and 1")
     tables = []
     chunk_bytes = 0
     for names in [list(kv_caches)] if groups is None else groups:

@@ -1,6 +1,7 @@
 """Lookup, load and store: what they wait for, what they return, what they raise."""
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -285,3 +286,73 @@ def test_an_engine_that_was_never_opened_has_no_statistics():
     config = {"cpu_bytes_to_use": 4096, "block_bytes": 4096, "model": "m"}
     with pytest.raises(ClosedError, match="not open"):
         OffloadEngine(config, create_transport=lambda _view: None).stats()
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [math.nan, -1, math.inf, "1", None])
+@on_loop
+async def test_a_timeout_that_is_no_time_is_an_error_before_anything_starts(timeout_s):
+    async with opened() as world:
+        await world.put("ab")
+        engine = world.engine
+        async with engine.request("r", hashes("ab")) as request:
+            assert await engine.lookup(request) == 2
+            calls = [
+                engine.lookup(request, timeout_s),
+                engine.load(request, [8, 9], timeout_s),
+                engine.store(request, [8, 9], 0, timeout_s),
+                engine.quiesce(timeout_s),
+                engine.wait_for_progress(timeout_s),
+                request.released(timeout_s),
+            ]
+            if timeout_s is not None:  # there None means the configuration's
+                calls += [engine.reset(timeout_s), engine.close(timeout_s)]
+            for call in calls:
+                with pytest.raises(StateError, match=r"timeout_s: .* is not valid; give seconds"):
+                    await call
+            assert not world.parked
+            assert await world.during(engine.load(request, [8, 9])) == 2, "all is as it was"
+
+
+@on_loop
+async def test_a_device_block_is_given_once():
+    async with opened() as world:
+        await world.put("ab")
+        async with world.engine.request("r", hashes("ab")) as request:
+            assert await world.engine.lookup(request) == 2
+            for call in (world.engine.load, world.engine.store):
+                with pytest.raises(StateError, match="device_blocks: 7 is given twice"):
+                    await call(request, [7, 7])
+            assert await world.during(world.engine.load(request, (i for i in (7, 8)))) == 2
+            assert world.holds(hashes("ab"), [7, 8])
+
+
+@on_loop
+async def test_arguments_of_another_type_are_errors_that_name_them():
+    async with opened() as world, world.engine.request("r", hashes("ab")) as request:
+        for blocks in (7, None, "ab", [1.0, 2], [None]):
+            with pytest.raises(StateError, match="device_blocks are numbers"):
+                await world.engine.store(request, blocks)
+        for first in (1.0, "1", None):
+            with pytest.raises(StateError, match=r"first_block: .* give an index"):
+                await world.engine.store(request, [1], first)
+        for block_hashes in (None, 5, b"abc", ["a"], [5], [bytearray(b"abc")]):
+            with pytest.raises(StateError, match=r"block_hashes: .* bytes"):
+                async with world.engine.request("s", block_hashes):
+                    pass
+
+
+def test_bounds_and_tensors_of_another_type_are_refused():
+    for bounds in ("x", 5, {}):
+        with pytest.raises(ConfigError, match=r"bounds: .* give an EngineBounds"):
+            OffloadEngine(CONFIG, lambda _view: None, bounds)
+    for name in ("concurrent_loads", "concurrent_stores", "waiting_calls", "unread_events"):
+        for limit in (math.nan, 1.5, "2", None, -1):
+            with pytest.raises(ConfigError, match=rf"{name}: .* give an integer of at least"):
+                EngineBounds(**{name: limit})
+    tensors = {"l": torch.zeros(4, 8, dtype=torch.uint8)}
+    for block_dim in ("x", 0.5, -1):
+        with pytest.raises(ConfigError, match="block_dim="):
+            OffloadEngine(CONFIG, kv_caches=tensors, block_dim=block_dim)

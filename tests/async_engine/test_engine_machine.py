@@ -34,6 +34,7 @@ from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.errors import (
     BusyError,
+    ClosedError,
     InvalidatedError,
     TierUnavailableError,
     TransportError,
@@ -59,14 +60,29 @@ class Serving:
         self.world, self.name, self.text = world, name, text
         self.blocks, self.plan = blocks, plan
         self.request = None
+        self.outcomes = []
+        """What `when_released` has said; then, which blocks were occupied, and if it had ended."""
+        self.has_left = False
         self.task = asyncio.get_running_loop().create_task(self.run(), name=name)
 
+    def note(self, outcome):
+        self.outcomes.append((outcome, self.request.occupied_blocks, self.has_left))
+
     async def run(self):
+        try:
+            await self.serve()
+        finally:
+            self.has_left = True
+
+    async def serve(self):
         engine, chain = self.world.engine, hashes(self.text)
         label = engine.manager.generation.label or ""
         computed = [block_hash + label.encode() for block_hash in chain]
         async with engine.request(self.name, chain) as request:
             self.request = request
+            request.when_released(
+                self.note, "released", if_given_up=lambda _: self.note("given up")
+            )
             with contextlib.suppress(*ORDINARY):
                 found = await engine.lookup(request, FAR_S)
                 if "load" in self.plan:
@@ -92,8 +108,10 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         reserved_fraction=st.sampled_from([0.0, 0.2]),
         write_back=st.sampled_from(["wait", "drop"]),
+        closes_early=st.booleans(),
     )
-    def open(self, reserved_fraction, write_back):
+    def open(self, reserved_fraction, write_back, closes_early):
+        self.closes_early = closes_early
         bounds = EngineBounds(concurrent_loads=2, concurrent_stores=2, waiting_calls=3)
         self.opening = opened(
             slots=5,
@@ -212,6 +230,37 @@ class EngineMachine(RuleBasedStateMachine):
         requests = [s.request for s in self.serving if s.request is not None]
         assert copied == set().union(*(request.occupied_blocks for request in requests))
 
+    @invariant()
+    def what_is_released_has_ended_and_is_not_occupied(self):
+        for serving in self.serving:
+            assert serving.outcomes in ([], [("released", frozenset(), True)])
+
+    async def each_callback_is_called_once(self):
+        """Close with copies under way: a request is released, or its blocks stay occupied."""
+        closing = asyncio.create_task(self.world.engine.close(CLOSING_S))
+        await turns()
+        await jump(CLOSING_S / 2)
+        while not closing.done():
+            for tier in self.world.tiers:
+                tier.settle_all()
+            await turns()
+        await closing
+        for serving in self.serving:
+            if serving.request is None:
+                continue
+            ((outcome, occupied, _),) = serving.outcomes
+            assert occupied == serving.request.occupied_blocks
+            assert outcome == ("given up" if occupied else "released")
+        self.world.transport.settle_all()
+        await turns()
+        assert all(len(serving.outcomes) <= 1 for serving in self.serving)
+        calls = [*(serving.task for serving in self.serving), *self.resets]
+        await self.world.until(lambda: all(call.done() for call in calls))
+        errors = {type(call.exception()) for call in calls if not call.cancelled()}
+        assert errors <= {type(None), ClosedError, TimeoutError}
+        await self.opening.__aexit__(None, None, None)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
     async def nobody_was_forgotten(self):
         """Who still waits, waits for good reason: looking again changes nothing."""
         waiting = [s for s in self.serving if not s.task.done()]
@@ -230,14 +279,18 @@ class EngineMachine(RuleBasedStateMachine):
             await self.world.until(lambda: all(reset.done() for reset in self.resets))
             assert {type(reset.exception()) for reset in self.resets} <= {type(None), TimeoutError}
             await self.world.check_rest()
+            for serving in self.serving:
+                assert len(serving.outcomes) == (serving.request is not None)
             await self.opening.__aexit__(None, None, None)
             return asyncio.all_tasks() - {asyncio.current_task()}
 
         try:
             if hasattr(self, "world"):
-                assert not self.run(end())
+                assert not self.run(
+                    self.each_callback_is_called_once() if self.closes_early else end()
+                )
             for serving in self.serving:
-                if not serving.task.cancelled():
+                if not serving.task.cancelled() and not self.closes_early:
                     serving.task.result()
             assert not self.runner.get_loop().unhandled
         finally:

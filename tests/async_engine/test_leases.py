@@ -1,12 +1,14 @@
 """Which device blocks a request's copies occupy, and until when."""
 
 import asyncio
+import functools
 
+import anyio
 import pytest
 from async_engine.worlds import FAR_S, hashes, jump, on_loop, opened, turns
 
 from kvoffload_async.async_engine.transfers import EngineBounds
-from kvoffload_async.errors import TransportError
+from kvoffload_async.errors import StateError, TransportError
 
 
 @on_loop
@@ -120,3 +122,122 @@ async def test_a_copy_that_the_closing_gives_up_is_never_released():
             with pytest.raises(TransportError):
                 await storing
         world.transport.settle()
+
+
+# -- when_released ------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_a_callback_comes_once_the_request_has_ended_and_its_last_copy_too():
+    free = []
+    async with opened() as world:
+        async with world.engine.request("r", hashes("ab")) as request:
+            request.when_released(free.append, "blocks")
+            await turns()
+            assert not free, "a copy may still begin"
+            storing = asyncio.create_task(world.engine.store(request, [0, 1]))
+            await turns()
+            storing.cancel()
+            await asyncio.wait([storing])
+        await turns()
+        assert not free, "the copy goes on"
+        world.transport.settle(error=OSError("injected"))
+        await turns()
+        assert free == ["blocks"]
+        request.when_released(free.append, "asked after the end")
+        await turns()
+        assert free == ["blocks", "asked after the end"]
+    await turns()
+    assert len(free) == 2
+
+
+@pytest.mark.parametrize("cancelled_by", ["anyio", "asyncio"])
+@on_loop
+async def test_a_callback_comes_though_every_await_is_cancelled_again(cancelled_by):
+    free = []
+    async with opened() as world:
+
+        async def serve():
+            async with world.engine.request("r", hashes("ab")) as request:
+                request.when_released(free.append, "blocks")
+                try:
+                    await world.engine.store(request, [0, 1])
+                finally:
+                    await request.released()  # cancelled as well
+                    free.append("never reached")
+
+        async def serve_in_a_scope(scope):
+            with scope:
+                await serve()
+
+        scope = anyio.CancelScope()
+        is_anyio = cancelled_by == "anyio"
+        serving = asyncio.create_task(serve_in_a_scope(scope) if is_anyio else serve())
+        await turns()
+        if is_anyio:
+            scope.cancel()
+        while not serving.done():
+            if not is_anyio:
+                serving.cancel()
+            await asyncio.sleep(0)
+        await turns()
+        assert not free
+        world.transport.settle()
+        await turns()
+        assert free == ["blocks"]
+
+
+@on_loop
+async def test_blocks_of_a_copy_that_the_closing_gives_up_are_never_free(caplog):
+    free, occupied = [], []
+    async with opened() as world:
+        async with (
+            world.engine.request("r", hashes("a")) as request,
+            world.engine.request("idle", hashes("b")) as idle,
+        ):
+            for each in (request, idle):
+                each.when_released(free.append, each.ctx.req_id, if_given_up=occupied.append)
+            request.when_released(free.append, "another")
+            storing = asyncio.create_task(world.engine.store(request, [3], 0, FAR_S))
+            await turns()
+            await world.engine.close(0.1)
+            assert (free, occupied) == (["idle"], ["r"]), "no copy of a closed engine begins"
+            assert "request r: its device blocks stay occupied" in caplog.text
+            assert "request idle" not in caplog.text
+            with pytest.raises(TransportError):
+                await storing
+        request.when_released(free.append, "late", if_given_up=occupied.append)
+        await turns()
+        assert (free, occupied) == (["idle"], ["r", "late"])
+        world.transport.settle()
+
+
+@on_loop
+async def test_an_error_of_a_callback_is_logged_and_stops_nothing(caplog):
+    free = []
+
+    def fail():
+        raise RuntimeError("injected")
+
+    async with opened() as world:
+        async with world.engine.request("r", hashes("a")) as request:
+            request.when_released(fail)
+            request.when_released(free.append, "blocks")
+        await turns()
+        assert free == ["blocks"]
+        assert "request r: a callback of when_released has failed" in caplog.text
+        assert "injected" in caplog.text
+        assert await world.put("b") == 1
+
+
+@on_loop
+async def test_a_coroutine_function_is_no_callback():
+    queue = asyncio.Queue()
+    async with opened() as world, world.engine.request("r", hashes("a")) as request:
+        for callback in (queue.put, functools.partial(queue.put, 1)):
+            with pytest.raises(StateError, match="coroutine function; give a plain one"):
+                request.when_released(callback)
+        with pytest.raises(StateError, match="coroutine function"):
+            request.when_released(queue.put_nowait, 1, if_given_up=queue.put)
+    await turns()
+    assert queue.empty()

@@ -1,6 +1,7 @@
-"""What `lookup` answers, and how long it waits."""
+"""What `lookup` answers, how long it waits, and what it keeps."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from async_engine.worlds import (
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import StateError
 from kvoffload_async.testing import Operation
+from kvoffload_async.types import ReqContext
 
 
 @on_loop
@@ -208,3 +210,33 @@ async def test_block_numbers_that_are_no_integers_are_refused():
         for blocks in ([0.5, 1.7], ["0", "1"], [0, 1 << 40]):
             with pytest.raises(StateError, match="device_blocks"):
                 await world.engine.store(request, blocks)
+
+
+# -- what stays ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["ab", "xy"])
+@on_loop
+async def test_requests_that_only_look_up_and_never_wait_do_not_stay(text):
+    async with opened(tiers=[SCRIPTED]) as world:
+        await world.put("ab")
+        before = num_contexts()
+        for number in range(1000):
+            async with world.engine.request(f"r{number}", hashes(text)) as request:
+                await world.engine.lookup(request)
+        assert num_contexts() < before + 100, "the requests of a step whose end did not come"
+
+
+def num_contexts():
+    gc.collect()
+    return sum(isinstance(thing, ReqContext) for thing in gc.get_objects())
+
+
+@on_loop
+async def test_a_request_that_looks_up_again_and_again_does_not_grow():
+    async with opened() as world:
+        await world.put("ab")
+        async with world.engine.request("r", hashes("ab")) as request:
+            for _ in range(1000):
+                await world.engine.lookup(request)
+        assert len(world.core.retention.found) < 200

@@ -1,5 +1,7 @@
 """From a configuration to a running manager, and what is unwound when that fails."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from kvoffload_async import (
     TieringOffloadingManager,
     TieringOffloadingSpec,
 )
-from kvoffload_async.errors import ConfigError, OffloadError
+from kvoffload_async.errors import ConfigError, OffloadError, StateError
 from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.types import ReqContext
 
@@ -219,3 +221,18 @@ def test_a_spec_without_tiers_is_a_primary_with_the_same_surface():
 
 def _broken_init(self):
     ScriptedTier.__init__(self, close_error=OSError("umount"))
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1, math.inf, "1"])
+def test_a_timeout_that_is_no_time_is_an_error_and_closes_nothing(timeout):
+    with TieringOffloadingSpec(WITH_TIER) as spec:
+        manager = spec.get_manager()
+        (tier,) = manager.secondary_tiers
+        for wait in (
+            *(spec.shutdown, manager.shutdown, manager.wait_for_progress),
+            *(tier.shutdown, tier.drain_jobs),
+        ):
+            with pytest.raises(StateError, match=r"timeout.*: .* is not valid; give seconds"):
+                wait(timeout)
+        manager.on_new_request(ReqContext("r"))
+        assert tier.drain_jobs(0)

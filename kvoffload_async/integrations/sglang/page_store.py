@@ -180,18 +180,21 @@ class PageStore:
         """Store tensors, one a page; return for each whether it is stored.
 
         Raises:
-            StateError: A tensor has not the size of a page.
+            StateError: A tensor has not the size of a page, or there is not one for each key.
         """
         sources = [page.contiguous() for page in pages]
-        return self._move(Direction.STORE, keys, self._tensor_copy(Direction.STORE, sources))
+        copy = self._tensor_copy(Direction.STORE, sources, len(keys))
+        return self._move(Direction.STORE, keys, copy)
 
     def load_tensors(self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]) -> list[bool]:
         """Load pages into tensors; return for each whether it was loaded; others are unchanged.
 
         Raises:
-            StateError: A tensor has not the size of a page, or is not contiguous.
+            StateError: A tensor has not the size of a page, is not contiguous, or there is not one
+                for each key.
         """
-        return self._move(Direction.LOAD, keys, self._tensor_copy(Direction.LOAD, pages))
+        copy = self._tensor_copy(Direction.LOAD, pages, len(keys))
+        return self._move(Direction.LOAD, keys, copy)
 
     def stats(self) -> OffloadingStatistics:
         """Return the statistics of the tiers, with the rows as the primary's. Thread: any."""
@@ -254,7 +257,11 @@ class PageStore:
             raise StateError(f"{count} keys, but indices of {len(addresses)} pages")
         return self._address_copy(direction, addresses, self._pages.part_bytes)
 
-    def _tensor_copy(self, direction: Direction, pages: Sequence[torch.Tensor]) -> CopyRows:
+    def _tensor_copy(
+        self, direction: Direction, pages: Sequence[torch.Tensor], count: int
+    ) -> CopyRows:
+        if len(pages) != count:
+            raise StateError(f"{count} keys, but {len(pages)} pages")
         page_bytes = self._pages.page_bytes
         for page in pages:
             if page.nbytes != page_bytes or not page.is_contiguous() or page.device.type != "cpu":

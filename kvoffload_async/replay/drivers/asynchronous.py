@@ -165,7 +165,7 @@ class AsyncDriver:
         try:
             await self._engine.load(request, self._memory.device_blocks(frames))
         except (TimeoutError, TransportError):
-            await request.released()  # no copy may still write to blocks about to be computed
+            await self._until_released(request)  # a copy may still write to blocks to be computed
             found = 0
         prompt.start(first, found)
         prompt.ready += found
@@ -190,9 +190,13 @@ class AsyncDriver:
         except BusyError:
             self._tally.stores_refused += 1
         except (TimeoutError, TransportError):
-            await request.released()  # no copy may still read from frames about to be released
+            await self._until_released(request)  # a copy may still read frames to be released
         else:
             self._tally.stored_blocks += stored
+
+    async def _until_released(self, request: EngineRequest) -> None:
+        if not await request.released(self._options.stall_timeout_s):
+            raise StalledError(f"a copy has not ended in {self._options.stall_timeout_s:g} s")
 
     def _check(self, prompt: Prompt, first: int, last: int) -> None:
         if not self._options.verify or last == first:
