@@ -7,13 +7,19 @@ TOKENS_PER_HASH = 2
 
 @dataclass(eq=False)
 class Sequence:
-    """A request: `text` is prompt and output so far, one letter a token."""
+    """A request: `text` is prompt and output so far, one letter a token.
+
+    Its first `found_tokens` were on the device when it began; a load was to fill those up to
+    `known_tokens`.
+    """
 
     request_id: str
     text: str
     num_prompt_tokens: int
     max_tokens: int
     num_computed_tokens: int = 0
+    found_tokens: int = 0
+    known_tokens: int = 0
     kv_transfer_params: None = None
     ended: bool = False
     tables: list = field(default_factory=list)

@@ -3,11 +3,17 @@
 A token is a letter, and the KV of a token is the whole text up to it: reading another request's
 bytes, or an old block's, shows at once. Copies happen when `perform` says so. Every worker has a
 device of its own and its own column of every slot.
+
+The scheduler may keep device blocks before a sliding window (`lag` tokens) and may cache prefixes
+on the device: "filled" blocks, or "all", also those before the window that a load left as they
+were. The latter is careless: what a request computes from such blocks is wrong, but must not be
+stored.
 """
 
 from collections import Counter, deque
 
 import numpy as np
+from connector.device_pool import DevicePool
 from connector.sequences import TOKENS_PER_HASH, Copy, Sequence
 from connector.worlds import Watched
 from facade.worlds import SLOT_BYTES, World
@@ -31,9 +37,24 @@ class Serving:
     """Everything between a request's arrival and its end."""
 
     def __init__(
-        self, groups, *, num_blocks, num_slots, tiers=(), num_workers=1, limits=None, **options
+        self,
+        groups,
+        *,
+        num_blocks,
+        num_slots,
+        tiers=(),
+        num_workers=1,
+        limits=None,
+        lag=0,
+        prefix_cache=None,
+        promises=True,
+        **options,
     ):
         self.groups = groups
+        self.num_blocks = num_blocks
+        self.lag = lag
+        self.prefix_cache = prefix_cache
+        self.promises = promises  # the tokens of a load count as computed from its start
         self.num_workers = num_workers
         self.world = World(*tiers, num_slots=num_slots, **(limits or {}))
         self.manager = Watched(self.world.manager)
@@ -45,7 +66,7 @@ class Serving:
         self.contents = [GARBAGE]
         self.numbers = {GARBAGE: 0}
         self.devices = [{} for _ in range(num_workers)]
-        self.free = list(range(num_blocks, 0, -1))
+        self.pool = DevicePool(num_blocks, is_cache=prefix_cache is not None)
         self.waiting = deque()
         self.running = []
         self.loading = {}
@@ -89,7 +110,8 @@ class Serving:
 
     def _free_all(self, request):
         for table in request.tables:
-            self.free.extend(b for b in reversed(table) if b != NULL_BLOCK)
+            for block in reversed(table):
+                self.pool.release(block)
         request.tables = []
 
     def _preempt(self, request):
@@ -118,6 +140,7 @@ class Serving:
                 preempted.append(self._preempt(request))
                 continue
             scheduled[request] = count
+            self._cache(request, request.num_computed_tokens, count)
             if request.request_id in self.resumed:
                 tables[request.request_id] = [list(t) for t in request.tables]
             else:
@@ -146,26 +169,31 @@ class Serving:
         self.check()
 
     def _admit(self, request, budget, scheduled, tables, *, declines):
-        tokens, waits = self.connector.get_num_new_matched_tokens(request, 0)
+        found = self._match(request)
+        tokens, waits = self.connector.get_num_new_matched_tokens(request, found)
         if tokens is None:
             return
         if declines:
-            tokens = 0  # another source would have provided them
-        total = tokens or min(budget, request.num_tokens)
-        request.tables = [[] for _ in self.groups]
-        if self._grow(request, total, computed=tokens) is None:
+            tokens = 0
+        known = found + tokens
+        total = known if tokens else min(found + budget, request.num_tokens)
+        request.tables = [list(self._found(request, i, found)) for i in range(len(self.groups))]
+        if self._grow(request, total, computed=known) is None:
             self._free_all(request)
             return
         self.connector.update_state_after_alloc(request, request.tables, tokens)
         self.waiting.remove(request)
-        request.num_computed_tokens = tokens
+        self.tally["found"] += found
+        request.found_tokens, request.known_tokens = found, known
+        request.num_computed_tokens = known if self.promises or not tokens else 0
         if tokens:
             assert waits
             self.loading[request] = None
             self.tally["loaded"] += tokens
             return
         self.running.append(request)
-        scheduled[request] = total
+        scheduled[request] = total - known
+        self._cache(request, known, total - known)
         tables[request.request_id] = [list(table) for table in request.tables]
 
     def _grow(self, request, total, computed=None):
@@ -176,22 +204,69 @@ class Serving:
         for group, table in zip(self.groups, request.tables, strict=True):
             count = -(-total // group.tokens_per_block)
             wanted.append([self._is_past(group, i, computed) for i in range(len(table), count)])
-        if sum(past is False for row in wanted for past in row) > len(self.free):
+        if sum(past is False for row in wanted for past in row) > len(self.pool.free):
             return None
-        grown = [[NULL_BLOCK if past else self.free.pop() for past in row] for row in wanted]
+        grown = [[NULL_BLOCK if past else self.pool.take() for past in row] for row in wanted]
         for table, row in zip(request.tables, grown, strict=True):
             table.extend(row)
         return grown
 
     def _is_past(self, group, index, computed):
-        window = group.sliding_window_tokens
-        return window is not None and (index + 1) * group.tokens_per_block <= computed - window + 1
+        first = _first_read(group, computed - self.lag)
+        return (index + 1) * group.tokens_per_block <= first
+
+    # -- the device's prefix cache --------------------------------------------------------------
+
+    def _name(self, request, group, index):
+        return group, request.text[: (index + 1) * self.groups[group].tokens_per_block]
+
+    def _cache(self, request, start, count):
+        """Let others find the full blocks of these tokens."""
+        for number, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            size = group.tokens_per_block
+            for index in range(start // size, (start + count) // size):
+                self.pool.name(table[index], self._name(request, number, index))
+
+    def _cache_loaded(self, request):
+        found, known = request.found_tokens, request.known_tokens
+        for number, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            chunks = self.geometry.chunks_per_window(number)
+            size = group.tokens_per_block
+            last = known // size
+            first = found // size
+            filled = (
+                first
+                if chunks is None
+                else max(first, last - chunks * self.geometry.blocks_per_chunk)
+            )
+            self.tally["unfilled"] += sum(b != NULL_BLOCK for b in table[first:filled])
+            for index in range(first if self.prefix_cache == "all" else filled, last):
+                self.pool.name(table[index], self._name(request, number, index))
+
+    def _match(self, request):
+        """How many tokens the device has, in whole blocks of every group."""
+        unit = max(group.tokens_per_block for group in self.groups)
+        for tokens in range((request.num_tokens - 1) // unit * unit, 0, -unit):
+            if all(
+                self._name(request, number, index) in self.pool.named
+                for number, group in enumerate(self.groups)
+                for index in _blocks_read(group, tokens)
+            ):
+                return tokens
+        return 0
+
+    def _found(self, request, number, tokens):
+        group = self.groups[number]
+        for index in range(tokens // group.tokens_per_block):
+            name = self._name(request, number, index)
+            is_kept = name in self.pool.named and not self._is_past(group, index, tokens)
+            yield self.pool.share(name) if is_kept else NULL_BLOCK
 
     def _slide(self, request, computed):
         for group, table in zip(self.groups, request.tables, strict=True):
             for index, block in enumerate(table):
                 if block != NULL_BLOCK and self._is_past(group, index, computed):
-                    self.free.append(block)
+                    self.pool.release(block)
                     table[index] = NULL_BLOCK
                     self.tally["slid"] += 1
 
@@ -223,19 +298,26 @@ class Serving:
 
     def _compute(self, request, count):
         start = request.num_computed_tokens
-        for index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
-            size, window = group.tokens_per_block, group.sliding_window_tokens
-            first = 0 if window is None else max(0, start - window + 1)
-            for device in self.devices:
-                for at in range(first, start):
-                    seen = device[table[at // size]].get(at % size)
-                    assert seen == (index, request.text[: at + 1]), "bytes of somebody else"
-            for at in range(start, start + count):
-                block = table[at // size]
-                self._overwrite(block)
-                for device in self.devices:
+        for device in self.devices:
+            is_right = self._reads_right(request, start, device)
+            assert is_right or self.prefix_cache == "all", "bytes of somebody else"
+            self.tally["computed wrong"] += not is_right
+            for index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+                size = group.tokens_per_block
+                for at in range(start, start + count):
+                    block = table[at // size]
+                    self._overwrite(block)
                     cells = device.setdefault(block, {})
-                    cells[at % size] = (index, request.text[: at + 1])
+                    cells[at % size] = (index, request.text[: at + 1] if is_right else GARBAGE)
+
+    def _reads_right(self, request, start, device):
+        for index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            size = group.tokens_per_block
+            for at in range(_first_read(group, start), start):
+                seen = device.get(table[at // size], {}).get(at % size)
+                if seen != (index, request.text[: at + 1]):
+                    return False
+        return True
 
     def perform(self, copy, *, success=True):
         """Let a copy happen now; one that fails leaves garbage where it wrote."""
@@ -265,7 +347,8 @@ class Serving:
         assert next(slots, None) is None
 
     def _cells(self, device, block, tokens):
-        return tuple((at, device[block].get(at)) for at in range(tokens))
+        cells = device.get(block, {})
+        return tuple((at, cells.get(at)) for at in range(tokens))
 
     def _number(self, content):
         if content not in self.numbers:
@@ -297,30 +380,51 @@ class Serving:
             assert invalid.isdisjoint(b for table in request.tables for b in table)
             self._free_all(request)
             return
-        if any(block in invalid for table in request.tables for block in table):
+        request.num_computed_tokens = request.known_tokens
+        starts = [
+            index * group.tokens_per_block
+            for group, table in zip(self.groups, request.tables, strict=True)
+            for index, block in enumerate(table)
+            if block in invalid
+        ]
+        if starts:
             self.tally["invalid"] += 1
-            request.num_computed_tokens = 0
-            if any(group.sliding_window_tokens for group in self.groups):
-                self._free_all(request)  # the window's blocks are not there to compute into
+            request.num_computed_tokens = min(starts)
+            if self._lacks_blocks(request):
+                request.num_computed_tokens = 0
+                self._free_all(request)
                 self.waiting.appendleft(request)
                 return
+        else:
+            self._cache_loaded(request)
         self.running.append(request)
         self.resumed.add(request.request_id)
+
+    def _lacks_blocks(self, request):
+        """Whether a request can't compute from its table: its windows began later."""
+        return any(
+            NULL_BLOCK in table[_first_read(group, request.num_computed_tokens) // size :]
+            for group, table in zip(self.groups, request.tables, strict=True)
+            for size in [group.tokens_per_block]
+        )
 
     # -- invariants -----------------------------------------------------------------------------
 
     def check(self):
         check_state(self.world.manager.planner)
         self.manager.check(self.connector)
-        owned = [b for r in self.live for table in r.tables for b in table if b != NULL_BLOCK]
-        assert len(set(owned) | set(self.free)) == len(owned) + len(self.free)
+        self.pool.check([table for r in self.live for table in r.tables], self.num_blocks)
         if self.copies or self.deferred:
             assert self.connector.has_pending_push_work()
         for key, slot, refs in self.world.primary.core.resident():
             if refs >= 0:
                 for worker in range(self.num_workers):
-                    number = self.host[slot, worker]
-                    assert self.contents[number] == self._expected(key), f"wrong bytes of {key!r}"
+                    self._check_bytes(key, self.host[slot, worker])
+        assert len(self.connector._contents._unfilled) <= self.num_blocks
+
+    def _check_bytes(self, key, number):
+        assert self.contents[number] == self._expected(key), f"wrong bytes of {key!r}"
+        self.tally["compared"] += 1
 
     def _expected(self, key):
         group = get_offload_group_idx(key)
@@ -360,6 +464,10 @@ class Serving:
         assert not len(self.connector._jobs)
         assert self.world.counts["pinned"] == self.world.counts["writing"] == 0
         check_quiescent(planner)
+        for tier in self.world.tiers:
+            for key, row in tier.blocks.items():
+                for number in np.asarray(row).view(np.int64)[: self.num_workers]:
+                    self._check_bytes(key, number)
         opened, ended = (
             Counter(ctx for name, ctx in self.manager.contexts if name == hook)
             for hook in ("on_new_request", "on_request_finished")
@@ -370,3 +478,14 @@ class Serving:
     def end(self):
         self.host = None
         self.world.end()
+
+
+def _first_read(group, computed):
+    """The first token that the token after the computed ones attends to."""
+    window = group.sliding_window_tokens
+    return 0 if window is None else max(0, computed + 1 - window)
+
+
+def _blocks_read(group, computed):
+    size = group.tokens_per_block
+    return range(_first_read(group, computed) // size, computed // size)

@@ -31,6 +31,9 @@ SETUPS = st.fixed_dictionaries(
         "offload_prompt_only": st.booleans(),
         "max_load_tokens": st.sampled_from([None, None, 5]),
         "max_offload_tokens": st.sampled_from([None, None, 6]),
+        "lag": st.sampled_from([0, 2, 100]),
+        "prefix_cache": st.sampled_from([None, "filled", "all"]),
+        "promises": st.booleans(),
     }
 )
 TEXTS = st.builds(
@@ -99,10 +102,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.serving.finish(live[data.draw(st.integers(0, len(live) - 1))])
 
     @precondition(lambda self: self.serving.connector._jobs)
-    @rule()
-    def reset(self):
+    @rule(forgets=st.booleans())
+    def reset(self, forgets):
         self.serving.world.settle_all()  # the tiers drain: that is what the manager waits for
         self.serving.connector.reset_cache()
+        if forgets:
+            self.serving.pool.forget()
         self.serving.check()
 
     @precondition(lambda self: any(t.parked for t in self.serving.world.healthy.values()))

@@ -186,7 +186,7 @@ def refused_window(desk):
     """A request of a window group, computed, and none of it stored for lack of room."""
     writer = Request("writer", "x" * desk.num_slots)
     busy = desk.prefill(writer, list(range(101, 102 + desk.num_slots)))
-    request = Request("r", "abcd")
+    request = Request("r", "abcd", extra=0)
     assert not desk.prefill(request, [1, 2, 3, 4]).store_jobs
     return request, busy
 

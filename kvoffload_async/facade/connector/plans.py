@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Protocol
 
 from kvoffload_async.errors import StateError
+from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     ConnectorGeometry,
@@ -191,6 +192,7 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
     """Return the copy that loads the device blocks of the tokens `local_tokens` to `total_tokens`.
 
     For a sliding window, only blocks inside the window are filled, and null blocks are skipped.
+    Blocks that the scheduler keeps before the window stay unfilled.
 
     Raises:
         StateError: The block table of a group is too short.
@@ -225,17 +227,20 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
 def offer_store(
     state: ConnectorRequest,
     geometry: ConnectorGeometry,
+    contents: DeviceContents,
     tokens: int,
     most_chunks: int | None = None,
 ) -> StoreOffer:
     """Return the chunks that are full at `tokens` tokens and have not been offered before.
 
-    A chunk is full if it has a key and all its device blocks. Chunks with null blocks are skipped.
+    A chunk is full if it has a key and all its device blocks, with known content. Other chunks are
+    skipped.
 
     Args:
         state: The request.
         geometry: Geometry of the device blocks.
-        tokens: Number of tokens, from the start of the request, whose KV is in the device blocks.
+        contents: The content of the device blocks.
+        tokens: Number of tokens, from the start of the request, that have been computed or loaded.
         most_chunks: Maximum number of chunks per group, from the first one on; all groups end at
             the same token. None: no limit.
     """
@@ -250,7 +255,7 @@ def offer_store(
         full = (
             chunk
             for chunk in range(group.next_chunk, end)
-            if NULL_BLOCK not in _blocks_of(group.block_ids, chunk, per_chunk)
+            if contents.have_content(_blocks_of(group.block_ids, chunk, per_chunk))
         )
         chunks = list(islice(full, most_chunks))
         if len(chunks) == most_chunks:

@@ -62,7 +62,8 @@ class StepOutput:
     """The scheduler's decisions in one step.
 
     Attributes:
-        num_scheduled_tokens: Tokens to compute in this step, by request.
+        num_scheduled_tokens: Tokens to compute in this step, by request; a request that shares a
+            block computed in this step follows the request that computes it.
         new_blocks: Device blocks appended in this step to known tables, by request, shape
             `[num_groups][num_new_blocks]`.
         block_tables: Complete tables of the requests that start or resume in this step.
@@ -86,6 +87,11 @@ class KVGroup:
 
     tokens_per_block: int
     sliding_window_tokens: int | None = None
+
+    def first_block_read(self, tokens: int) -> int:
+        """Return the first block that the token after the first `tokens` attends to."""
+        window = self.sliding_window_tokens
+        return 0 if window is None else max(0, tokens + 1 - window) // self.tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)

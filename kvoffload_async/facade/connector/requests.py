@@ -70,6 +70,9 @@ class ConnectorRequest:
     Attributes:
         local_tokens: Tokens present on the device at the request's last lookup.
         offered_tokens: Number of tokens after `local_tokens` that the last lookup offered to load.
+        loaded_tokens: Number of tokens after `local_tokens` that its load fills.
+        reads_content: Whether the blocks that its computation began with had known content; None
+            before that.
         waits_below: The request waits for loads of its blocks by other requests, if their job id
             is less than this: they began before its first lookup. None before that lookup.
         transfer_jobs: Ids of its jobs in flight.
@@ -86,10 +89,12 @@ class ConnectorRequest:
         "generation",
         "groups",
         "has_ended",
+        "loaded_tokens",
         "local_tokens",
         "may_load",
         "offered_tokens",
         "policy",
+        "reads_content",
         "request",
         "room_watch",
         "transfer_jobs",
@@ -111,6 +116,8 @@ class ConnectorRequest:
         self.groups = [GroupState() for _ in range(groups)]
         self.local_tokens = 0
         self.offered_tokens = 0
+        self.loaded_tokens = 0
+        self.reads_content: bool | None = None
         self.waits_below: JobId | None = None
         self.transfer_jobs: set[JobId] = set()
         self.room_watch = RoomWatch()
@@ -126,6 +133,8 @@ class ConnectorRequest:
         """
         self.local_tokens = local_tokens
         self.offered_tokens = 0
+        self.loaded_tokens = 0
+        self.reads_content = None
         self.room_watch.clear()
         for group in self.groups:
             group.block_ids = []
@@ -180,12 +189,15 @@ class ConnectorRequest:
                 group.block_ids[:unwatched] = [NULL_BLOCK] * unwatched
             group.next_chunk = 0
 
-    def invalidate(self, blocks: Collection[int]) -> set[int]:
-        """Replace `blocks` by `NULL_BLOCK` in the tables; return those that were in a table."""
-        taken = set()
-        for group in self.groups:
-            for at, block in enumerate(group.block_ids):
-                if block in blocks:
-                    taken.add(block)
-                    group.block_ids[at] = NULL_BLOCK
-        return taken
+    def load_failed(self, geometry: ConnectorGeometry) -> set[int]:
+        """Return the device blocks of the tokens that the load was for; it is not repeated."""
+        self.may_load = False
+        end = self.local_tokens + self.loaded_tokens
+        invalid = {
+            block
+            for group, shape in zip(self.groups, geometry.groups, strict=True)
+            for block in group.block_ids[
+                self.local_tokens // shape.tokens_per_block : end // shape.tokens_per_block
+            ]
+        }
+        return invalid - {NULL_BLOCK}

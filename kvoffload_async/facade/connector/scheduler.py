@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 from kvoffload_async.errors import StateError
+from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.plans import (
     ends_before,
     final_tokens,
@@ -209,6 +211,7 @@ class OffloadingConnectorScheduler:
         self.counters = ConnectorCounters()
         self._requests: dict[str, ConnectorRequest] = {}
         self._jobs = JobTable(geometry.num_workers)
+        self._contents = DeviceContents()
         self._step = Step()
         self._ending: list[ConnectorRequest] = []
         self._invalid_blocks: set[int] = set()
@@ -267,11 +270,14 @@ class OffloadingConnectorScheduler:
     ) -> None:
         """Set the device blocks of a request; if tokens are to be loaded, prepare the load.
 
+        Blocks before a sliding window are not filled, even if the scheduler keeps them. They are
+        not stored, and no other request may find them in the device's prefix cache.
+
         Args:
             request: The request.
             blocks: Its complete block tables.
             num_external_tokens: The tokens just offered by `get_num_new_matched_tokens`; 0 to
-                decline, also when another source provides the tokens.
+                decline, also when another source provides the tokens, whose blocks are not stored.
 
         Raises:
             StateError: The number differs from the offer, or the block tables are too short.
@@ -283,6 +289,7 @@ class OffloadingConnectorScheduler:
                 f"{num_external_tokens}"
             )
         state.offered_tokens = 0
+        state.loaded_tokens = num_external_tokens
         state.waits_below = None
         # With or without a load, this step writes the blocks after the computed ones.
         for group, table in zip(self.geometry.groups, blocks, strict=True):
@@ -303,6 +310,8 @@ class OffloadingConnectorScheduler:
         for req_id in output.preempted_req_ids:
             self._preempt(req_id)
         final_stores = self._final_stores()
+        # Only now: what has ended is stored before the step overwrites its blocks.
+        self._contents.note_allocated(step.allocated)
         running_stores = self._running_stores(output)
         # Flush earlier jobs that use a block allocated in this step, but not this step's own
         # loads, nor stores of blocks that it computes.
@@ -335,11 +344,18 @@ class OffloadingConnectorScheduler:
                 self._end_job(job)
             elif not self._jobs.has_stale:
                 self.manager.on_reset_flushed()
-            if job.has_failed and not job.is_store:
-                self._invalidate(job)
+            if job.is_store:
+                continue
+            if not job.has_failed:
+                self._contents.note_loaded(job.device_blocks)
+                continue
+            # The request may have ended; what it has besides is still stored.
+            invalid = job.request.load_failed(self.geometry)
+            if not job.request.has_ended:
+                self._invalid_blocks |= invalid
 
     def take_invalid_blocks(self) -> set[int]:
-        """Remove and return the device blocks that failed loads did not fill.
+        """Remove and return the device blocks that failed loads left unfilled.
 
         Their requests must recompute them; decrease `num_computed_tokens` before the next call
         of `build_connector_meta`. Such a request is not offered loads again.
@@ -423,8 +439,8 @@ class OffloadingConnectorScheduler:
         for req_id, tables in output.block_tables.items():
             state = self._requests.get(req_id)
             for index, table in enumerate(tables):
-                old = () if state is None else state.groups[index].block_ids
-                step.note_allocated(set(table).difference(old))
+                old = [] if state is None else state.groups[index].block_ids[: len(table)]
+                step.note_allocated(b for b, was in zip_longest(table, old) if b != was)
         for tables in output.new_blocks.values():
             for table in tables:
                 step.note_allocated(table)
@@ -474,6 +490,7 @@ class OffloadingConnectorScheduler:
         for req_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id)
             if state is not None and not state.has_ended:
+                self._contents.note_computed(state, self.geometry, scheduled)
                 self._store(state, state.request.num_computed_tokens + scheduled, jobs)
         return jobs
 
@@ -491,7 +508,7 @@ class OffloadingConnectorScheduler:
         if new_room == 0:
             return ()
         state.extend_keys(self.geometry)
-        offer = offer_store(state, self.geometry, tokens, new_room)
+        offer = offer_store(state, self.geometry, self._contents, tokens, new_room)
         left_out: Sequence[OffloadKey] = ()
         if offer.keys:
             granted = self.manager.prepare_store(offer.keys, state.ctx)
@@ -525,13 +542,3 @@ class OffloadingConnectorScheduler:
             self.counters.failed_loads += job.has_failed
             self.manager.complete_load(job.keys, job.request.ctx)
         self._drop_if_idle(job.request)
-
-    def _invalidate(self, job: ConnectorJob) -> None:
-        """Remove a failed load's blocks from the tables; report them if the request still runs.
-
-        The remaining blocks of an ended request are still stored.
-        """
-        job.request.may_load = False
-        invalid = job.request.invalidate(job.device_blocks)
-        if not job.request.has_ended:
-            self._invalid_blocks |= invalid
