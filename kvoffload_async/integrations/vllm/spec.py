@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from vllm.v1.kv_offload import base
@@ -145,12 +146,17 @@ class KVOffloadSpec(base.OffloadingSpec):
             participant: The caller's number; see `SharedBuffer`.
             layout: Digest of a worker's tensors, for the scheduler; see `row_layout`.
         """
+        options, count = self._engine.config, self._num_participants
         return SharedBuffer(
             self.config.engine_id,
-            self._engine.num_blocks,
-            self._engine.stride_bytes,
+            options.cpu_bytes_to_use,
+            options.block_bytes,
+            num_cells=options.num_workers,
             participant=participant,
-            num_participants=self._num_participants,
+            num_participants=count,
+            # vLLM may give pipeline ranks unequal numbers of layers; its scheduler only knows rank
+            # 0's, and maps the memory after all workers, which do it at the same time.
+            unequal=range(1, count) if self.config.parallel.pp_size > 1 else (),
             note=bytes.fromhex(layout),
         )
 
@@ -237,10 +243,11 @@ class KVOffloadSpec(base.OffloadingSpec):
                 f"{options.block_bytes}: this model's caches are not supported"
             )
         rank = self.config.parallel.rank
+        buffer = self.map_primary(1 + rank, self._digest_of(kv_caches))
         return KVOffloadWorker(
             layout,
-            self.map_primary(1 + rank, self._digest_of(kv_caches)),
-            cell_offset_bytes=0 if self.replicated_layout else rank * options.block_bytes,
+            buffer,
+            cell_offset_bytes=0 if self.replicated_layout else rank * buffer.cell_bytes,
             timeout_s=options.drain_timeout_s,
         )
 
@@ -250,6 +257,11 @@ class KVOffloadSpec(base.OffloadingSpec):
         own = OffloadConfig.declared().keys() - _DECIDED
         reject_unknown(given, own | VLLMS_OWN, "kv_connector_extra_config")
         options = {key: given[key] for key in given if key in own}
+        if not self.config.worker_kv_bytes_per_block:
+            raise ConfigError(
+                f"pipeline_parallel_size: rank {self.config.parallel.rank} has no layers with a KV "
+                "cache to offload; use fewer pipeline ranks, or set VLLM_PP_LAYER_PARTITION"
+            )
         options["blocks_per_chunk"] = self.blocks_per_chunk
         options["block_bytes"] = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
         options["block_size"] = min(self.tokens_per_block)
@@ -349,8 +361,10 @@ class _SharedSpec(TieringOffloadingSpec):
         return (*super()._memory_limits(), *([limit] if limit else []))
 
     def _create_buffer(self) -> PrimaryBuffer:
-        self._buffer = self.outer.map_primary(SCHEDULER)
-        return self._buffer
+        self._buffer = buffer = self.outer.map_primary(SCHEDULER)
+        self.config = replace(self.config, block_bytes=buffer.cell_bytes)
+        self.num_blocks, self.stride_bytes = len(buffer.view), buffer.stride_bytes
+        return buffer
 
     def _create_manager(self) -> TieringOffloadingManager:
         try:
