@@ -91,6 +91,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             raise ConfigError("canonical_layout: true is not supported here; leave it out")
         self._surroundings = surroundings_of(config.extra_config)
         require_one_host(self._surroundings)
+        self._require_to_be_alone()
         self._content = ModelContent(self._surroundings)
         self._identity_options: list[IdentityOptions | None] = []
         self._process_folders: list[ProcessFolder] = []
@@ -215,23 +216,45 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _warn_of_failed_loads(self) -> None:
         """Warn if vLLM does not compute the blocks of a failed load itself."""
-        config = None if self._surroundings is None else self._surroundings.vllm_config
-        transfer = getattr(config, "kv_transfer_config", None)
-        if transfer is None:
+        around = self._surroundings
+        if around is None:
             return
+        transfer = around.vllm_config.kv_transfer_config
+        decides = (around.outer or around.vllm_config).kv_transfer_config  # vLLM reads the outer
+        remedy = '"kv_load_failure_policy": "recompute" beside "kv_connector": "{}"'
         if transfer.kv_connector == "OffloadingConnector":
             logger.warning(
                 "a failed load ends the engine, because kv_connector is OffloadingConnector, which "
                 'cannot report it; set "kv_connector": "KVOffloadConnector", '
-                '"kv_connector_module_path": "kvoffload_async.integrations.vllm" and '
-                '"kv_load_failure_policy": "recompute", and vLLM computes those blocks instead'
+                '"kv_connector_module_path": "kvoffload_async.integrations.vllm" and %s, '
+                "and vLLM computes those blocks instead",
+                remedy.format("KVOffloadConnector" if around.outer is None else "MultiConnector"),
             )
-        elif transfer.kv_load_failure_policy != "recompute":
+        elif decides.kv_load_failure_policy != "recompute":
             logger.warning(
                 "vLLM ends a request whose load failed with an error, because "
-                'kv_load_failure_policy is %r, vLLM\'s default; set "kv_load_failure_policy": '
-                '"recompute" beside kv_connector, and vLLM computes those blocks instead',
-                transfer.kv_load_failure_policy,
+                "kv_load_failure_policy is %r, vLLM's default; set %s, and vLLM computes those "
+                "blocks instead",
+                decides.kv_load_failure_policy,
+                remedy.format(decides.kv_connector),
+            )
+
+    def _require_to_be_alone(self) -> None:
+        """Check that a `MultiConnector` has no second connector with this spec.
+
+        vLLM gives all connectors of a `MultiConnector` one engine_id, which names the memory, and
+        accepts no other beside a connector.
+        """
+        outer = None if self._surroundings is None else self._surroundings.outer
+        if outer is None:
+            return
+        connectors = outer.kv_transfer_config.kv_connector_extra_config["connectors"]
+        extras = [one.get("kv_connector_extra_config") or {} for one in connectors]
+        names, name = [extra.get("spec_name") for extra in extras], type(self).__name__
+        if names.count(name) > 1:
+            raise ConfigError(
+                f'connectors: {names.count(name)} connectors have "spec_name": "{name}", and they '
+                "would share one memory; keep one of them, with the secondary_tiers of all"
             )
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
