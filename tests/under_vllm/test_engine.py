@@ -180,19 +180,23 @@ def test_the_tokens_tell_when_loaded_bytes_are_wrong(model, expected, spec):
     assert found["tokens"][1] != expected
 
 
-@pytest.mark.parametrize("others", [[], ["HostTieringOffloadingSpec"]])
+@pytest.mark.parametrize("is_alone", [True, False])
 def test_multi_connector_serves_the_same_tokens_alone_and_beside_another(
-    model, expected, others, tmp_path
+    model, expected, is_alone, tmp_path
 ):
-    connectors = [connector(tiers=[fs(tmp_path)], name="KVOffloadConnector")]
-    connectors += [connector(spec) for spec in others]
-    for one in connectors:
-        del one["engine_id"]  # vLLM takes that of MultiConnector
+    ours = connector(tiers=[fs(tmp_path / "ours")], name="KVOffloadConnector")
+    del ours["engine_id"]  # vLLM takes that of MultiConnector
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")},
+    }
     settings = connector() | {
         "kv_connector": "MultiConnector",
-        "kv_connector_extra_config": {"connectors": connectors},
+        "kv_connector_extra_config": {"connectors": [ours] if is_alone else [ours, other]},
     }
-    found = run(model=model, processes=True, connector=settings, steps=JOURNEY)
+    llm = {"disable_hybrid_kv_cache_manager": True}  # ExampleConnector needs that
+    found = run(model=model, processes=True, connector=settings, llm=llm, steps=JOURNEY)
     assert found["tokens"] == [expected] * 3
     assert found["hits"] == [0, FULL_BLOCKS, FULL_BLOCKS]
 

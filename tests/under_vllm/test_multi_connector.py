@@ -18,11 +18,15 @@ from vllm_world import MODULE
 from kvoffload_async.errors import ConfigError
 
 OTHER = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": "/nowhere"},
+}
+VLLMS = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {
-        "spec_name": "HostTieringOffloadingSpec",
-        "spec_module_path": MODULE,
+        "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 1 << 20,
     },
 }
@@ -60,6 +64,7 @@ def connector(model):
         config = EngineArgs(
             model=model,
             block_size=32,
+            disable_hybrid_kv_cache_manager=True,  # ExampleConnector needs that
             dtype="float32",
             kv_transfer_config=transfer,
             max_model_len=256,
@@ -104,21 +109,15 @@ def test_the_failure_policy_that_counts_is_that_beside_multi_connector(
     assert all(remedy in text for remedy, text in zip(remedies, warnings, strict=True))
 
 
-def test_two_of_ours_are_refused_and_the_remedy_starts(connector, tmp_path):
-    def tiers(*names):
-        paths = [str(tmp_path / name) for name in names]
-        return [{"type": "fs", "root_dir": path, "fingerprint": "made up"} for path in paths]
-
-    first, second = ours(), ours()
-    first["kv_connector_extra_config"]["secondary_tiers"] = tiers("a")
-    second["kv_connector_extra_config"]["secondary_tiers"] = tiers("b")
-    remedy = "2 connectors have .*; keep one of them, with the secondary_tiers of all"
-    with pytest.raises(ConfigError, match=remedy):
-        connector(first, second, **RECOMPUTE)
+@pytest.mark.parametrize("second", [ours(), VLLMS])
+def test_a_second_connector_that_offloads_is_refused_and_without_it_the_engine_starts(
+    connector, second
+):
+    names = f"KVOffloadConnector and {second['kv_connector']}"
+    with pytest.raises(ConfigError, match=f"connectors: {names} cannot be .*; keep one of them"):
+        connector(ours(), second, **RECOMPUTE)
     assert shared_files() == []
-    first["kv_connector_extra_config"]["secondary_tiers"] = tiers("a", "b")
-    first["kv_connector_extra_config"]["secondary_tiers"] = []  # tiers wait for the workers
-    connector(first, **RECOMPUTE)
+    connector(ours(), **RECOMPUTE)
 
 
 def test_vllm_accepts_no_engine_id_of_a_connector_within_multi_connector(connector):

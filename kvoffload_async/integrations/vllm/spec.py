@@ -28,7 +28,12 @@ from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, options_of
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.facade.vllm_keys import DECIDED_OF_TIERS, NAMES_UNDER_VLLM, VLLMS_OWN
+from kvoffload_async.facade.vllm_keys import (
+    DECIDED_OF_TIERS,
+    NAMES_UNDER_VLLM,
+    OFFLOADING_CONNECTORS,
+    VLLMS_OWN,
+)
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
@@ -240,21 +245,21 @@ class KVOffloadSpec(base.OffloadingSpec):
             )
 
     def _require_to_be_alone(self) -> None:
-        """Check that a `MultiConnector` has no second connector with this spec.
+        """Check that a `MultiConnector` has no second connector that offloads.
 
-        vLLM gives all connectors of a `MultiConnector` one engine_id, which names the memory, and
-        accepts no other beside a connector.
+        Its connectors have one engine_id, which names the memory, and vLLM registers the metrics of
+        offloading once per class of connectors, and cannot register them twice.
         """
         outer = None if self._surroundings is None else self._surroundings.outer
         if outer is None:
             return
         connectors = outer.kv_transfer_config.kv_connector_extra_config["connectors"]
-        extras = [one.get("kv_connector_extra_config") or {} for one in connectors]
-        names, name = [extra.get("spec_name") for extra in extras], type(self).__name__
-        if names.count(name) > 1:
+        names = [one["kv_connector"] for one in connectors]
+        offloading = [name for name in names if name in OFFLOADING_CONNECTORS]
+        if len(offloading) > 1:
             raise ConfigError(
-                f'connectors: {names.count(name)} connectors have "spec_name": "{name}", and they '
-                "would share one memory; keep one of them, with the secondary_tiers of all"
+                f"connectors: {' and '.join(offloading)} cannot be in one MultiConnector; keep "
+                "one of them, with the secondary_tiers of all"
             )
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
