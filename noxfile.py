@@ -21,7 +21,7 @@ MACHINES = ("aarch64", "x86_64")
 RDMA_LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 NEEDS_PLATFORM = (
     *("adapted_tiers", "bench_peer", "engine", "engine_identity", "model_fingerprint", "serve"),
-    *("serve_replicas", "upstream_cases"),
+    *("multi_connector", "serve_replicas", "upstream_cases"),
 )
 PURE = "kvoffload_async/core/*,kvoffload_async/policies/*"
 

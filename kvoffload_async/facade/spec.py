@@ -29,7 +29,7 @@ from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
-from kvoffload_async.runtime.buffer import PrimaryBuffer, row_stride_bytes
+from kvoffload_async.runtime.buffer import PrimaryBuffer, rows_within
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
@@ -59,13 +59,9 @@ class _Spec(ABC):
             TierUnavailableError: The storage of a tier does not respond.
         """
         self.config = config if isinstance(config, OffloadConfig) else OffloadConfig.parse(config)
-        self.stride_bytes = row_stride_bytes(self.config.block_bytes, self.config.num_workers)
-        self.num_blocks = self.config.cpu_bytes_to_use // self.stride_bytes
-        if not self.num_blocks:
-            raise ConfigError(
-                f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes hold no block; one takes "
-                f"{self.stride_bytes} bytes (block_bytes * num_workers, in whole pages)"
-            )
+        self.num_blocks, self.stride_bytes = rows_within(
+            self.config.cpu_bytes_to_use, self.config.block_bytes, self.config.num_workers
+        )
         check_policy(self.config.eviction_policy)
         for limit in self._memory_limits():
             if self.num_blocks * self.stride_bytes > limit.size_bytes:
@@ -199,11 +195,11 @@ class _Spec(ABC):
         return PrimaryBuffer(self.num_blocks, self.stride_bytes, prefault=self.config.prefault)
 
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
-        config = self.config
+        config, buffer = self.config, self._create_buffer()
         return CPUPrimaryTierOffloadingManager(
             self.num_blocks,
             cache_policy=config.eviction_policy,
-            buffer=self._create_buffer(),
+            buffer=buffer,
             accept_prefix=config.accept_prefix,
             store_threshold=config.store_threshold,
             max_tracker_size=config.max_tracker_size,

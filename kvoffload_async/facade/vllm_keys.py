@@ -18,6 +18,9 @@ VLLMS_OWN: Final = frozenset(
 )
 """Keys of `kv_connector_extra_config` that vLLM reads."""
 
+OFFLOADING_CONNECTORS: Final = ("OffloadingConnector", "KVOffloadConnector")
+"""Values of `kv_connector`: vLLM's connector that takes a spec, and this package's."""
+
 DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
 """Keys of a tier that vLLM's configuration determines."""
 

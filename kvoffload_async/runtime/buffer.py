@@ -89,6 +89,21 @@ def row_stride_bytes(block_bytes: int, num_workers: int = 1, page_bytes: int = P
     return -(-block_bytes * num_workers // page_bytes) * page_bytes
 
 
+def rows_within(size_bytes: int, block_bytes: int, num_workers: int = 1) -> tuple[int, int]:
+    """Return the number of rows that fit into `cpu_bytes_to_use`, and the bytes of one.
+
+    Raises:
+        ConfigError: No row fits.
+    """
+    stride_bytes = row_stride_bytes(block_bytes, num_workers)
+    if not 0 < stride_bytes <= size_bytes:
+        raise ConfigError(
+            f"cpu_bytes_to_use: {size_bytes} bytes hold no block; one takes {stride_bytes} bytes "
+            "(block_bytes * num_workers, in whole pages)"
+        )
+    return size_bytes // stride_bytes, stride_bytes
+
+
 class Pages(mmap.mmap):
     """A mapping that tracks who copies to or from it; see `abc.pages`.
 

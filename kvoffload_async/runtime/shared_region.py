@@ -10,8 +10,9 @@ The directory is usually writable by all users, so names are not trustworthy. A 
 removed only if it belongs to this user, is a regular file without access for others, and has a
 single name; all other files are left untouched.
 
-Contents of the file: the rows of the primary, one flag byte per slot, one arrival byte and one note
-per participant.
+Contents of the file: one mark, one note and the size of a cell per participant, in whole pages; the
+rows of the primary; one flag byte per slot. Cells of unequal size, for instance of pipeline ranks
+with different numbers of layers, make rows of the largest.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import hashlib
 import mmap
 import os
 import stat
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
-from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer
+from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer, rows_within
 from kvoffload_async.system_calls import REFUSALS, REMEDY, RefusedCallError, naming_refusal
 
 NOTE_BYTES = 16
+_CELL_BYTES = 8
+_ANNOUNCED, _ARRIVED = 1, 2
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where POSIX shared memory lies
 _PREFIX = "kvoffload-"
 _POLL_S = 0.005
@@ -46,16 +50,19 @@ class SharedBuffer(PrimaryBuffer):
         slot_flags: One byte per slot, shape `[num_slots]`, initially zero: state shared between
             participants.
         is_creator: Whether this participant created the file.
+        cell_bytes: Bytes of a cell; a row has one per worker.
     """
 
     def __init__(
         self,
         name: str,
-        num_slots: int,
-        stride_bytes: int,
+        size_bytes: int,
+        cell_bytes: int,
         *,
+        num_cells: int = 1,
         participant: int,
         num_participants: int,
+        unequal: Collection[int] = (),
         directory: str | Path = SHARED_MEMORY,
         join_timeout_s: float = 30.0,
         note: bytes = b"",
@@ -65,55 +72,61 @@ class SharedBuffer(PrimaryBuffer):
 
         Args:
             name: Unique name, the same for all participants.
-            num_slots: Number of rows.
-            stride_bytes: Bytes of a row.
+            size_bytes: Maximum bytes of all rows.
+            cell_bytes: Bytes of a cell in a row, as this participant knows it.
+            num_cells: Cells per row.
             participant: Number of this participant, from 0.
             num_participants: Total number of participants.
+            unequal: Participants whose `cell_bytes` may differ. All of them must arrive at the same
+                time: each participant waits for their sizes, and takes the largest.
             directory: Directory of the file until all have arrived, on an in-memory filesystem.
-            join_timeout_s: Seconds until the file must have its full size.
+            join_timeout_s: Seconds until the sizes are known and the file has its own.
             note: Message for the other participants, at most `NOTE_BYTES`.
             free_bytes: Returns a directory's free space in bytes, or None for "no limit".
 
         Raises:
-            ConfigError: There is not enough space, another engine uses the name, or the file is not
-                a private file of this user.
-            TimeoutError: The creator did not finish in time.
+            ConfigError: There is not enough space, another engine uses the name, the participants'
+                sizes differ, or the file is not a private file of this user.
+            TimeoutError: The creator, or one of `unequal`, did not come in time.
         """
         self._directory = Path(directory)
         self._path = self._directory / file_name(name)
-        rows_bytes = num_slots * stride_bytes
-        self._arrivals_at = rows_bytes + num_slots
-        self._notes_at = self._arrivals_at + num_participants
         self._num_participants = num_participants
-        used_bytes = self._notes_at + num_participants * NOTE_BYTES
-        size_bytes = -(-used_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._notes_at = num_participants
+        self._cells_at = self._notes_at + num_participants * NOTE_BYTES
+        header_bytes = _whole_pages(self._cells_at + num_participants * _CELL_BYTES)
         deadline_s = time.monotonic() + join_timeout_s
         _remove_orphans(self._directory)
         self._file, self.is_creator = _enter(self._path, deadline_s)
         self._is_file_open = True
         mapping = None
         try:
+            self.cell_bytes = self._agree(participant, cell_bytes, unequal, deadline_s)
+            num_slots, stride_bytes = rows_within(size_bytes, self.cell_bytes, num_cells)
+            rows_bytes = num_slots * stride_bytes
+            mapped_bytes = _whole_pages(rows_bytes + num_slots)
+            file_bytes = header_bytes + mapped_bytes
             if self.is_creator:
-                _require_room(size_bytes, self._directory, free_bytes or free_space_bytes)
-                os.ftruncate(self._file, size_bytes)
+                _require_room(mapped_bytes, self._directory, free_bytes or free_space_bytes)
+                os.ftruncate(self._file, file_bytes)
             else:
-                _await_size(self._file, size_bytes, self._path, deadline_s)
-            mapping = Pages(self._file, size_bytes)
+                _await_size(self._file, file_bytes, self._path, deadline_s, header_bytes)
+            mapping = Pages(self._file, mapped_bytes, offset=header_bytes)
             if self.is_creator:
                 # Reserve all pages: a missing page would raise SIGBUS during a copy.
-                _reserve(self._file, size_bytes, self._directory)
+                _reserve(self._file, file_bytes, self._directory)
             self._arrive(participant, note.ljust(NOTE_BYTES, b"\0"))
-            _populate(mapping, size_bytes * participant // num_participants)
+            _populate(mapping, mapped_bytes * participant // num_participants)
         except BaseException as error:
             # On timeout the creator is gone, and nobody else would remove the name.
             self._undo(mapping, remove=self.is_creator or isinstance(error, TimeoutError))
             raise
-        self.slot_flags = memoryview(mapping)[rows_bytes : self._arrivals_at]
+        self.slot_flags = memoryview(mapping)[rows_bytes : rows_bytes + num_slots]
         super().__init__(num_slots, stride_bytes, mapping=mapping)
 
     def has_arrived(self, participant: int) -> bool:
         """Return whether a participant has mapped this memory."""
-        return participant not in self._absent()
+        return participant not in self._missing(_ARRIVED)
 
     def notes(self, timeout_s: float = 30.0) -> list[bytes]:
         """Return every participant's note, by number; waits until all have arrived.
@@ -121,14 +134,8 @@ class SharedBuffer(PrimaryBuffer):
         Raises:
             TimeoutError: Some have not arrived in time.
         """
-        deadline_s = time.monotonic() + timeout_s
-        while absent := self._absent():
-            if not _pause(deadline_s):
-                raise TimeoutError(
-                    f"participants {absent} of {self._path.name} have not arrived within "
-                    f"{timeout_s} s: they have ended or hang; see their errors"
-                )
-        notes = os.pread(self._file, self._num_participants * NOTE_BYTES, self._notes_at)
+        self._await_marks(range(self._num_participants), _ARRIVED, time.monotonic() + timeout_s)
+        notes = self._read(self._notes_at, NOTE_BYTES)
         return [notes[at : at + NOTE_BYTES] for at in range(0, len(notes), NOTE_BYTES)]
 
     def remove_name(self) -> None:
@@ -150,26 +157,61 @@ class SharedBuffer(PrimaryBuffer):
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _arrive(self, participant: int, note: bytes) -> None:
-        """Record the arrival; the last participant removes the name.
+    # Participants use file I/O here instead of the mapping: the kernel orders it for all processes,
+    # so that the last participant knows that it is the last.
 
-        Uses file I/O instead of the mapping: the kernel orders it for all processes, so that the
-        last participant knows that it is the last.
-        """
-        if os.pread(self._file, 1, self._arrivals_at + participant) == b"\1":
+    def _agree(
+        self, participant: int, cell_bytes: int, unequal: Collection[int], deadline_s: float
+    ) -> int:
+        """Announce the size of a cell; return the one that all participants use."""
+        self._require_new(participant)
+        at = self._cells_at + participant * _CELL_BYTES
+        os.pwrite(self._file, struct.pack("<Q", cell_bytes), at)
+        os.pwrite(self._file, bytes([_ANNOUNCED]), participant)
+        self._await_marks(unequal, _ANNOUNCED, deadline_s)
+        count = self._num_participants
+        announced = unequal or {*range(count)}.difference(self._missing(_ANNOUNCED))
+        cells: Sequence[int] = struct.unpack(f"<{count}Q", self._read(self._cells_at, _CELL_BYTES))
+        sizes = {number: cells[number] for number in announced}
+        if not unequal and len(set(sizes.values())) > 1:
+            raise ConfigError(
+                f"cpu_bytes_to_use: the participants of {self._path} announced cells of unequal "
+                f"size: {sizes} (participant: bytes); all participants must have the same "
+                "configuration"
+            )
+        return max(sizes.values())
+
+    def _arrive(self, participant: int, note: bytes) -> None:
+        """Record the arrival; the last participant removes the name."""
+        self._require_new(participant)
+        os.pwrite(self._file, note, self._notes_at + participant * NOTE_BYTES)
+        os.pwrite(self._file, bytes([_ARRIVED]), participant)
+        if not self._missing(_ARRIVED):
+            _remove_name(self._path, self._file)
+
+    def _require_new(self, participant: int) -> None:
+        if participant not in self._missing(_ARRIVED):
             raise ConfigError(
                 f"engine_id: participant {participant} of {self._path.name} exists already; two "
                 "engines share one engine_id: give each its own"
             )
-        os.pwrite(self._file, note, self._notes_at + participant * NOTE_BYTES)
-        os.pwrite(self._file, b"\1", self._arrivals_at + participant)
-        if not self._absent():
-            _remove_name(self._path, self._file)
 
-    def _absent(self) -> list[int]:
-        """Return the participants that have not arrived."""
-        arrived = os.pread(self._file, self._num_participants, self._arrivals_at)
-        return [number for number, mark in enumerate(arrived) if not mark]
+    def _missing(self, mark: int) -> list[int]:
+        """Return the participants that have not announced themselves or arrived."""
+        return [number for number, found in enumerate(self._read(0, 1)) if found < mark]
+
+    def _await_marks(self, participants: Collection[int], mark: int, deadline_s: float) -> None:
+        while missing := sorted({*participants}.intersection(self._missing(mark))):
+            if not _pause(deadline_s):
+                raise TimeoutError(
+                    f"participants {missing} of {self._path.name} have not arrived in time: they "
+                    "have ended, hang, or are on another host; see their errors"
+                )
+
+    def _read(self, at: int, width: int) -> bytes:
+        """Return one field of all participants; zeros where nothing has been written yet."""
+        size_bytes = self._num_participants * width
+        return os.pread(self._file, size_bytes, at).ljust(size_bytes, b"\0")
 
     def _undo(self, mapping: Pages | None, *, remove: bool) -> None:
         """Close what was opened, after the arrival has failed."""
@@ -244,9 +286,15 @@ def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
             raise TimeoutError(f"{path} could be neither created nor opened in time")
 
 
-def _await_size(file: int, size_bytes: int, path: Path, deadline_s: float) -> None:
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _await_size(
+    file: int, size_bytes: int, path: Path, deadline_s: float, header_bytes: int
+) -> None:
     while (found := os.fstat(file)).st_size != size_bytes:
-        if found.st_size:
+        if found.st_size > header_bytes:
             raise ConfigError(
                 f"cpu_bytes_to_use: {path} has {found.st_size} bytes instead of {size_bytes}; all "
                 "participants must have the same configuration"

@@ -28,8 +28,8 @@ class Beside:
         assert self._pipe.poll(DEADLINE_S), "it hangs"
         return self._pipe.recv()
 
-    def go_on(self):
-        self._pipe.send("go on")
+    def go_on(self, message="go on"):
+        self._pipe.send(message)
 
     def kill(self):
         self._process.kill()
@@ -57,7 +57,7 @@ def _run(pipe, uid, function, args):
 def join(directory, participant=0, num_participants=2, *, num_slots=SLOTS, **options):
     return SharedBuffer(
         "t",
-        num_slots,
+        num_slots * STRIDE,
         STRIDE,
         participant=participant,
         num_participants=num_participants,
@@ -94,7 +94,9 @@ def participate(pipe, directory, participant, point):
 
 def map_pages(pipe, directory):
     """Join as the second one, with slots of some pages, and stay."""
-    buffer = SharedBuffer("t", 64, 65536, participant=1, num_participants=2, directory=directory)
+    buffer = SharedBuffer(
+        "t", 64 * 65536, 65536, participant=1, num_participants=2, directory=directory
+    )
     pipe.send("mapped")
     pipe.recv()
     return buffer.release()

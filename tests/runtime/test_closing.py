@@ -123,7 +123,7 @@ def test_a_link_whose_actor_cannot_be_closed_still_closes_its_pool_and_ends_its_
 
 
 def join(directory):
-    return SharedBuffer("t", 2, 4096, participant=0, num_participants=2, directory=directory)
+    return SharedBuffer("t", 8192, 4096, participant=0, num_participants=2, directory=directory)
 
 
 def failing(monkeypatch, module, name, error):

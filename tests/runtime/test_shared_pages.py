@@ -25,7 +25,7 @@ class Region:
     def join(self, participant):
         buffer = SharedBuffer(
             "t",
-            SLOTS,
+            ROWS_BYTES,
             STRIDE,
             participant=participant,
             num_participants=2,
@@ -37,7 +37,8 @@ class Region:
 
     @property
     def used_bytes(self):
-        return os.fstat(self.file).st_blocks * 512
+        """Bytes behind the participants' marks, which go with the file."""
+        return os.fstat(self.file).st_blocks * 512 - 4096
 
 
 def open_files():

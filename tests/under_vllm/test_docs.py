@@ -26,6 +26,11 @@ def test_a_configuration_of_the_documentation_works(given, serving, tmp_path):
     config = KVTransferConfig(**given)
     extra = config.kv_connector_extra_config
     assert KVConnectorFactory.get_connector_class(config).__name__ == given["kv_connector"]
+    if given["kv_connector"] == "MultiConnector":
+        (inner,) = extra["connectors"]
+        config = KVTransferConfig(**inner)
+        extra = config.kv_connector_extra_config
+        assert KVConnectorFactory.get_connector_class(config).__name__ == inner["kv_connector"]
     spec = OffloadingSpecFactory.get_spec_cls(extra)
     (tier,) = extra["secondary_tiers"]
     tier = {**tier, "root_dir": str(tmp_path), "fingerprint": "made up"}
@@ -41,5 +46,5 @@ def test_a_configuration_of_the_documentation_works(given, serving, tmp_path):
         assert serving(tier).tier.tier_type == tier["type"]
 
 
-def test_the_documentation_has_both_ways_into_vllm_vllms_own_tiers_and_a_way_without_a_gpu():
-    assert len(CONFIGURATIONS) == 4
+def test_the_documentation_has_every_way_into_vllm():
+    assert len(CONFIGURATIONS) == 5

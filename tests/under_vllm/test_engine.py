@@ -14,7 +14,7 @@ import pytest
 from engine_run import BLOCK_TOKENS
 from tiny_model import save_tiny_model
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-from vllm_world import MODULE, make_config, shared_files_of
+from vllm_world import MODULE, is_shared_file_of, make_config, shared_files_of
 
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import KVOffloadSpec
@@ -178,6 +178,39 @@ def test_the_tokens_tell_when_loaded_bytes_are_wrong(model, expected, spec):
     assert found["tokens"][0] == expected
     assert found["hits"] == [0, FULL_BLOCKS]
     assert found["tokens"][1] != expected
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_multi_connector_serves_the_same_tokens_alone_and_beside_another(
+    model, expected, is_alone, tmp_path
+):
+    ours = connector(tiers=[fs(tmp_path / "ours")], name="KVOffloadConnector")
+    del ours["engine_id"]  # vLLM takes that of MultiConnector
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")},
+    }
+    settings = connector() | {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [ours] if is_alone else [ours, other]},
+    }
+    llm = {"disable_hybrid_kv_cache_manager": True}  # ExampleConnector needs that
+    found = run(model=model, processes=True, connector=settings, llm=llm, steps=JOURNEY)
+    assert found["tokens"] == [expected] * 3
+    assert found["hits"] == [0, FULL_BLOCKS, FULL_BLOCKS]
+
+
+def test_pipeline_ranks_of_unequal_layers_start(tmp_path):
+    model = str(save_tiny_model(tmp_path / "model", layers=3))
+    found = run(
+        model=model,
+        ranks=2,
+        connector=connector(tiers=[fs(tmp_path)], name="KVOffloadConnector"),
+        llm={"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+        steps=[],  # vLLM's model runner for CPUs cannot run a stage of a pipeline
+    )
+    assert not [name for name in found["shared_files"] if is_shared_file_of(ENGINE_ID, name)]
 
 
 def test_a_load_that_fails_is_computed_instead(model, expected):

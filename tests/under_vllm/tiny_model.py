@@ -45,7 +45,7 @@ CONFIG = {
 }
 
 
-def save_tiny_model(folder: Path, seed: int = 0) -> Path:
+def save_tiny_model(folder: Path, seed: int = 0, layers: int = LAYERS) -> Path:
     """Write config and weights, and return the folder; equal seeds give equal weights."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -57,7 +57,7 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": drawn(VOCABULARY, HIDDEN, 4.0),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         name = f"model.layers.{layer}"
         weights |= {
             f"{name}.input_layernorm.weight": torch.ones(HIDDEN),
@@ -71,7 +71,7 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
             f"{name}.mlp.down_proj.weight": drawn(HIDDEN, INNER, 1.0),
         }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     save_file(
         {name: weight.contiguous() for name, weight in weights.items()},
         folder / "model.safetensors",

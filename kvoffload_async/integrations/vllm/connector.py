@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -56,3 +57,7 @@ class KVOffloadConnector(OffloadingConnector):
             job: req_id for job, req_id in self._loading.items() if req_id not in ended
         }
         return results
+
+
+# MultiConnector finds the class of statistics from another process by its registered name.
+KVConnectorFactory.register_connector("KVOffloadConnector", __name__, "KVOffloadConnector")

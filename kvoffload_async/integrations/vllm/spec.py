@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from vllm.v1.kv_offload import base
@@ -27,7 +28,12 @@ from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, options_of
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.facade.vllm_keys import DECIDED_OF_TIERS, NAMES_UNDER_VLLM, VLLMS_OWN
+from kvoffload_async.facade.vllm_keys import (
+    DECIDED_OF_TIERS,
+    NAMES_UNDER_VLLM,
+    OFFLOADING_CONNECTORS,
+    VLLMS_OWN,
+)
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
@@ -90,6 +96,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             raise ConfigError("canonical_layout: true is not supported here; leave it out")
         self._surroundings = surroundings_of(config.extra_config)
         require_one_host(self._surroundings)
+        self._require_to_be_alone()
         self._content = ModelContent(self._surroundings)
         self._identity_options: list[IdentityOptions | None] = []
         self._process_folders: list[ProcessFolder] = []
@@ -145,12 +152,17 @@ class KVOffloadSpec(base.OffloadingSpec):
             participant: The caller's number; see `SharedBuffer`.
             layout: Digest of a worker's tensors, for the scheduler; see `row_layout`.
         """
+        options, count = self._engine.config, self._num_participants
         return SharedBuffer(
             self.config.engine_id,
-            self._engine.num_blocks,
-            self._engine.stride_bytes,
+            options.cpu_bytes_to_use,
+            options.block_bytes,
+            num_cells=options.num_workers,
             participant=participant,
-            num_participants=self._num_participants,
+            num_participants=count,
+            # vLLM may give pipeline ranks unequal numbers of layers; its scheduler only knows rank
+            # 0's, and maps the memory after all workers, which do it at the same time.
+            unequal=range(1, count) if self.config.parallel.pp_size > 1 else (),
             note=bytes.fromhex(layout),
         )
 
@@ -209,23 +221,45 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _warn_of_failed_loads(self) -> None:
         """Warn if vLLM does not compute the blocks of a failed load itself."""
-        config = None if self._surroundings is None else self._surroundings.vllm_config
-        transfer = getattr(config, "kv_transfer_config", None)
-        if transfer is None:
+        around = self._surroundings
+        if around is None:
             return
+        transfer = around.vllm_config.kv_transfer_config
+        decides = (around.outer or around.vllm_config).kv_transfer_config  # vLLM reads the outer
+        remedy = '"kv_load_failure_policy": "recompute" beside "kv_connector": "{}"'
         if transfer.kv_connector == "OffloadingConnector":
             logger.warning(
                 "a failed load ends the engine, because kv_connector is OffloadingConnector, which "
                 'cannot report it; set "kv_connector": "KVOffloadConnector", '
-                '"kv_connector_module_path": "kvoffload_async.integrations.vllm" and '
-                '"kv_load_failure_policy": "recompute", and vLLM computes those blocks instead'
+                '"kv_connector_module_path": "kvoffload_async.integrations.vllm" and %s, '
+                "and vLLM computes those blocks instead",
+                remedy.format("KVOffloadConnector" if around.outer is None else "MultiConnector"),
             )
-        elif transfer.kv_load_failure_policy != "recompute":
+        elif decides.kv_load_failure_policy != "recompute":
             logger.warning(
                 "vLLM ends a request whose load failed with an error, because "
-                'kv_load_failure_policy is %r, vLLM\'s default; set "kv_load_failure_policy": '
-                '"recompute" beside kv_connector, and vLLM computes those blocks instead',
-                transfer.kv_load_failure_policy,
+                "kv_load_failure_policy is %r, vLLM's default; set %s, and vLLM computes those "
+                "blocks instead",
+                decides.kv_load_failure_policy,
+                remedy.format(decides.kv_connector),
+            )
+
+    def _require_to_be_alone(self) -> None:
+        """Check that a `MultiConnector` has no second connector that offloads.
+
+        Its connectors have one engine_id, which names the memory, and vLLM registers the metrics of
+        offloading once per class of connectors, and cannot register them twice.
+        """
+        outer = None if self._surroundings is None else self._surroundings.outer
+        if outer is None:
+            return
+        connectors = outer.kv_transfer_config.kv_connector_extra_config["connectors"]
+        names = [one["kv_connector"] for one in connectors]
+        offloading = [name for name in names if name in OFFLOADING_CONNECTORS]
+        if len(offloading) > 1:
+            raise ConfigError(
+                f"connectors: {' and '.join(offloading)} cannot be in one MultiConnector; keep "
+                "one of them, with the secondary_tiers of all"
             )
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
@@ -237,10 +271,11 @@ class KVOffloadSpec(base.OffloadingSpec):
                 f"{options.block_bytes}: this model's caches are not supported"
             )
         rank = self.config.parallel.rank
+        buffer = self.map_primary(1 + rank, self._digest_of(kv_caches))
         return KVOffloadWorker(
             layout,
-            self.map_primary(1 + rank, self._digest_of(kv_caches)),
-            cell_offset_bytes=0 if self.replicated_layout else rank * options.block_bytes,
+            buffer,
+            cell_offset_bytes=0 if self.replicated_layout else rank * buffer.cell_bytes,
             timeout_s=options.drain_timeout_s,
         )
 
@@ -250,6 +285,11 @@ class KVOffloadSpec(base.OffloadingSpec):
         own = OffloadConfig.declared().keys() - _DECIDED
         reject_unknown(given, own | VLLMS_OWN, "kv_connector_extra_config")
         options = {key: given[key] for key in given if key in own}
+        if not self.config.worker_kv_bytes_per_block:
+            raise ConfigError(
+                f"pipeline_parallel_size: rank {self.config.parallel.rank} has no layers with a KV "
+                "cache to offload; use fewer pipeline ranks, or set VLLM_PP_LAYER_PARTITION"
+            )
         options["blocks_per_chunk"] = self.blocks_per_chunk
         options["block_bytes"] = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
         options["block_size"] = min(self.tokens_per_block)
@@ -349,8 +389,10 @@ class _SharedSpec(TieringOffloadingSpec):
         return (*super()._memory_limits(), *([limit] if limit else []))
 
     def _create_buffer(self) -> PrimaryBuffer:
-        self._buffer = self.outer.map_primary(SCHEDULER)
-        return self._buffer
+        self._buffer = buffer = self.outer.map_primary(SCHEDULER)
+        self.config = replace(self.config, block_bytes=buffer.cell_bytes)
+        self.num_blocks, self.stride_bytes = len(buffer.view), buffer.stride_bytes
+        return buffer
 
     def _create_manager(self) -> TieringOffloadingManager:
         try:

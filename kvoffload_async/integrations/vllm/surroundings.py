@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -39,10 +39,12 @@ class Surroundings:
     Attributes:
         vllm_config: vLLM's `VllmConfig`, resolved.
         kv_cache_config: vLLM's `KVCacheConfig`, or None.
+        outer: The `VllmConfig` of the `MultiConnector` that creates the connector, or None.
     """
 
     vllm_config: Any
     kv_cache_config: Any
+    outer: Any = None
 
     def registered_layers(self) -> dict[str, RegisteredLayer]:
         """Return the layers whose KV cache is in this process; empty without a worker."""
@@ -66,13 +68,16 @@ def surroundings_of(extra_config: Mapping[str, Any]) -> Surroundings | None:
         extra_config: The summary's `extra_config`, an object shared with the connector's config.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, and inspect.currentframe does the same
+    found: Surroundings | None = None
     while frame is not None:
         vllm_config = frame.f_locals.get("vllm_config")
         transfer = getattr(vllm_config, "kv_transfer_config", None)
         if getattr(transfer, "kv_connector_extra_config", None) is extra_config:
-            return Surroundings(vllm_config, frame.f_locals.get("kv_cache_config"))
+            found = found or Surroundings(vllm_config, frame.f_locals.get("kv_cache_config"))
+        elif found and getattr(transfer, "kv_connector", None) == "MultiConnector":
+            return replace(found, outer=vllm_config)
         frame = frame.f_back
-    return None
+    return found
 
 
 def require_one_host(surroundings: Surroundings | None) -> None:

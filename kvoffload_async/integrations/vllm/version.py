@@ -27,7 +27,12 @@ CONTRACT: Final = HostContract(
             "start_load_kv",
         ),
     },
-    used=dict.fromkeys(
+    used={
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": (
+            "register_connector",
+        )
+    }
+    | dict.fromkeys(
         (
             f"{_OFFLOAD}.base:CanonicalKVCaches",
             f"{_OFFLOAD}.base:GPULoadStoreSpec",
