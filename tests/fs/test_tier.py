@@ -170,6 +170,17 @@ def test_a_block_in_use_is_not_discarded(place):
         harness.on_loop(lambda: harness.tier._space.unpin(K[:1]))
 
 
+def test_later_blocks_are_discarded_after_an_unexpected_error(place, caplog):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        harness.store(K[:2])
+        ops.fail(ValueError("unexpected"), on="unlink", times=1)
+        discard(harness, K[:1])
+        discard(harness, K[1:2])
+        assert place.blocks() == {K[0]}
+    assert "housekeeping failed" in caplog.text
+
+
 def test_nothing_is_discarded_in_a_directory_that_was_replaced(place, caplog):
     with place.open() as harness:
         harness.store(K[:1])

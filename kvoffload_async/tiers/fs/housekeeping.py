@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
@@ -71,6 +72,8 @@ class Housekeeping:
         self._writers = writers
         self._files = files
         self._env = env
+        self._errors = ErrorLog(logger, f"{namespace.folder}: housekeeping")
+        """Unexpected ones: without heartbeats, other writers would assume this one dead."""
         self._usage: UsageFile | None = None
         self._space: Space | None = None
         self._trimming: Trimming | None = None
@@ -303,16 +306,20 @@ class Housekeeping:
             except (OSError, OffloadError) as error:
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
+            except Exception as error:  # noqa: BLE001 - see the attribute
+                self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
+                self._errors.note(error)
 
     async def _discard(self) -> None:
         """Remove the unwanted blocks, a portion at a time."""
         try:
             while keys := list(islice(self._unwanted, _PORTION)):
-                try:
-                    await self._remove(keys)
-                except (OSError, OffloadError) as error:
-                    folder = self._namespace.folder
-                    logger.warning("%s: blocks were not removed: %s", folder, str(error))
+                with self._errors.survived():
+                    try:
+                        await self._remove(keys)
+                    except (OSError, OffloadError) as error:
+                        folder = self._namespace.folder
+                        logger.warning("%s: blocks were not removed: %s", folder, str(error))
                 for key in keys:
                     del self._unwanted[key]
         finally:
