@@ -67,7 +67,7 @@ class ErrorLog:
             more = self._rate.note(self._clock())
         if more is not None:
             # As text: a log record with the error would keep its frames and their locals alive.
-            trace = "".join(traceback.format_exception(error))
+            trace = "".join(traceback.format_exception(error)).rstrip()
             self._logger.error("%s failed%s: %s", self._what, more, trace)
         drop_tracebacks(error)
 

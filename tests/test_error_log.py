@@ -21,8 +21,8 @@ def test_one_error_a_minute_is_logged_with_its_trace_and_the_number_of_the_other
     assert errors.count == 11
     first, second = caplog.messages
     assert first.startswith("counting failed: Traceback")
-    assert first.endswith("ValueError: at 0\n")
-    assert second == "counting failed (9 more since the last such line): SystemExit: 3\n"
+    assert first.endswith("ValueError: at 0")
+    assert second == "counting failed (9 more since the last such line): SystemExit: 3"
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt])

@@ -382,6 +382,31 @@ def fs(tmp_path, request):
     return {"type": "fs", "root_dir": str(tmp_path), **capacity}
 
 
+def test_locked_objects_are_not_deleted_from_files_until_they_are_unlocked(start, memory, fs):
+    host = start(fs)
+    keys = [host.key(number) for number in range(2)]
+    host.store(keys, fill(memory, 0, 1))
+    for _ in range(2):
+        assert host.lookup(keys[:1]) == [True]
+    host.adapter.delete(keys)
+    until(lambda: host.told["deleted"] == keys[1:])
+    assert host.load(keys[:1], [memory[5]]) == [True]
+    host.adapter.submit_unlock(keys[:1])
+    host.adapter.delete([keys[0], host.key(9)])
+    host.adapter.submit_unlock(keys[:1])
+    host.adapter.delete(keys[:1])
+    until(lambda: host.told["deleted"] == [keys[1], keys[0]])
+
+
+def test_a_lock_on_a_file_that_is_never_unlocked_expires(start, memory, fs):
+    host = start(fs, lock_timeout_s=0.01)
+    host.store([host.key(0)], fill(memory, 0))
+    assert host.lookup([host.key(0)]) == [True]
+    until(lambda: not host.open_store().tiers._pins)
+    host.adapter.delete([host.key(0)])
+    until(lambda: host.told["deleted"] == [host.key(0)])
+
+
 def test_objects_are_deleted_from_files_too(start, memory, fs):
     host = start(fs)
     keys = [host.key(number) for number in range(3)]
@@ -458,6 +483,7 @@ def test_files_that_a_former_run_has_stored_are_told_by_salt(start, memory, tmp_
     assert host.lookup(keys) == [True] * 9
     until(lambda: host.usage() == dict.fromkeys(salts, 3 * SIZE))
     assert len(listed(host, 4)) == 9
+    host.adapter.submit_unlock(keys)
     for first in range(100, 200, 4):  # evicts them; the usage of no salt falls below 0
         new = [host.key(n, salt=salts[n % 3]) for n in range(first, first + 4)]
         assert host.store(new, fill(memory, 0, 1, 2, 3)).is_successful()
