@@ -111,17 +111,17 @@ class FaultyFileOps(FileOps):
 
     def fail(
         self,
-        code: int,
+        error: int | Exception,
         *,
         on: str | None = None,
         at: int | None = None,
         when: Callable[[FileCall], bool] | None = None,
         times: int | None = None,
     ) -> None:
-        """Make calls raise an OSError instead of being made (a `close` is made, too).
+        """Make calls raise an error instead of being made (a `close` is made, too).
 
         Args:
-            code: The error's number.
+            error: The error, or the number of an OSError.
             on: Methods, separated by blanks; by default all.
             at: The number of the only call.
             when: Which calls.
@@ -129,7 +129,9 @@ class FaultyFileOps(FileOps):
         """
 
         def act() -> None:
-            raise OSError(code, f"injected: {os.strerror(code)}")
+            if isinstance(error, Exception):
+                raise error
+            raise OSError(error, f"injected: {os.strerror(error)}")
 
         self._add(Rule(_names(on), at, when, times, act))
 

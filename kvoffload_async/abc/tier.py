@@ -46,7 +46,7 @@ class TierCapabilities:
         probes_prefixes: Probes call `longest_prefixes`, which may be far cheaper than `contains`.
         keys_before: With `probes_prefixes`: maximum number of preceding keys of each chain that are
             passed to `longest_prefixes`. 0: none.
-        pins: `pin` keeps blocks from being evicted.
+        pins: `pin` keeps blocks from being removed by this process.
         discards: `discard` removes blocks.
         announces_removals: Every stored or announced block is eventually announced as evicted when
             it is removed, by whichever process. Consumers of events may then keep metadata of a

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import takewhile
@@ -21,6 +20,7 @@ from kvoffload_async.core.index import AskedIndex
 from kvoffload_async.core.ledger import JobState, StartJob, TouchBlocks
 from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
     StateError,
     TierTimeoutError,
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 GUARDED: Final = (Exception, SystemExit)
 """Errors of a manager that are caught; KeyboardInterrupt on the owner's thread is not."""
-_LOG_INTERVAL_S: Final = 60.0
 
 _CONTRACT: Final = (
     "on_new_request",
@@ -136,8 +135,8 @@ class ExternalLink:
         self._ended: list[ReqContext] = []
         self._orphaned: set[JobId] = set()
         """Jobs that the manager reported as orphaned; they end when it releases them."""
-        self._logged_at_s: dict[str, float] = {}
-        self._not_logged: dict[str, int] = {}
+        self._errors: dict[str, ErrorLog] = {}
+        """Method -> its errors."""
         self.state = TierState(
             manager.tier_type,
             AskedIndex(self._lookup, self._ended.append),
@@ -379,17 +378,10 @@ class ExternalLink:
         """Log an error of the manager; with `is_fault`, count it as a fault of the tier too."""
         if is_fault:
             self.state.health.reports_failed(error)
-        now_s = self._clock()
-        if now_s - self._logged_at_s.get(method, -_LOG_INTERVAL_S) < _LOG_INTERVAL_S:
-            self._not_logged[method] = self._not_logged.get(method, 0) + 1
-            return
-        self._logged_at_s[method] = now_s
-        more = self._not_logged.pop(method, 0)
-        again = f" ({more} times more since it was logged last)" if more else ""
-        # As text: a log record with the error would keep its frames and their locals alive.
-        trace = "".join(traceback.format_exception(error))
-        logger.error("tier %s: %s failed%s: %s", self.state.name, method, again, trace)
-        drop_tracebacks(error)
+        if method not in self._errors:
+            what = f"tier {self.state.name}: {method}"
+            self._errors[method] = ErrorLog(logger, what, self._clock)
+        self._errors[method].note(error)
 
 
 def _is_report(report: object) -> TypeGuard[CloseReport]:

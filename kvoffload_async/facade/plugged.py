@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
     BlockMissingError,
     ClosedError,
@@ -65,6 +66,8 @@ from kvoffload_async.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_host_errors: Final = ErrorLog(logger, "the host's call for an event of its tiers")
 
 T = TypeVar("T")
 
@@ -779,7 +782,5 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
 def _make(calls: Iterable[Callable[[], object]]) -> None:
     """Complete futures, without the lock: their callbacks may call this object again."""
     for call in calls:
-        try:
+        with _host_errors.survived():  # the other futures must be completed
             call()
-        except Exception:  # of the host's code; the other futures must be completed
-            logger.exception("the host failed to take in an event of its tiers")

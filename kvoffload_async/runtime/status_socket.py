@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakSet
 
+from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.system_calls import naming_refusal
 
@@ -83,6 +84,7 @@ class StatusSocket:
         """
         self.path = path
         self.counters = SocketCounters()
+        self._errors = ErrorLog(logger, "answering a client of the status socket")
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._peer: socket.socket | None = None
@@ -123,7 +125,8 @@ class StatusSocket:
     def _run(self, answer: Answer) -> None:
         try:
             while not self._stop.is_set():
-                self._serve_next(answer)
+                with self._errors.survived():
+                    self._serve_next(answer)
                 # Limits the rate, so that busy clients delay only each other.
                 self._stop.wait(_PAUSE_S)
         finally:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Final
 
+from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
@@ -23,26 +23,6 @@ from kvoffload_async.errors import (
 from kvoffload_async.remedies import remedy
 from kvoffload_async.tiers._environment import log_trace
 from kvoffload_async.types import JobMetadata
-
-INTERVAL_S: Final = 60.0
-"""Seconds between two log lines for the same reason."""
-
-
-class Refusals:
-    """Rate-limits log lines for refusals of one kind. Thread: loop."""
-
-    def __init__(self) -> None:
-        self._said_s: float | None = None
-        self._unsaid = 0
-
-    def note(self, now_s: float) -> str | None:
-        """Count a refusal; return a suffix for its log line, or None to suppress the line."""
-        if self._said_s is not None and now_s < self._said_s + INTERVAL_S:
-            self._unsaid += 1
-            return None
-        self._said_s, unsaid, self._unsaid = now_s, self._unsaid, 0
-        return f" ({unsaid} more since the last such line)" if unsaid else ""
-
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +43,7 @@ class JobLog:
     def __init__(self, name: str) -> None:
         """Start without jobs; `name` is the tier's `type`."""
         self._name = name
-        self._limited = {TierFullError: Refusals(), JobNotStartedError: Refusals()}
+        self._limited = {TierFullError: LogRate(), JobNotStartedError: LogRate()}
         self._overdue: set[int] = set()
 
     def overdue(self, job: JobMetadata, timeout_s: float) -> TierTimeoutError:

@@ -205,10 +205,11 @@ def test_the_house_is_kept_in_the_background(place):
         check(place, harness, ROOM_FOR_8)
 
 
-def test_keeping_house_survives_errors(place, caplog):
+@pytest.mark.parametrize("error", [errno.EIO, ValueError("unexpected")])
+def test_keeping_house_survives_errors(place, caplog, error):
     ops = FaultyFileOps()
     with place.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
-        ops.fail(errno.EIO, on="utime walk", times=3)
+        ops.fail(error, on="utime walk", times=3)
         seen = ops.hang(on="walk", times=1)
         assert seen.entered.wait(60)
         seen.release()

@@ -1,7 +1,9 @@
-"""How often the policy of a bounded namespace asks about blocks that are read or written."""
+"""Blocks of a bounded namespace that are pinned, read or written stay; how often that is asked."""
 
 from faulty_files import FileOps
+from fs.spaces import ROOM_FOR_8, check, rescan, trim
 
+from kvoffload_async.errors import TierFullError
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
@@ -55,3 +57,36 @@ def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not
     space.unpin(K[5:8])
     assert [next_victims(space) for _ in range(4)] == [[key] for key in (*K[5:8], K[46])]
     assert policy.num_questions == 40 + 6 + 4
+
+
+def test_a_pinned_block_is_not_evicted_until_its_last_pin_is_gone(place):
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        harness.store(K[:8])
+        for _ in range(2):
+            harness.on_loop(lambda: harness.tier.pin([*K[:3], K[30]]))
+        failures = harness.store(K[8:16])
+        assert len(failures) == 3
+        assert {type(error) for error in failures.values()} == {TierFullError}
+        assert set(K[:3]) < place.blocks()
+        harness.on_loop(lambda: harness.tier.unpin(K[1:3]))
+        assert harness.load(K[:3]) == {}
+        harness.on_loop(lambda: harness.tier.unpin([*K[1:3], K[20]]))
+        harness.store(K[16:24])
+        assert place.blocks() & set(K[:3]) == {K[0]}
+        for _ in range(3):
+            harness.on_loop(lambda: harness.tier.unpin([*K[:3], K[30]]))
+        check(place, harness, ROOM_FOR_8)
+
+
+def test_a_pinned_block_beyond_the_capacity_is_removed_when_it_is_unpinned(place):
+    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+        for key in K[:40]:
+            place.put(key)
+        harness.on_loop(lambda: harness.tier.pin(K[:40]))
+        rescan(harness)
+        trim(harness)
+        assert place.blocks() == set(K[:40])
+        harness.on_loop(lambda: harness.tier.unpin(K[:40]))
+        rescan(harness)
+        trim(harness)
+        check(place, harness, ROOM_FOR_8)

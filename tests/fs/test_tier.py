@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from faulty_files import FaultyFileOps, is_temp
 from fs.places import KIB, Place
-from fs.spaces import check, evicted
+from fs.spaces import check, end_of, evicted, start
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import TierClosedError
@@ -168,6 +168,46 @@ def test_a_block_in_use_is_not_discarded(place):
         discard(harness, K[:2])
         assert place.blocks() == {K[0]}
         harness.on_loop(lambda: harness.tier._space.unpin(K[:1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * KIB}])
+def test_a_pinned_block_is_not_discarded_until_its_last_pin_is_gone(place, options):
+    with place.open(**options) as harness:
+        harness.store(K[:3])
+        harness.on_loop(lambda: harness.tier.pin(K[:2]))
+        harness.on_loop(lambda: harness.tier.pin(K[:1]))
+        for left in (K[:2], K[:1], []):
+            discard(harness, K[:3])
+            assert place.blocks() == set(left)
+            harness.on_loop(lambda: harness.tier.unpin(K[:3]))
+        assert evicted(harness) == set(K[:3])
+        assert harness.store(K[:1]) == {}
+        discard(harness, K[:1])
+        assert not place.blocks()
+
+
+def test_unpinning_does_not_release_a_block_that_a_job_reads(place, ops):
+    with place.open(ops, capacity_bytes=64 * KIB) as harness:
+        harness.store(K[:1])
+        hang = ops.hang(on="preadv pread_into", times=1)
+        reading = start(harness, harness.tier.load(harness.job(K[:1], [1], is_promotion=True)))
+        assert hang.entered.wait(60)
+        harness.on_loop(lambda: harness.tier.unpin(K[:1]))
+        discard(harness, K[:1])
+        assert place.blocks() == {K[0]}
+        hang.release()
+        assert harness.run(end_of(reading)) == {}
+
+
+def test_later_blocks_are_discarded_after_an_unexpected_error(place, caplog):
+    ops = FaultyFileOps()
+    with place.open(ops) as harness:
+        harness.store(K[:2])
+        ops.fail(ValueError("unexpected"), on="unlink", times=1)
+        discard(harness, K[:1])
+        discard(harness, K[1:2])
+        assert place.blocks() == {K[0]}
+    assert "housekeeping failed" in caplog.text
 
 
 def test_nothing_is_discarded_in_a_directory_that_was_replaced(place, caplog):

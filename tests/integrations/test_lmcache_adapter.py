@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from prometheus_client import REGISTRY, generate_latest
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.host_rows import HostMemory
-from kvoffload_async.integrations.lmcache import stores
+from kvoffload_async.integrations.lmcache import stores, usage
 from kvoffload_async.observe.status import ask, parse_report
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 
@@ -265,12 +266,24 @@ def test_a_store_that_is_not_whole_has_failed(start, memory, monkeypatch):
     assert host.lookup(keys) == [True, False, False]
 
 
-def test_a_key_that_fits_no_tier_is_a_miss(start, memory, caplog):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"number": b"x" * 90}, "a chunk hash of 90 bytes"),
+        ({"number": b"x" * 300}, "a chunk hash of 300 bytes"),
+        ({"number": 0, "rank": 2**2100}, "a KV rank of 263"),
+        ({"number": 0, "rank": -1}, "convert negative int"),
+        ({"number": 0, "group": 2**32}, "int too big"),
+        ({"number": 0, "salt": "\ud800"}, "surrogates not allowed"),
+    ],
+)
+def test_a_key_that_fits_no_tier_is_a_miss(start, memory, caplog, fields, message):
     host = start(EXAMPLE)
-    keys = [host.key(b"x" * 90), host.key(1)]
+    keys = [host.key(**fields), host.key(1)]
     assert not host.store(keys, fill(memory, 0, 1)).is_successful()
     assert host.lookup(keys) == [False, True]
-    assert "a chunk hash of 90 bytes" in caplog.text
+    assert host.load(keys, [memory[2], memory[3]]) == [False, True]
+    assert message in caplog.text
 
 
 def test_a_model_with_an_at_sign_is_lmcaches_own_error(start):
@@ -369,6 +382,31 @@ def fs(tmp_path, request):
     return {"type": "fs", "root_dir": str(tmp_path), **capacity}
 
 
+def test_locked_objects_are_not_deleted_from_files_until_they_are_unlocked(start, memory, fs):
+    host = start(fs)
+    keys = [host.key(number) for number in range(2)]
+    host.store(keys, fill(memory, 0, 1))
+    for _ in range(2):
+        assert host.lookup(keys[:1]) == [True]
+    host.adapter.delete(keys)
+    until(lambda: host.told["deleted"] == keys[1:])
+    assert host.load(keys[:1], [memory[5]]) == [True]
+    host.adapter.submit_unlock(keys[:1])
+    host.adapter.delete([keys[0], host.key(9)])
+    host.adapter.submit_unlock(keys[:1])
+    host.adapter.delete(keys[:1])
+    until(lambda: host.told["deleted"] == [keys[1], keys[0]])
+
+
+def test_a_lock_on_a_file_that_is_never_unlocked_expires(start, memory, fs):
+    host = start(fs, lock_timeout_s=0.01)
+    host.store([host.key(0)], fill(memory, 0))
+    assert host.lookup([host.key(0)]) == [True]
+    until(lambda: not host.open_store().tiers._pins)
+    host.adapter.delete([host.key(0)])
+    until(lambda: host.told["deleted"] == [host.key(0)])
+
+
 def test_objects_are_deleted_from_files_too(start, memory, fs):
     host = start(fs)
     keys = [host.key(number) for number in range(3)]
@@ -445,12 +483,120 @@ def test_files_that_a_former_run_has_stored_are_told_by_salt(start, memory, tmp_
     assert host.lookup(keys) == [True] * 9
     until(lambda: host.usage() == dict.fromkeys(salts, 3 * SIZE))
     assert len(listed(host, 4)) == 9
+    host.adapter.submit_unlock(keys)
     for first in range(100, 200, 4):  # evicts them; the usage of no salt falls below 0
         new = [host.key(n, salt=salts[n % 3]) for n in range(first, first + 4)]
         assert host.store(new, fill(memory, 0, 1, 2, 3)).is_successful()
     assert set(map(repr, keys)) <= set(map(repr, host.told["deleted"]))
     on_disk = sum(path.suffix == ".bin" for path in tmp_path.rglob("*"))
     assert sum(host.usage().values()) == on_disk * SIZE
+
+
+@pytest.mark.parametrize("error", [RuntimeError("once"), SystemExit(1)])
+def test_usage_goes_on_after_an_error_of_a_listener(start, memory, slab, caplog, error):
+    host = start(slab)
+    host.store([host.key(0)], fill(memory, 0))
+    host.usage()
+
+    class Failing:
+        def on_l2_keys_stored(self, keys, sizes):
+            raise error
+
+        on_l2_keys_accessed = on_l2_keys_deleted = on_l2_keys_stored
+
+    host.adapter.register_listener(Failing())
+    keys = [host.key(number) for number in range(1, 5)]
+    for key in keys:
+        host.store([key], fill(memory, 0))
+    host.adapter.delete(keys[:1])
+    until(lambda: host.told["deleted"] == keys[:1])
+    assert host.usage() == {"": 4 * SIZE}
+    assert host.told["stored"] == [host.key(0), *keys]
+    assert host.adapter.report_status()["listener_errors"] == 5
+    assert caplog.text.count("telling LMCache which objects are stored failed") == 1
+
+
+def test_events_that_a_listener_is_too_slow_for_are_dropped_and_counted(
+    start, memory, slab, monkeypatch, caplog
+):
+    monkeypatch.setattr(usage, "MOST_WAITING", 2)
+    host = start(slab)
+    may_go_on = threading.Event()
+    host.adapter._usage._calls.put(lambda: may_go_on.wait(DEADLINE_S))
+    until(lambda: not host.adapter._usage._calls.qsize())
+    for number in range(5):
+        host.store([host.key(number)], fill(memory, 0))
+    assert host.adapter.report_status()["listener_errors"] == 3
+    assert "2 events wait for a listener" in caplog.text
+    may_go_on.set()
+    assert host.usage() == {"": 2 * SIZE}
+
+
+@pytest.mark.parametrize("name", ["c8" * 40, "ff" * 17, "00", "0001"])
+def test_a_file_of_another_program_is_neither_counted_nor_listed(start, memory, tmp_path, name):
+    fs = {"type": "fs", "root_dir": str(tmp_path), "capacity_bytes": "8MiB"}
+    before = start(fs)
+    keys = [before.key(number) for number in range(4)]
+    before.store(keys, fill(memory, *range(4)))
+    before.adapter.close()
+    file = next(tmp_path.rglob("*.bin"))
+    foreign = file.parents[1] / name[:2] / f"{name}_g0.bin"
+    foreign.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, foreign)
+    host = start(fs)
+    assert host.lookup(keys) == [True] * 4
+    until(lambda: sum(map(len, host.adapter._usage._untold.values())) == 1)
+    until(lambda: host.usage() == {"": 4 * SIZE})
+    assert len(listed(host, 2)) == 4
+    host.store([host.key(9)], fill(memory, 0))
+    assert host.usage() == {"": 5 * SIZE}
+    assert host.adapter.report_status()["listener_errors"] == 0
+
+
+def test_objects_that_cannot_be_copied_fail_alone_and_later_ones_do_not(
+    start, memory, monkeypatch, caplog
+):
+    host = start(EXAMPLE, is_registered=False, staging_bytes=2 * SIZE)
+    keys = [host.key(number) for number in range(4)]
+    host.store(keys[:1], fill(memory, 0))
+    stage, rows = host.open_store().stage, host.open_store().rows
+    gather, scatter = stage._copies.gather, stage._copies.scatter
+    monkeypatch.setattr(stage._copies, "gather", failing_once(gather))
+    assert not host.store(keys, fill(memory, 0, 1, 2, 3)).is_successful()
+    assert host.lookup(keys) == [True, False, True, True]  # two at a time: the first two failed
+    monkeypatch.setattr(stage._copies, "scatter", failing_once(scatter))
+    loads = [host.load([keys[n]], [memory[10 + n]]) for n in (2, 2, 3)]
+    assert loads == [[False], [True], [True]]
+    assert (memory[13] == 4).all()
+    until(lambda: rows.num_free == rows.num_own == 2)
+    (store,) = host.adapter.report_status()["stores"]
+    assert store["copy_errors"] == 2
+    assert "copying objects to or from staging memory failed" in caplog.text
+
+
+def failing_once(call):
+    calls = iter([True])
+
+    def perform(*args):
+        if next(calls, False):
+            raise MemoryError("once")
+        return call(*args)
+
+    return perform
+
+
+def test_a_request_that_fails_inside_is_answered(start, memory, monkeypatch, caplog):
+    host = start(EXAMPLE)
+    host.store([host.key(1)], fill(memory, 0))
+    opened = host.open_store()
+    for name in ("store", "load"):
+        monkeypatch.setattr(opened, name, failing_once(getattr(opened, name)))
+    assert not host.store([host.key(2)], fill(memory, 1)).is_successful()
+    assert host.load([host.key(1)], [memory[5]]) == [False]
+    assert host.adapter.report_status()["request_errors"] == 2
+    assert caplog.text.count("a request failed") == 1
+    assert host.store([host.key(2)], fill(memory, 1)).is_successful()
+    assert host.load([host.key(2)], [memory[5]]) == [True]
 
 
 def test_locks_are_counted_and_unlocking_never_fails(start, memory, slab):

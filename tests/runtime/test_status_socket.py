@@ -80,6 +80,20 @@ def test_a_request_may_come_in_parts(served):
     timer.join(DEADLINE_S)
 
 
+def test_a_client_is_answered_after_an_error_in_an_answer_to_another(path, caplog):
+    def answer(request):
+        if request == b"bad":
+            raise SystemExit(1)
+        return request
+
+    made = Served(path)
+    made.socket.serve(answer)
+    assert received(made.connect(b"bad\n")) == b""
+    assert received(made.connect(b"good\n")) == b"good\n"
+    made.end()
+    assert caplog.text.count("answering a client of the status socket failed") == 1
+
+
 # -- hostile clients ----------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
+from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.host_rows import HostMemory
 from kvoffload_async.facade.plugged import statistics_of
@@ -84,6 +85,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._options = options
         self._keys = Keys(api.ObjectKey)
         self._stores = Stores(options, host, self._take_events)
+        self._errors = ErrorLog(logger, "a request")
         self._task_ids = count(1)
         self._lock = threading.Lock()
         self._done_stores: dict[int, L2StoreResult] = {}
@@ -270,6 +272,8 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             "stores": stores,
             "num_stores": self._options.num_stores,
             "refused_objects": self._stores.refused_objects,
+            "listener_errors": self._usage.errors.count,
+            "request_errors": self._errors.count,
         }
 
     def stats(self) -> OffloadingStatistics:
@@ -342,7 +346,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def _encode(self, key: ObjectKey) -> OffloadKey | None:
         try:
             return self._keys.encode(key)
-        except ValueError as error:
+        except (OverflowError, ValueError) as error:
             if not self._cannot_encode:
                 self._cannot_encode = True
                 logger.error("objects are not stored: %s", error)  # noqa: TRY400 - expected
@@ -400,10 +404,16 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         def begin(opened: OpenStore | None) -> None:
             if timer is not None:
                 timer.cancel()
-            if opened is None:
+            if once.is_done:
+                return
+            asked: Future[KeySet] | None = None
+            if opened is not None:
+                with self._errors.survived():  # else LMCache would wait for the result forever
+                    asked = act(opened)
+            if asked is None:
                 once.complete(frozenset())
-            elif not once.is_done:
-                act(opened).add_done_callback(lambda ended: once.complete(ended.result()))
+            else:
+                asked.add_done_callback(lambda ended: once.complete(ended.result()))
 
         store.when_open(begin)
         return once.future
@@ -520,5 +530,6 @@ def _status_of(store: Store) -> dict[str, Any]:
         "error": store.error,
         "objects_in_place": 0 if opened is None else opened.in_place,
         "objects_staged": 0 if opened is None else opened.staged,
+        "copy_errors": 0 if opened is None else opened.stage.errors.count,
         "tiers": tiers,
     }

@@ -64,37 +64,50 @@ class Keys:
         """Return the tiers' key of an `ObjectKey`.
 
         Raises:
-            ValueError: The chunk hash or the KV rank is too long.
+            OverflowError: The KV rank is negative, or the object group has more than 4 bytes.
+            ValueError: The chunk hash or the KV rank is too long, or the salt is not valid text.
         """
         salt = key.cache_salt.encode()
         rank = key.kv_rank.to_bytes(-(-key.kv_rank.bit_length() // 8), "big")
-        rest = b"%c%b%c%b" % (len(rank), rank, len(key.chunk_hash), key.chunk_hash)
-        most = min(_MOST_SALT_BYTES, MAX_KEY_BYTES - _GROUP_BYTES - 1 - len(rest))
-        if len(salt) <= most:
-            return make_offload_key(b"%c%b%b" % (len(salt), salt, rest), key.object_group_id)
-        digest = hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
-        if most < _DIGEST_BYTES:
+        room = MAX_KEY_BYTES - _GROUP_BYTES - 3 - len(rank) - len(key.chunk_hash)
+        is_long = len(salt) > min(_MOST_SALT_BYTES, room)
+        if is_long and room < _DIGEST_BYTES:
             raise ValueError(
                 f"a chunk hash of {len(key.chunk_hash)} bytes and a KV rank of {len(rank)} are too "
                 "long for a tier"
             )
+        rest = b"%c%b%c%b" % (len(rank), rank, len(key.chunk_hash), key.chunk_hash)
+        if not is_long:
+            return make_offload_key(b"%c%b%b" % (len(salt), salt, rest), key.object_group_id)
+        digest = hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
         if digest not in self.salts and len(self.salts) < MOST_SALTS:
             self.salts[digest] = key.cache_salt
         return make_offload_key(b"%c%b%b" % (_DIGESTED, digest, rest), key.object_group_id)
 
     def decode(self, model: str, key: OffloadKey) -> Any | None:  # noqa: ANN401 - ObjectKey
-        """Return the `ObjectKey` of a key of `encode`; None if its salt is not known yet."""
-        at = 1
+        """Return the `ObjectKey` of a key; None if its salt is not known yet, or it is not ours.
+
+        A directory may have files with names that `encode` does not make.
+        """
+        try:
+            return self._decoded(model, key)
+        except (IndexError, ValueError):
+            return None
+
+    def _decoded(self, model: str, key: OffloadKey) -> Any | None:  # noqa: ANN401 - ObjectKey
+        """Return the same as `decode`; raises IndexError or ValueError if the key is not ours."""
         if key[0] == _DIGESTED:
-            at += _DIGEST_BYTES
+            at = 1 + _DIGEST_BYTES
             salt = self.salts.get(key[1:at])
         else:
-            at += key[0]
-            salt = key[1:at].decode()
+            encoded, at = _field(key, 0)
+            salt = encoded.decode()
         if salt is None:
             return None
         rank, at = _field(key, at)
-        chunk_hash, _ = _field(key, at)
+        chunk_hash, at = _field(key, at)
+        if at != len(key) - _GROUP_BYTES:
+            raise ValueError("fields of another length")
         return self._key_class(
             chunk_hash=chunk_hash,
             model_name=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,11 +14,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import naming_shortage
 from kvoffload_async.facade.host_rows import HostRows, RowCopies
 from kvoffload_async.facade.plugged import Ended, PluggedTiers, Transfer
 from kvoffload_async.integrations.lmcache.keys import KeySet
 from kvoffload_async.types import BlockIds, OffloadKey
+
+logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 60.0
 _CLOSE_S: Final = 5.0
@@ -59,9 +63,13 @@ class StagedTransfers:
     """Copies objects to and from own rows, and has the tiers transfer the rows.
 
     So a transfer ends in time whether or not a tier still accesses its rows, which stay taken until
-    they are at rest; while none is free, transfers wait, until they fail at their deadline.
+    they are at rest; while none is free, transfers wait, until they fail at their deadline. An
+    object that cannot be copied fails alone.
 
     Thread-safe.
+
+    Attributes:
+        errors: Of copies.
     """
 
     def __init__(self, rows: HostRows, tiers: PluggedTiers, timeout_s: float) -> None:
@@ -75,6 +83,7 @@ class StagedTransfers:
         Raises:
             TierUnavailableError: Threads cannot be started.
         """
+        self.errors = ErrorLog(logger, "copying objects to or from staging memory")
         self._rows = rows
         self._tiers = tiers
         self._timeout_s = timeout_s
@@ -118,14 +127,16 @@ class StagedTransfers:
                 call = _look_again
             if call is None:
                 break
-            call()
+            with self.errors.survived():
+                call()
             self._begin_waiting()
         for request in self._waiting:
             request.deadline_s = 0.0
         self._begin_waiting()
         while not self._calls.empty():  # ends that the calls before have brought about
             if (call := self._calls.get()) is not None:
-                call()
+                with self.errors.survived():
+                    call()
 
     def _left_s(self) -> float:
         if not self._waiting:
@@ -141,21 +152,24 @@ class StagedTransfers:
                 if not len(rows):
                     return
                 blocks, request.left = request.left[: len(rows)], request.left[len(rows) :]
-                self._begin(request, blocks, rows)
+                with self.errors.survived():
+                    self._begin(request, blocks, rows)
             else:
                 request.left.clear()
                 self._waiting.popleft()
                 request.end_if_done()
 
     def _begin(self, request: _Request, blocks: Sequence[HostBlock], rows: BlockIds) -> None:
-        request.running += 1
         keys = [block.key for block in blocks]
         if request.is_load:
             transfer = self._tiers.load(keys, rows)
-        else:
-            self._copy(self._copies.gather, blocks, rows)
+        elif self._has_copied(self._copies.gather, blocks, rows):
             transfer = self._tiers.store(keys, rows)
             transfer.at_rest.add_done_callback(partial(self._free, rows))
+        else:
+            self._rows.give_back(rows)
+            return
+        request.running += 1
         transfer.ended.add_done_callback(
             lambda ended: self._calls.put(
                 partial(self._ended, request, blocks, transfer, ended.result())
@@ -166,19 +180,29 @@ class StagedTransfers:
         self, request: _Request, blocks: Sequence[HostBlock], transfer: Transfer, ended: Ended
     ) -> None:
         request.running -= 1
-        request.landed |= ended.keys
-        if request.is_load:
+        if not request.is_load:
+            request.landed |= ended.keys
+        else:
             loaded = [index for index, block in enumerate(blocks) if block.key in ended.keys]
-            rows = transfer.block_ids
-            self._copy(self._copies.scatter, [blocks[index] for index in loaded], rows[loaded])
+            rows, targets = transfer.block_ids, [blocks[index] for index in loaded]
+            if self._has_copied(self._copies.scatter, targets, rows[loaded]):
+                request.landed |= ended.keys
             transfer.at_rest.add_done_callback(partial(self._free, rows))
         if request not in self._waiting:
             request.end_if_done()
 
-    def _copy(self, copy: Callable[..., None], blocks: Sequence[HostBlock], rows: BlockIds) -> None:
+    def _has_copied(
+        self, copy: Callable[..., None], blocks: Sequence[HostBlock], rows: BlockIds
+    ) -> bool:
+        """Copy objects; return whether that succeeded."""
         addresses = np.array([[block.address] for block in blocks], dtype=np.int64)
-        if len(blocks):
-            copy(rows, addresses, np.full_like(addresses, self._rows.row_bytes))
+        try:
+            if len(blocks):
+                copy(rows, addresses, np.full_like(addresses, self._rows.row_bytes))
+        except Exception as error:  # noqa: BLE001 - the objects fail
+            self.errors.note(error)
+            return False
+        return True
 
     def _free(self, rows: BlockIds, _at_rest: Future[None]) -> None:
         self._rows.give_back(rows)

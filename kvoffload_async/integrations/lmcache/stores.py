@@ -51,6 +51,7 @@ class OpenStore:
         rows: Their primary.
         in_place: Objects transferred without a copy.
         staged: Objects transferred through own rows.
+        stage: Transfers them.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class OpenStore:
             self.tiers = PluggedTiers(tiers, self.rows.view, on_events=on_events)
             try:
                 timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
-                self._stage = StagedTransfers(self.rows, self.tiers, timeout_s)
+                self.stage = StagedTransfers(self.rows, self.tiers, timeout_s)
             except BaseException:
                 self.tiers.close(options.close_timeout_s)
                 raise
@@ -92,7 +93,7 @@ class OpenStore:
             transfer = self.tiers.store([block.key for block, _ in direct], rows)
             parts.append(_at_rest(transfer, blocks))
         if others:
-            parts.append(self._stage.store(others))
+            parts.append(self.stage.store(others))
         self._count(len(direct), len(others))
         return _union(parts)
 
@@ -107,14 +108,14 @@ class OpenStore:
             else:
                 parts.append(_at_rest(transfer, blocks))
         if others:
-            parts.append(self._stage.load(others))
+            parts.append(self.stage.load(others))
         self._count(len(direct), len(others))
         return _union(parts)
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close the tiers; every future is complete afterwards, but those of copies that hang."""
         report = self.tiers.close(timeout_s)
-        self._stage.close()
+        self.stage.close()
         if report.unfinished_jobs:
             logger.error(
                 "copies of jobs %s still run; the memory that they access stays allocated",
@@ -285,7 +286,7 @@ class Store:
         opened: OpenStore | None = None
         try:
             opened = self._open_store()
-        except Exception as error:  # noqa: BLE001 - third-party tiers; the store stays closed
+        except BaseException as error:  # noqa: BLE001 - third-party tiers; the store stays closed
             with self._lock:
                 self._failed(error)
         with self._lock:
@@ -294,13 +295,12 @@ class Store:
             is_ended = self._is_ended
             if opened is not None and not is_ended:
                 self.opened, self.error, self._pause_s = opened, None, 1.0
+        for act in waiting:
+            act(None if is_ended else opened)
         if is_ended and opened is not None:
             opened.close(_CLOSE_LATE_S)
-            opened = None
-        for act in waiting:
-            act(opened)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self.error = text_of(error)
         self._retry_at_s = time.monotonic() + self._pause_s
         logger.error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -9,12 +10,17 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final
 
-from kvoffload_async.errors import naming_shortage
+from kvoffload_async.error_log import ErrorLog
+from kvoffload_async.errors import BusyError, naming_shortage
 from kvoffload_async.integrations.lmcache.keys import Keys, StoreId
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
+logger = logging.getLogger(__name__)
+
 _CLOSE_S: Final = 5.0
 _KEYS_AT_ONCE: Final = 4096
+MOST_WAITING: Final = 65_536
+"""Maximum number of events that wait for LMCache's listeners; further ones are not told."""
 
 Tell = Callable[[list[Any], list[int]], object]
 """Takes keys and the sizes of their objects."""
@@ -26,7 +32,12 @@ class UsageTeller:
     Objects of tiers that do not announce removals are told with a size of 0, because their sum
     would only grow. Objects whose salt is not known yet are told when a request has named it.
 
+    An error of a listener of LMCache's ends one call only; the following ones are made.
+
     Thread-safe.
+
+    Attributes:
+        errors: Of listeners; events that were dropped, because one is too slow, count as well.
     """
 
     def __init__(self, keys: Keys, adapter: Any) -> None:  # noqa: ANN401 - LMCache's base class
@@ -39,6 +50,7 @@ class UsageTeller:
         Raises:
             TierUnavailableError: The thread cannot be started.
         """
+        self.errors = ErrorLog(logger, "telling LMCache which objects are stored")
         self._keys = keys
         self._stored: Tell = adapter._notify_keys_stored  # noqa: SLF001 - what adapters call
         self._deleted: Tell = adapter._notify_keys_deleted  # noqa: SLF001 - as above
@@ -62,26 +74,33 @@ class UsageTeller:
             is_counted: Whether the tier announces removals.
         """
         for event in events:
-            self._calls.put(partial(self._take, store_id, event, is_counted=is_counted))
+            self._ask(partial(self._take, store_id, event, is_counted=is_counted))
 
     def accessed(self, objects: list[Any]) -> None:
         """Tell that objects were loaded."""
-        self._calls.put(partial(self._accessed, objects))
+        self._ask(partial(self._accessed, objects))
 
     def salts_changed(self) -> None:
         """Tell of objects with a salt that has become known."""
         if len(self._keys.salts) != self._num_salts:
             self._num_salts = len(self._keys.salts)
-            self._calls.put(self._tell_untold)
+            self._ask(self._tell_untold)
 
     def close(self) -> None:
         """Tell what is left, and end the thread."""
         self._calls.put(None)
         self._thread.join(_CLOSE_S)
 
+    def _ask(self, call: Callable[[], object]) -> None:
+        if self._calls.qsize() < MOST_WAITING:
+            self._calls.put(call)
+        else:
+            self.errors.note(BusyError(f"{MOST_WAITING} events wait for a listener; one is lost"))
+
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            call()
+            with self.errors.survived():
+                call()
 
     def _take(self, store_id: StoreId, event: OffloadingEvent, *, is_counted: bool) -> None:
         untold = self._untold[store_id]
@@ -108,8 +127,8 @@ class UsageTeller:
                 del untold[key]
             self._tell(self._stored, objects, store_id.object_bytes)
 
-    @staticmethod
-    def _tell(tell: Tell, objects: Sequence[Any], size: int) -> None:
+    def _tell(self, tell: Tell, objects: Sequence[Any], size: int) -> None:
         for first in range(0, len(objects), _KEYS_AT_ONCE):
             some = list(objects[first : first + _KEYS_AT_ONCE])
-            tell(some, [size] * len(some))
+            with self.errors.survived():
+                tell(some, [size] * len(some))

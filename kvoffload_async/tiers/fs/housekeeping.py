@@ -7,13 +7,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
 from kvoffload_async.tiers.files.ops import FileOps
@@ -65,12 +66,17 @@ class Housekeeping:
         writers: WriterRegistry,
         files: BlockFiles,
         env: TierEnvironment,
+        *,
+        pinned: Container[OffloadKey],
     ) -> None:
         self._ops = ops
         self._namespace = namespace
         self._writers = writers
         self._files = files
         self._env = env
+        self._pinned = pinned
+        self._errors = ErrorLog(logger, f"{namespace.folder}: housekeeping")
+        """Unexpected ones: without heartbeats, other writers would assume this one dead."""
         self._usage: UsageFile | None = None
         self._space: Space | None = None
         self._trimming: Trimming | None = None
@@ -198,7 +204,7 @@ class Housekeeping:
             return False
 
     def discard(self, keys: Collection[OffloadKey]) -> None:
-        """Remove blocks in the background, except those that a job reads or writes."""
+        """Remove blocks in the background, except those that are pinned or that a job uses."""
         waiting = self._unwanted
         waiting.update(dict.fromkeys(islice(keys, max(0, _MOST_DISCARDS - len(waiting)))))
         if (num_kept := sum(key not in waiting for key in keys)) > 0:
@@ -303,23 +309,27 @@ class Housekeeping:
             except (OSError, OffloadError) as error:
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
+            except Exception as error:  # noqa: BLE001 - see the attribute
+                self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
+                self._errors.note(error)
 
     async def _discard(self) -> None:
         """Remove the unwanted blocks, a portion at a time."""
         try:
             while keys := list(islice(self._unwanted, _PORTION)):
-                try:
-                    await self._remove(keys)
-                except (OSError, OffloadError) as error:
-                    folder = self._namespace.folder
-                    logger.warning("%s: blocks were not removed: %s", folder, str(error))
-                for key in keys:
+                for key in keys:  # first, because a request that comes meanwhile is a new one
                     del self._unwanted[key]
+                with self._errors.survived():
+                    try:
+                        await self._remove(keys)
+                    except (OSError, OffloadError) as error:
+                        folder = self._namespace.folder
+                        logger.warning("%s: blocks were not removed: %s", folder, str(error))
         finally:
             self._discarding = None
 
     async def _remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove the files of those of these blocks that have one, and announce it."""
+        """Remove the files of those of these blocks that may go, and announce it."""
 
         def find() -> frozenset[OffloadKey]:
             self._check_root()
@@ -329,9 +339,9 @@ class Housekeeping:
         if self._space is not None:  # others may have removed known ones
             gone = found.union(self._space.present(keys))
             await self._space.remove(self._space.withdraw(gone), self._run)
-        elif found:
-            await self._run(lambda: self._files.remove(found))
-            self._env.blocks_evicted(found)
+        elif idle := [key for key in found if key not in self._pinned]:
+            await self._run(lambda: self._files.remove(idle))
+            self._env.blocks_evicted(idle)
 
     async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
         """Walk until `is_enough`, or for `seconds`. Call with the lock of walks held."""
@@ -382,7 +392,7 @@ class Housekeeping:
             surplus = space.blocks.learn(found[first : first + _PORTION], step.found)
             cpu_s += time.thread_time() - begun_s
             await asyncio.sleep(0)
-            await space.remove(surplus, self._run)
+            await space.remove(space.withdraw(surplus), self._run)
         more: int | None = 0 if step.ends_cycle else None
         while more is not None:
             begun_s = time.thread_time()

@@ -179,7 +179,7 @@ class Space:
         self._policy.policy.access(slots, [True] * len(slots))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Prevent the eviction of blocks while they are read or written."""
+        """Prevent the removal of blocks while they are pinned, read or written."""
         if not self._busy.isdisjoint(keys):
             self._pinned_again.update(self._busy.intersection(keys))
         self._busy.update(keys)
@@ -190,7 +190,7 @@ class Space:
         if self._pinned_again:
             shared = self._pinned_again.keys() & released
             released -= shared
-            self._pinned_again -= Counter(shared)
+            unpin(self._pinned_again, shared)
         self._busy -= released
         if passed := self._passed & released:
             self._passed -= passed
@@ -367,6 +367,14 @@ class Space:
         return False
 
 
+def unpin(pins: Counter[OffloadKey], keys: Iterable[OffloadKey]) -> None:
+    """Remove one pin from each of these blocks, which have one."""
+    for key in keys:
+        pins[key] -= 1
+        if not pins[key]:
+            del pins[key]
+
+
 _SLICE_S = 5.0
 """Maximum time per call, so that the caller can send heartbeats."""
 _PORTION = 1024
@@ -448,7 +456,7 @@ class Trimming:
             for first in range(0, len(rest), _PORTION):
                 surplus = blocks.learn(rest[first : first + _PORTION])
                 await asyncio.sleep(0)
-                await self._space.remove(surplus, self._run)
+                await self._space.remove(self._space.withdraw(surplus), self._run)
         num_removed, self._num_removed = self._num_removed, 0
         if num_removed and self._before_bytes > self._capacity_bytes:
             logger.warning(

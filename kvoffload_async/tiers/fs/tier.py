@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +51,7 @@ from kvoffload_async.tiers.fs.outcome import (
     Verify,
     failures_of,
 )
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.space import Space, SpaceSettings, unpin
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
 
@@ -133,6 +134,7 @@ class FsTier(AsyncTier):
             persistent=True,
             locality=settings.locality,
             announces_removals=has_account,
+            pins=True,
             discards=True,
         )
         self.bounds = TierBounds()
@@ -146,6 +148,7 @@ class FsTier(AsyncTier):
         self._native: NativeFiles | None = None
         self._calls: SerialExecutor | None = None
         self._has_entered = False
+        self._pins: Counter[OffloadKey] = Counter()
 
     async def open(self, env: TierEnvironment) -> None:
         """Create the folders, and start walking the namespace; walks continue in the background.
@@ -173,7 +176,9 @@ class FsTier(AsyncTier):
             counts_bytes=settings.space is not None,
         )
         self._files = BlockFiles(self._ops, namespace, writers.writer_id, file_settings)
-        self._housekeeping = Housekeeping(self._ops, namespace, writers, self._files, env)
+        self._housekeeping = Housekeeping(
+            *(self._ops, namespace, writers, self._files), env, pinned=self._pins
+        )
         try:
             await env.io.run(Direction.METADATA, self._enter)
             await env.io.run(Direction.METADATA, partial(self._housekeeping.enter, settings.verify))
@@ -268,8 +273,24 @@ class FsTier(AsyncTier):
         if self._space is not None:
             self._space.used(keys)
 
+    def pin(self, keys: Sequence[OffloadKey]) -> None:
+        """Keep blocks from being removed by this process, present ones and others.
+
+        Other processes do not know of it.
+        """
+        self._pins.update(keys)
+        if self._space is not None:
+            self._space.pin(keys)
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove one pin from each block that has one."""
+        pinned = [key for key in keys if key in self._pins]
+        unpin(self._pins, pinned)
+        if self._space is not None:
+            self._space.unpin(pinned)
+
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove blocks in the background; one that a job reads or writes may stay."""
+        """Remove blocks in the background, except pinned ones; one that a job uses may stay."""
         if self._housekeeping is not None:
             self._housekeeping.discard(keys)
 

@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -146,17 +147,22 @@ class Attendance:
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def attend(self) -> None:
-        """Execute calls until the connection closes, then end the process.
+        """Execute calls until the connection closes, then end the process; also at an error.
 
         The thread that reads a call also executes it, while another one reads: no call changes
         threads.
         """
-        with contextlib.suppress(OSError):  # the parent is gone
+        try:
             while (request := self._next()) is not None:
                 if request["call"] == "close":
                     self._library.close()
                     break
                 self._perform(request)
+        except OSError:  # the parent is gone
+            pass
+        except BaseException:  # noqa: BLE001 - a lost thread would let its call time out
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
 
     def _next(self) -> dict[str, Any] | None:

@@ -41,6 +41,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
     naming_shortage,
+    text_of,
 )
 from kvoffload_async.tiers.files.settings import IntegrityOptions
 from kvoffload_async.tiers.mooncake import helper
@@ -582,9 +583,9 @@ class HelperSupervisor:
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 await self.open()
-        except (ConfigError, TierError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
             self._pause_s = min(2 * self._pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-            why = str(error) or "timed out"
+            why = "timed out" if type(error) is TimeoutError else text_of(error)
             logger.warning("mooncake: starting a helper failed: %s", why)
             drop_tracebacks(error)
         else:

@@ -23,6 +23,7 @@ from kvoffload_async.abc.tier import (
     TierCapabilities,
     TierEnvironment,
 )
+from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import (
     BlockMissingError,
     ConfigError,
@@ -33,7 +34,6 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers._job_log import Refusals
 from kvoffload_async.tiers.remote.calls import CallCounters, Calls, run_together
 from kvoffload_async.tiers.remote.client import (
     Bytes,
@@ -223,7 +223,7 @@ class RemoteTier(AsyncTier):
             CongestionWindow(Limiter(settings.connections, settings.bytes_in_flight), queue_s)
             for _ in range(2)
         )
-        self._unremoved, self._unrenewed = Refusals(), Refusals()
+        self._unremoved, self._unrenewed = LogRate(), LogRate()
 
     async def open(self, env: TierEnvironment) -> None:
         """Connect.
@@ -513,9 +513,9 @@ class RemoteTier(AsyncTier):
             return False
         return True
 
-    def _warn(self, refusals: Refusals, text: str) -> None:
+    def _warn(self, rate: LogRate, text: str) -> None:
         """Log a server's failure, at most once a minute."""
-        more = refusals.note(asyncio.get_running_loop().time())
+        more = rate.note(asyncio.get_running_loop().time())
         if more is not None:
             logger.warning("%s: %s%s", self._place, text, more)
 

@@ -45,6 +45,8 @@ class MooncakeDistributedStore:
         fail("wait-in-put", threading.Event().wait)
         if is_wanted("raise-in-put"):
             raise RuntimeError("so it says")
+        if is_wanted("exit-in-put"):
+            raise SystemExit("so it says")
         if is_wanted("garbage-in-put"):
             os.write(SOCKET, (FAULTS / "garbage-in-put").read_bytes())
             reached()

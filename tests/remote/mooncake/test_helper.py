@@ -37,6 +37,7 @@ from kvoffload_async.testing.harness import TierHarness, content_of
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.mooncake import helper as helper_module
+from kvoffload_async.tiers.mooncake import process as process_module
 from kvoffload_async.tiers.mooncake.cells import Geometry, SharedCells
 
 SLOT_BYTES = 4096
@@ -297,6 +298,31 @@ def test_an_error_of_the_librarys_fails_the_call_and_not_the_helper(fake):
         fake.mend()
         assert harness.store(K[:2]) == {}
         assert harness.tier.gauges()["helper_starts"] == 1
+
+
+def test_a_helper_that_loses_a_thread_ends_and_is_replaced(fake):
+    with opened(fake.tier()) as harness:
+        fake.fail("exit-in-put")
+        with pytest.raises(TierUnavailableError, match="the process has ended"):
+            harness.store(K[:2])
+        fake.mend()
+        restart(harness)
+        assert harness.store(K[:2]) == {}
+        assert harness.tier.gauges()["helper_starts"] == 2
+
+
+def test_a_helper_that_cannot_be_started_is_started_again_after_a_pause(fake, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError("no descriptors")
+
+    with opened(fake.tier()) as harness:
+        supervisor = harness.tier._supervisor
+        monkeypatch.setattr(process_module, "SharedCells", refuse)
+        harness.on_loop(lambda: helper_of(harness.tier).end("killed"))
+        with pytest.raises(TierUnavailableError, match="no helper process"):
+            harness.store(K[:1])
+        wait_until(lambda: supervisor._pause_s)
+        assert "starting a helper failed: OSError: no descriptors" in caplog.text
 
 
 def framed(message):
