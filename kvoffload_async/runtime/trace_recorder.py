@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import IO, Final, TypeVar
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.runtime.machine import answered
+from kvoffload_async.runtime.helper_thread import answered
 from kvoffload_async.tiers.files.modes import Modes
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.types import OffloadKey, ReqContext
