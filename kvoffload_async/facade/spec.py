@@ -260,8 +260,8 @@ class TieringOffloadingSpec(_Spec):
             TierUnavailableError: The storage of a tier does not respond.
         """
         super().__init__(config)
-        if self.config.record_trace is not None:
-            check_trace_files(self.config.record_trace)
+        if (path := self._trace_path()) is not None:
+            check_trace_files(path)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
         self._status = EngineStatus(self.config.model, read_stats)
@@ -317,6 +317,10 @@ class TieringOffloadingSpec(_Spec):
         """Return the path of the status socket, or None."""
         return self.config.status_socket or path_from_environment()
 
+    def _trace_path(self) -> str | None:
+        """Return the path of the trace of requests, or None."""
+        return self.config.record_trace
+
     def _get_kv_view(self) -> memoryview:
         return self.get_manager().get_primary_kv_view()
 
@@ -356,8 +360,8 @@ class TieringOffloadingSpec(_Spec):
             for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
-            if config.record_trace is not None:
-                self._recorder = TraceRecorder(config.record_trace)
+            if (path := self._trace_path()) is not None:
+                self._recorder = TraceRecorder(path)
                 primary.core.on_request_ended = self._recorder.note
         except BaseException:
             for tier in reversed(tiers):
