@@ -77,7 +77,7 @@ class _Spec(ABC):
             with naming_tier(index, tier), _unless_required(tier):
                 found = SecondaryTierFactory.check_config(tier, self.config)
                 places += [(f"secondary_tiers[{index}]: ", place) for place in found]
-        check_places(places)
+        check_places(places, self.num_blocks * self.stride_bytes)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
