@@ -25,7 +25,8 @@ def main(folder: Path) -> None:
     run(folder, "replay", "--limit", "20")
     run(folder, "replay", "--limit", "20", "--tier", f"slab:root_dir={store},capacity_bytes=64MiB")
     run(folder, "store", "inspect", str(store))
-    run(folder, "bench", "--tier", "fs", "--total-bytes", "1MiB", "--rounds", "1")
+    sizes = ("--block-bytes", "64KiB", "--total-bytes", "1MiB")
+    run(folder, "bench", "--tier", "fs", *sizes, "--rounds", "1")
 
 
 def run(folder: Path, *command: str) -> str:

@@ -76,9 +76,9 @@ Run `kvoffload` or `python -m kvoffload_async`. An error is printed as one line 
 SYSTEM_CALLS = """# System calls
 
 The seccomp profile of a container, or a kernel such as gVisor's, may refuse a system call. These
-are the calls beyond opening, reading, writing, mapping and naming files. The current default profiles
-of Docker and containerd permit all of them. Where the last column says so, the start fails with an
-error that names the call.
+are the calls beyond opening, reading, writing, mapping and naming files. The current default
+profiles of Docker and containerd permit all of them. Where the last column says so, the start fails
+with an error that names the call.
 
 """
 

@@ -136,12 +136,14 @@ class TierPlace:
         is_exclusive: Whether no other tier of the engine may use this directory, its parents or its
             children.
         key: The option that names the location, for messages.
+        is_memory: Whether `capacity_bytes` is memory of this machine; known for a directory.
     """
 
     path: str
     capacity_bytes: int | None = None
     is_exclusive: bool = True
     key: str = "root_dir"
+    is_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,6 +332,7 @@ def replay_on_fleet(
         ("--plot or --report", not given.has_samples),
         ("--explain or --trace-out", not spec.config.explain_requests),
         ("--status-socket", spec.config.status_socket is None),
+        ("record_trace", spec.config.record_trace is None),
     ):
         if not is_plain:
             raise InputError(f"{option} cannot be combined with --fleet; omit it")

@@ -7,6 +7,7 @@ one directory are recognised through symbolic links and bind mounts.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,9 @@ from kvoffload_async.abc.tier import TierPlace
 from kvoffload_async.config import shown
 from kvoffload_async.errors import ConfigError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.runtime.helper_thread import answered
-from kvoffload_async.runtime.machine import filesystem_limit
+from kvoffload_async.runtime.machine import filesystem_limit, memory_limit
+
+logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 10.0
 """Deadline in seconds for a filesystem to answer."""
@@ -31,6 +34,9 @@ _NO_STORAGE: Final = frozenset(
     {"bpf", "cgroup", "cgroup2", "debugfs", "devpts", "proc", "securityfs", "sysfs", "tracefs"}
 )
 """Virtual filesystems of the kernel, which store no files even if they are writable."""
+
+_MEMORY: Final = frozenset({"ramfs", "tmpfs"})
+"""Filesystems whose files count as memory of the control group that writes them."""
 
 _GONE_AWAY: Final = frozenset({errno.EIO, errno.ENODEV, errno.ENOTCONN, errno.ESTALE})
 """Errors of a filesystem that is unreachable now; the configuration may be valid."""
@@ -47,12 +53,14 @@ class Ground:
         path: The tier's directory or its nearest existing parent, without symbolic links.
         status: Status of `path`.
         size_bytes: Size of its filesystem; None if the filesystem reports no size.
+        is_memory: Whether its files are in memory.
         above: Identities of the tier's directory and of all its parents.
     """
 
     path: str
     status: os.stat_result
     size_bytes: int | None
+    is_memory: bool
     above: tuple[Identity, ...]
 
 
@@ -79,11 +87,14 @@ def examine(place: TierPlace) -> Ground:
         ) from error
 
 
-def check_places(places: Sequence[tuple[str, TierPlace]]) -> None:
+def check_places(places: Sequence[tuple[str, TierPlace]], memory_bytes: int = 0) -> None:
     """Check that each directory can be used, and that no two tiers share one.
+
+    Warns if the memory that the engine will take is more than it may.
 
     Args:
         places: The places, each with the tier's prefix in messages; empty for a single tier.
+        memory_bytes: Memory of the primary.
 
     Raises:
         ConfigError: A directory cannot be used, is too small, or overlaps with another tier's.
@@ -104,6 +115,7 @@ def check_places(places: Sequence[tuple[str, TierPlace]]) -> None:
                 )
         examined.append((owner, place, ground))
     _check_capacities(examined)
+    _warn_of_memory(memory_bytes, examined)
 
 
 # -- internal -----------------------------------------------------------------------------------
@@ -153,7 +165,8 @@ def _examine(path: str, what: str) -> Ground:
     for parent in base.parents:
         found = parent.stat()
         above.append((found.st_dev, found.st_ino, ()))
-    return Ground(str(base), status, limit.size_bytes if limit else None, tuple(above))
+    size_bytes = limit.size_bytes if limit else None
+    return Ground(str(base), status, size_bytes, kind in _MEMORY, tuple(above))
 
 
 def _kind_of(device: int) -> str:
@@ -198,3 +211,24 @@ def _check_capacities(examined: Sequence[tuple[str, TierPlace, Ground | None]]) 
                 f"{owner}capacity_bytes: {place.capacity_bytes}{others} do not fit on the "
                 f"filesystem of {ground.path!r}, which has {ground.size_bytes} bytes; give less"
             )
+
+
+def _warn_of_memory(
+    memory_bytes: int, examined: Sequence[tuple[str, TierPlace, Ground | None]]
+) -> None:
+    """Warn if primary and tiers in memory are together more than this process may have."""
+    parts = [("cpu_bytes_to_use", memory_bytes)] if memory_bytes else []
+    parts += [
+        (f"{owner}{place.path}", place.capacity_bytes)
+        for owner, place, ground in examined
+        if place.capacity_bytes and (place.is_memory or (ground and ground.is_memory))
+    ]
+    limit = memory_limit()
+    if limit is not None and sum(size_bytes for _, size_bytes in parts) > limit.size_bytes:
+        logger.warning(
+            "%s are together more than %s, which is %d bytes; use less of them, or the system will "
+            "kill this process when they are full",
+            " and ".join(f"{size_bytes} bytes of memory for {name}" for name, size_bytes in parts),
+            limit.name,
+            limit.size_bytes,
+        )

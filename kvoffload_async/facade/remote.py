@@ -324,5 +324,7 @@ class MooncakeTierManager(DeclaredTierManager[MooncakeSettings]):
 
     @classmethod
     def places_of(cls, settings: MooncakeSettings, identity: KVIdentity) -> list[TierPlace]:
-        connection, *_ = settings
-        return [TierPlace(f"mooncake://{connection.master}", is_exclusive=False, key="master")]
+        connection, _, helper = settings
+        memory_bytes = connection.segment_bytes + helper.buffer_bytes
+        name = f"mooncake://{connection.master}"
+        return [TierPlace(name, memory_bytes, is_exclusive=False, key="master", is_memory=True)]

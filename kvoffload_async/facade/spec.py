@@ -74,7 +74,7 @@ class _Spec(ABC):
             with naming_tier(index, tier), _unless_required(tier):
                 found = SecondaryTierFactory.check_config(tier, self.config)
                 places += [(f"secondary_tiers[{index}]: ", place) for place in found]
-        check_places(places)
+        check_places(places, self.num_blocks * self.stride_bytes)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
@@ -263,8 +263,8 @@ class TieringOffloadingSpec(_Spec):
             TierUnavailableError: The storage of a tier does not respond.
         """
         super().__init__(config)
-        if self.config.record_trace is not None:
-            check_trace_files(self.config.record_trace)
+        if (path := self._trace_path()) is not None:
+            check_trace_files(path)
         self._runtime = runtime
         self._host: RuntimeHost | None = None
         self._status = EngineStatus(self.config.model, read_stats)
@@ -324,6 +324,10 @@ class TieringOffloadingSpec(_Spec):
         """Return the path of the status socket, or None."""
         return self.config.status_socket or path_from_environment()
 
+    def _trace_path(self) -> str | None:
+        """Return the path of the trace of requests, or None."""
+        return self.config.record_trace
+
     def _get_kv_view(self) -> memoryview:
         return self.get_manager().get_primary_kv_view()
 
@@ -368,8 +372,8 @@ class TieringOffloadingSpec(_Spec):
             for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
-            if config.record_trace is not None:
-                self._recorder = TraceRecorder(config.record_trace)
+            if (path := self._trace_path()) is not None:
+                self._recorder = TraceRecorder(path)
                 primary.core.on_request_ended = self._recorder.note
         except BaseException:
             for tier in reversed(tiers):

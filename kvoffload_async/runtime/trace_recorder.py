@@ -49,14 +49,17 @@ class TraceFiles:
         self._ops = FileOps()
         self._ops.enter(os.path.dirname(path), Modes(file_mode=0o600), make=False)  # noqa: PTH120
 
-    def check(self) -> bool:
+    def check(self, *, are_free: bool = False) -> bool:
         """Return whether there is a trace that a new one makes the predecessor.
+
+        Args:
+            are_free: Whether no other engine may be writing there.
 
         Raises:
             OSError: One of the two names belongs to something else.
         """
-        self._is_trace(self._predecessor)
-        return self._is_trace(self._path)
+        self._is_trace(self._predecessor, are_free)
+        return self._is_trace(self._path, are_free)
 
     def create(self) -> int:
         """Return the descriptor of a new file, locked until `close`.
@@ -64,7 +67,7 @@ class TraceFiles:
         Raises:
             OSError: See `check`, or the file cannot be created.
         """
-        if self.check():
+        if self.check(are_free=True):
             self._ops.rename(self._path, self._predecessor)
         fd = self._ops.create_anew(self._path)
         try:
@@ -78,7 +81,7 @@ class TraceFiles:
         """Close a file."""
         self._ops.close(fd)
 
-    def _is_trace(self, path: str) -> bool:
+    def _is_trace(self, path: str, is_free: bool) -> bool:
         """Return whether there is a trace; False if the file is absent or empty."""
         try:
             fd = self._ops.open(path, os.O_RDONLY)
@@ -88,7 +91,7 @@ class TraceFiles:
             beginning = os.pread(fd, len(_BEGINNING), 0)
             if not _BEGINNING.startswith(beginning):
                 raise OSError(errno.EEXIST, "the file is not a trace", path)
-            if self._ops.is_locked(fd):
+            if is_free and self._ops.is_locked(fd):
                 raise OSError(errno.EBUSY, "another engine writes its trace there", path)
         finally:
             self._ops.close(fd)
@@ -97,6 +100,8 @@ class TraceFiles:
 
 def check_trace_files(path: str) -> None:
     """Check, without changing anything, that a trace can be written to a path.
+
+    An engine may be writing there: vLLM's workers have the configuration of its scheduler.
 
     Raises:
         ConfigError: It cannot.

@@ -10,6 +10,7 @@ from kvoffload_async import ConfigError, TierPlace, TierUnavailableError
 from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.facade import places
 from kvoffload_async.facade.places import check_places, examine
+from kvoffload_async.runtime.machine import Limit
 
 
 def check(*found):
@@ -71,3 +72,32 @@ def test_a_directory_that_is_not_writable_is_told(tmp_path):  # pragma: no cover
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="is not writable for this process"):
         examine(TierPlace(str(tmp_path / "x")))
+
+
+def warned(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
+def test_primary_and_tiers_in_memory_above_the_limit_are_warned_of_by_name(
+    tmp_path, monkeypatch, caplog, kind
+):
+    monkeypatch.setattr(places, "memory_limit", lambda: Limit(100, "the memory limit of its group"))
+    monkeypatch.setattr(places, "_kind_of", lambda _device: kind)
+    slab = ("secondary_tiers[0]: ", TierPlace(str(tmp_path / "slab"), 30))
+    pool = ("secondary_tiers[1]: ", TierPlace("mooncake://h", 11, key="master", is_memory=True))
+    check_places([slab, pool], 59)
+    assert warned(caplog) == []
+    check_places([slab, pool], 60)
+    (message,) = warned(caplog)
+    assert "60 bytes of memory for cpu_bytes_to_use" in message
+    assert f"30 bytes of memory for secondary_tiers[0]: {tmp_path}/slab" in message
+    assert "11 bytes of memory for secondary_tiers[1]: mooncake://h" in message
+    assert "the memory limit of its group, which is 100 bytes" in message
+
+
+def test_a_tier_on_a_disk_takes_no_memory(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(places, "memory_limit", lambda: Limit(100, "the memory limit of its group"))
+    monkeypatch.setattr(places, "_kind_of", lambda _device: "ext4")
+    check_places([("secondary_tiers[0]: ", TierPlace(str(tmp_path), 1000))], 100)
+    assert warned(caplog) == []

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime import trace_recorder
-from kvoffload_async.runtime.trace_recorder import TraceRecorder
+from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
 from kvoffload_async.types import ReqContext, make_offload_key
 
 
@@ -71,6 +71,7 @@ def test_a_trace_that_an_engine_writes_is_refused_to_another(tmp_path):
     path = tmp_path / "trace"
     recorder = TraceRecorder(str(path))
     recorder.note(ReqContext("r"), keys("abc"))
+    check_trace_files(str(path))  # of its own worker
     with pytest.raises(ConfigError, match=r"record_trace: .*another engine"):
         TraceRecorder(str(path))
     recorder.close(10)

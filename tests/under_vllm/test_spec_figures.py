@@ -188,3 +188,11 @@ def test_the_status_socket_shows_the_engine_one_for_each_replica(
     assert [file.name for file in folder.iterdir()] == [name]
     here.manager.shutdown()
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "trace"), (2, "trace-2")])
+def test_each_replica_records_a_trace_of_its_own(pair, tmp_path, index, name):
+    given = {"record_trace": str(tmp_path / "trace")}
+    here = pair(EXAMPLE, extra=given, data_parallel_index=index)
+    here.manager.shutdown()
+    assert [file.name for file in tmp_path.iterdir()] == [name]

@@ -358,9 +358,9 @@ class _SharedSpec(TieringOffloadingSpec):
     """
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
+        self.outer = outer
         super().__init__(config)
         self._status = EngineStatus(outer.config.model.name)
-        self.outer = outer
         self._buffer: SharedBuffer | None = None
 
     @property
@@ -379,8 +379,13 @@ class _SharedSpec(TieringOffloadingSpec):
             self.outer.remove_process_folders()
 
     def _status_path(self) -> str | None:
-        """Return the path; data-parallel replicas except the first append their number."""
-        path = super()._status_path()
+        return self._of_this_replica(super()._status_path())
+
+    def _trace_path(self) -> str | None:
+        return self._of_this_replica(super()._trace_path())
+
+    def _of_this_replica(self, path: str | None) -> str | None:
+        """Return a path; data-parallel replicas except the first append their number."""
         index = self.outer.config.parallel.data_parallel_index
         return f"{path}-{index}" if path is not None and index else path
 

@@ -963,7 +963,8 @@ def read_given(
         if not stat_module.S_ISREG(found.st_mode):
             raise NotRegularFileError(path)
         check(found)
-        return os.read(fd, max_bytes)
+        with os.fdopen(fd, "rb", closefd=False) as file:  # a network filesystem may read less
+            return file.read(max_bytes)
     finally:
         os.close(fd)
 
