@@ -19,6 +19,8 @@ async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
     Raises:
         InputError: The directory cannot be read or contains no store.
     """
+    if not str(directory):
+        raise InputError("the directory or URL is empty; give . for the current folder")
     kinds, unusable = await asyncio.to_thread(_kinds)
     is_url = "://" in str(directory)
     kinds = [kind for kind in kinds if kind.takes_urls is is_url]
