@@ -26,11 +26,12 @@ from kvoffload_async.errors import ConfigError, UnknownNameError
 _UNITS: Final = {
     "": 1,
     "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-    **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGTPE", 1)},
+    **{f"{p}IB": 1024**i for i, p in enumerate("KMGTPE", 1)},
 }
 _MAX_SECONDS: Final = 1e9
 _MAX_RATE: Final = 1e12
+_MAX_DIGITS: Final = 64
 _MAX_INTEGER: Final = (1 << 63) - 1
 """Largest size or number that fits a signed 64-bit integer."""
 MAX_THREADS: Final = 1024
@@ -70,7 +71,8 @@ def parse_size_bytes(value: object, key: str) -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             _reject(key, value, 'a number of bytes, or text such as "64KiB", "4GiB" or "512 MB"')
-        value = int(Fraction(match[1]) * unit)
+        # Python parses no number of thousands of digits.
+        value = int(Fraction(match[1]) * unit) if len(match[1]) <= _MAX_DIGITS else 0
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_INTEGER:
         _reject(key, given, "a positive number of bytes, below 8 EiB")
     return value

@@ -24,6 +24,9 @@ MINIMAL = {"cpu_bytes_to_use": "1MiB", "block_bytes": 4096}
         ("512 MB", 512_000_000),
         ("4GiB", 4 << 30),
         ("1TiB", 1 << 40),
+        ("1 PiB", 1 << 50),
+        ("2PB", 2 * 10**15),
+        ("7.5EiB", 15 << 59),
         ("9007199254740993", 9007199254740993),
     ],
 )
@@ -48,9 +51,9 @@ def test_any_text_is_a_size_or_a_config_error(text):
         assert parse_size_bytes(text, "k") > 0
 
 
-@pytest.mark.parametrize("size", ["9" * 400, "9" * 4000 + "TiB", 1 << 63, 10**4000])
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 5000 + "TiB", "9EiB", 1 << 63, 10**4000])
 def test_a_size_beyond_what_the_system_can_count_is_refused_in_one_short_line(size):
-    with pytest.raises(ConfigError, match=r"k: .*9999|k: 92233|k: 1000") as raised:
+    with pytest.raises(ConfigError, match=r"k: .*9999|k: '9EiB|k: 92233|k: 1000") as raised:
         parse_size_bytes(size, "k")
     assert "below 8 EiB" in str(raised.value)
     assert len(str(raised.value)) < 1000

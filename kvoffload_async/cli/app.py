@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -109,6 +109,10 @@ def common(
     """Handle the options that precede a command."""
 
 
+_MOST_CONCURRENT: Final = 1 << 16
+_MOST_PROCESSES: Final = 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplayFlags(Flags):
     """The options of `kvoffload replay`."""
@@ -121,7 +125,9 @@ class ReplayFlags(Flags):
         metavar="N",
         min=1,
     )
-    concurrency: int = flag(1, "Number of concurrent requests.", metavar="K", min=1)
+    concurrency: int = flag(
+        1, "Number of concurrent requests.", metavar="K", min=1, max=_MOST_CONCURRENT
+    )
     engine: str = flag(
         "sync",
         "API to drive: sync, the connector for schedulers, step by step; or async, OffloadEngine "
@@ -149,6 +155,7 @@ class ReplayFlags(Flags):
         "shared. Three passes: nothing shared, shared in lockstep, shared free-running.",
         metavar="N",
         min=1,
+        max=_MOST_PROCESSES,
     )
     spread: str | None = flag(
         None,

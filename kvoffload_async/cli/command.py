@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Parameter
-from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 
 import typer
 from rich.console import Console
 
 from kvoffload_async.cli.ending import EXIT_INTERRUPTED, Interrupt, errors_as_one_line
 from kvoffload_async.runtime.log_level import PACKAGE_LOGGER, level_from_environment
+
+_MOST: Final = 1_000_000_000
+"""Largest number that an option takes, unless it declares another."""
 
 
 def flag(default: Any, text: str, *names: str, **settings: Any) -> Any:  # noqa: ANN401 - any type
@@ -24,8 +27,10 @@ def flag(default: Any, text: str, *names: str, **settings: Any) -> Any:  # noqa:
         default: The default.
         text: The help.
         *names: Spellings, if not the field's name.
-        **settings: Further arguments of `typer.Option`.
+        **settings: Further arguments of `typer.Option`. An option with a `min` has a `max`, too.
     """
+    if "min" in settings:
+        settings = {"max": _MOST, **settings}
     return field(
         default=default, metadata={"declared": typer.Option(*names, help=text, **settings)}
     )

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import typer
 from typer.core import TyperGroup
 
-from kvoffload_async.errors import ConfigError, InputError, OffloadError
+from kvoffload_async.errors import ConfigError, InputError, OffloadError, text_of
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_INPUT: Final = 2
@@ -90,6 +90,9 @@ def errors_as_one_line() -> Iterator[None]:
     except (OffloadError, TimeoutError) as error:
         complain(error)
         raise typer.Exit(EXIT_FAILED) from error
+    except MemoryError as error:
+        complain(f"not enough memory ({text_of(error)}); give smaller numbers")
+        raise typer.Exit(EXIT_BAD_INPUT) from error
 
 
 _OUTPUT_ERRORS: Final = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE})

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -23,11 +24,15 @@ from kvoffload_async.cli.output import (
 )
 from kvoffload_async.cli.replay_report import PLOT
 from kvoffload_async.config import one_of
+from kvoffload_async.config import shown as abbreviated
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import TierAdmission
 from kvoffload_async.replay import simulation
 from kvoffload_async.replay.simulation import LRU, Simulation
 from kvoffload_async.replay.source import TraceFile
+
+_MOST_BLOCKS: Final = 100_000_000
+_MOST_CHARS: Final = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,7 @@ class SimulateOptions(CommandOptions):
         "Add an LRU tier of N blocks below the primary; writes are then those to the tier.",
         metavar="N",
         min=1,
+        max=_MOST_BLOCKS,
     )
     admission: str = flag(
         "all", "The tier's admission: all stored blocks, or only likely reuse.", metavar="all|reuse"
@@ -98,13 +104,18 @@ def simulate(given: SimulateOptions) -> None:
 def _capacities(text: str | None) -> list[int]:
     if text is None:
         return []
-    values = text.split(",")
-    if not all(value.strip().isdecimal() and int(value) > 0 for value in values):
+    values = [value.strip() for value in text.split(",")]
+    if not all(map(_is_capacity, values)):
         raise InputError(
-            f"--capacity {text!r} is not valid; give numbers of blocks from 1 on, separated by "
-            "commas"
+            f"--capacity {abbreviated(text)} is not valid; give numbers of blocks from 1 to "
+            f"{_MOST_BLOCKS}, separated by commas"
         )
     return list(map(int, values))
+
+
+def _is_capacity(text: str) -> bool:
+    # Python parses no number of thousands of digits.
+    return text.isdecimal() and len(text) <= _MOST_CHARS and 0 < int(text) <= _MOST_BLOCKS
 
 
 def _print_table(found: Simulation, console: Console) -> None:

@@ -18,6 +18,8 @@ async def find_stores(directory: str | Path) -> list[StoreMaintenance]:
     Raises:
         InputError: The directory cannot be read or contains no store.
     """
+    if not str(directory):
+        raise InputError("the directory or URL is empty; give . for the current folder")
     # Imported on demand, because it is slow. The loop's default executor belongs to the caller.
     import anyio.to_thread  # noqa: PLC0415
 

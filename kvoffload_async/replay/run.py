@@ -52,6 +52,8 @@ DEVICES: Final = (CPU, CUDA, SIMULATED)
 _DEFAULT_IO_TIMEOUT_S = 30.0
 _STALL_MARGIN_S = 30.0
 _INTERRUPTED_TIMEOUT_S = 5.0
+_FRAME_BYTES: Final = 128
+"""Memory for the accounting of one block of the device."""
 _UNKNOWN_REQUEST_BLOCKS = 1024
 """Blocks reserved per request if the maximum is unknown, as in a pipe."""
 _BLOCKS_PER_STEP = 16
@@ -103,11 +105,14 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
         most = source.most_blocks()
         size = _UNKNOWN_REQUEST_BLOCKS if most is None else max(1, most)
         num_frames = options.concurrency * size
+    if options.engine != SYNC and spec.config.num_workers > 1:
+        raise InputError("--engine async: it has one worker; give num_workers 1, or --engine sync")
+    memories = _open_memories(spec, options, num_frames)
     pool = FramePool(num_frames, keeps_contents=options.device_blocks is not None)
     if options.engine == SYNC:
-        return _replay_stepwise(spec, source, options, pool)
+        return _replay_stepwise(spec, source, options, pool, memories)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_replay_awaited(spec, source, options, pool))
+        return runner.run(_replay_awaited(spec, source, options, pool, *memories))
 
 
 def stall_timeout_s(spec: TieringOffloadingSpec) -> float:
@@ -209,10 +214,13 @@ class _Run:
 
 
 def _replay_stepwise(
-    spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
+    spec: TieringOffloadingSpec,
+    source: RequestSource,
+    options: ReplayOptions,
+    pool: FramePool,
+    memories: Sequence[PagedMemory],
 ) -> Report:
     config = spec.config
-    memories = _open_memories(spec, options, pool)
     with _start_errors():
         manager = spec.get_manager()
     workers: Workers | None = None
@@ -243,11 +251,12 @@ def _replay_stepwise(
 
 
 async def _replay_awaited(
-    spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions, pool: FramePool
+    spec: TieringOffloadingSpec,
+    source: RequestSource,
+    options: ReplayOptions,
+    pool: FramePool,
+    memory: PagedMemory,
 ) -> Report:
-    if spec.config.num_workers > 1:
-        raise InputError("--engine async: it has one worker; give num_workers 1, or --engine sync")
-    (memory,) = _open_memories(spec, options, pool)
     bounds = EngineBounds(waiting_calls=options.concurrency)
     create_transport = spec.transport_maker(memory.kv_caches, runtime=memory.runtime)
     engine = OffloadEngine(spec.config, create_transport, bounds)
@@ -267,7 +276,7 @@ async def _replay_awaited(
 
 
 def _open_memories(
-    spec: TieringOffloadingSpec, options: ReplayOptions, pool: FramePool
+    spec: TieringOffloadingSpec, options: ReplayOptions, num_frames: int
 ) -> Sequence[PagedMemory]:
     """Return the device memory of each worker.
 
@@ -283,18 +292,19 @@ def _open_memories(
     config, layers = spec.config, options.layers
     require_pages(config.block_bytes, layers, config.blocks_per_chunk)
     runtime, free_bytes = _open_device(options.device)
-    needed = config.num_workers * pages_bytes(
-        pool.num_frames, config.block_bytes, layers, config.blocks_per_chunk
+    needed = num_frames * _FRAME_BYTES + config.num_workers * pages_bytes(
+        num_frames, config.block_bytes, layers, config.blocks_per_chunk
     )
     if free_bytes is not None and needed > free_bytes:
+        given = "--concurrency" if options.device_blocks is None else "--device-blocks"
         raise ConfigError(
-            f"--device-blocks: {pool.num_frames} blocks of {config.block_bytes} bytes for "
+            f"{given}: {num_frames} blocks of {config.block_bytes} bytes for "
             f"{config.num_workers} workers do not fit into the device's memory: they need {needed} "
-            f"bytes, and --device {options.device} has {free_bytes}; give fewer blocks"
+            f"bytes, and --device {options.device} has {free_bytes}; give less"
         )
     return [
         PagedMemory(
-            pool.num_frames,
+            num_frames,
             config.block_bytes,
             layers=layers,
             blocks_per_chunk=config.blocks_per_chunk,
