@@ -229,8 +229,8 @@ class TierLink:
         except Exception as error:  # noqa: BLE001 - closing must continue
             drop_tracebacks(error)
             report = CloseReport(error=error)
-        finally:
-            self._pool.close(_STOP_THREADS_S)
+        # Not after Ctrl-C: the tier still needs the pool, to be closed by another call.
+        self._pool.close(_STOP_THREADS_S)
         self.pump(math.inf)
         late = tuple(self.state.abandon_rest())
         if self in self.bridge.links:

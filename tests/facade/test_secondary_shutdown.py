@@ -1,7 +1,9 @@
 """`SecondaryTierManager` alone: drain, abandonment and shutdown."""
 
+import asyncio
 import gc
 import pickle
+import threading
 
 import pytest
 from facade.worlds import (
@@ -23,6 +25,7 @@ from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext
 
 R = ReqContext("r")
+DEADLINE_S = 60.0
 
 
 def test_drain_waits_for_every_result_and_leaves_them_to_be_taken(alone):
@@ -149,3 +152,41 @@ def test_a_tier_still_holding_the_view_after_close_is_warned_about(caplog):
     manager.shutdown(1.0)
     assert "clingy: the tier still holds the primary's buffer" in caplog.text
     host.runner.close()
+
+
+class SlowlyClosing(ExampleTier):
+    """Counts how often it is closed, and waits for a thread of its pool meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.closed = 0
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    async def close(self):
+        self.closed += 1
+        self.begun.set()
+        env, _ = self._opened()
+        await env.io.run(Direction.METADATA, lambda: self.goes_on.wait(DEADLINE_S))
+        await super().close()
+
+
+def test_a_shutdown_that_was_interrupted_is_completed_by_the_next_one(monkeypatch, threads_left):
+    tier = SlowlyClosing()
+    with ManagerHarness(tier) as harness:
+        runner = harness.manager.link.bridge.runner
+        run = type(runner).run
+
+        def interrupted(self, coroutine, timeout_s):
+            self.call_soon(lambda: asyncio.ensure_future(coroutine))
+            assert tier.begun.wait(DEADLINE_S)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(runner), "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                harness.manager.shutdown(DEADLINE_S)
+        assert type(runner).run is run
+        tier.goes_on.set()
+        assert harness.manager.shutdown(DEADLINE_S).is_clean
+        assert tier.closed == 1
+    assert not threads_left()

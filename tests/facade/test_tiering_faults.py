@@ -485,3 +485,19 @@ def test_a_probe_under_way_is_pending_work_but_no_job(worlds):
     assert not world.manager.planner.has_pending_work
     world.settle(error=TierUnavailableError("no"))
     assert world.lookup(1) is MISS
+
+
+def test_a_shutdown_that_failed_at_any_step_does_the_rest_when_it_is_repeated(worlds, monkeypatch):
+    for step in ("release_retained", "close"):
+        world = worlds()
+        with monkeypatch.context() as patch:
+            patch.setattr(world.manager.planner, step, _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                world.manager.shutdown(1.0)
+        world.manager.shutdown(1.0)
+        assert not any(tier.is_open for tier in world.tiers)
+        world.manager.shutdown(1.0)
+
+
+def _interrupt():
+    raise KeyboardInterrupt
