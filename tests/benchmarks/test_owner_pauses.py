@@ -7,6 +7,10 @@ clock beside it, and how much of it the garbage collector had. What the process 
 is frozen first: walking it is not the cache's doing. The longest step while the primary was filled,
 in which the tables grow, is printed too. Nothing is asserted about time.
 
+The second test does the same for the policies alone, with blocks that were in use when room was
+needed: all blocks of one request are skipped, and then released in slot order, in jobs that end in
+any order, or at random. A step releases 64 blocks and evicts none.
+
     pytest tests/benchmarks/test_owner_pauses.py --benchmark-enable
 
 Without the option it only shows that it works, with few blocks.
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager
+from kvoffload_async.registry import create_policy
 from kvoffload_async.types import ReqContext, make_offload_key
 
 pytestmark = pytest.mark.bench
@@ -41,6 +46,10 @@ class Pause:
     def __str__(self):
         milliseconds = (1e3 * s for s in (self.thread_s, self.wall_s, self.collector_s))
         return "{:.2f} ms ({:.2f} on the clock, {:.2f} the collector's)".format(*milliseconds)
+
+
+ORDERS = ["slots", "jobs", "random"]
+MEASURED_RELEASES, PLAIN_RELEASES = (1_024, 8_192, 131_072, 1_000_000), (1_024,)
 
 
 class Owner:
@@ -120,3 +129,49 @@ def longest_steps(policy, capsys, sizes, steps, runs):
             tell(f"    while it was filled: {filling}")
             tell(f"    the collector's in all: {1e3 * collector_s:.1f} ms")
     return longest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", ["lru", "arc", "hd"])
+def test_the_longest_step_that_releases_blocks(policy, order, capsys, benchmark, request):
+    is_measured = request.config.getoption("benchmark_enable")
+    sizes = MEASURED_RELEASES if is_measured else PLAIN_RELEASES
+    benchmark.pedantic(longest_releases, (policy, order, capsys, sizes))
+
+
+def longest_releases(policy, order, capsys, sizes):
+    """Print the longest step of each size."""
+    for num_blocks in sizes:
+        skipped = skipped_blocks(policy, num_blocks)
+        longest_s = 0.0
+        for slots in released_slots(order, num_blocks):
+            began_s = time.thread_time()
+            skipped.released(slots)
+            longest_s = max(longest_s, time.thread_time() - began_s)
+        assert not list(skipped.skipped())
+        with capsys.disabled():
+            tell(f"\n{policy}, {num_blocks} blocks released, {order}: {1e3 * longest_s:.2f} ms")
+
+
+def skipped_blocks(policy, num_blocks):
+    """Return a policy that has skipped all blocks of one request."""
+    made = create_policy(policy, num_blocks)
+    slots = list(range(num_blocks))
+    hashes = random.Random(1).randbytes(32 * num_blocks)
+    keys = [make_offload_key(hashes[i : i + 32]) for i in range(0, len(hashes), 32)]
+    made.admit(keys, slots)
+    made.access(slots, [False] * num_blocks)
+    assert made.make_room(keys[:1], 1, lambda _: False) is None
+    return made
+
+
+def released_slots(order, num_blocks):
+    """Return the slots that each step releases."""
+    slots = list(range(num_blocks))
+    if order == "random":
+        random.Random(1).shuffle(slots)
+    steps = [slots[i : i + KEYS_A_STEP] for i in range(0, num_blocks, KEYS_A_STEP)]
+    if order == "jobs":
+        random.Random(1).shuffle(steps)
+    return steps
