@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvoffload_async.block_io.choice import implementation
-from kvoffload_async.cli import vllm_config
 from kvoffload_async.cli.bench import BenchOptions, bench
 from kvoffload_async.cli.catalogue import (
     common_options,
@@ -28,6 +27,7 @@ from kvoffload_async.cli.catalogue import (
 )
 from kvoffload_async.cli.command import command, flag, running
 from kvoffload_async.cli.ending import OneLineGroup, errors_as_one_line, finish
+from kvoffload_async.cli.host_config import host_config
 from kvoffload_async.cli.output import (
     STDOUT,
     check_page,
@@ -269,7 +269,7 @@ def check_config(
         Path,
         typer.Argument(
             envvar=CONFIG_VARIABLE,
-            help="Engine configuration, JSON or YAML; - reads standard input.",
+            help="Configuration of an engine or of a host, JSON or YAML; - reads standard input.",
         ),
     ],
     *,
@@ -280,14 +280,15 @@ def check_config(
     """Validate a configuration and print derived settings.
 
     The command does not start an engine and creates no files. It also accepts the JSON of vLLM's
-    --kv-transfer-config; then the model and the size of a block, which only vLLM knows, are not
-    checked.
+    --kv-transfer-config, LMCache's --l2-adapter and SGLang's
+    --hicache-storage-backend-extra-config, and judges them as these hosts do; none need be
+    installed. What only the host knows, such as the size of a block, is not checked.
     """
     with errors_as_one_line():
         config = read_config(file)
-        is_for_vllm = vllm_config.is_for_vllm(config)
-        spec = TieringOffloadingSpec(vllm_config.engine_part(config) if is_for_vllm else config)
-        figures = derived_settings(spec, is_for_vllm=is_for_vllm)
+        found = host_config(config)
+        spec = TieringOffloadingSpec(found.engine | found.placeholders)
+        figures = derived_settings(spec, found)
         if as_json:
             typer.echo(json.dumps(figures, indent=2))
         else:

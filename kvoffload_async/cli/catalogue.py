@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from kvoffload_async.cli.host_config import HostConfig
 from kvoffload_async.config import REQUIRED, Option, without_secrets
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -82,12 +83,12 @@ def _summaries(cls: type) -> dict[str, str]:
     return found
 
 
-def derived_settings(spec: TieringOffloadingSpec, *, is_for_vllm: bool = False) -> dict[str, Any]:
+def derived_settings(spec: TieringOffloadingSpec, found: HostConfig) -> dict[str, Any]:
     """Return a configuration's derived settings, as JSON has them; without secrets.
 
     Args:
         spec: Made from the configuration.
-        is_for_vllm: Whether the sizes that follow from a block are unknown.
+        found: The configuration; what has a placeholder in it is None, as what follows from it.
     """
     config = spec.config
     sizes = {
@@ -99,9 +100,10 @@ def derived_settings(spec: TieringOffloadingSpec, *, is_for_vllm: bool = False) 
         "tokens_per_block": config.block_size * config.blocks_per_chunk,
     }
     return {
-        **(dict.fromkeys(sizes) if is_for_vllm else sizes),
-        "cpu_bytes_to_use": config.cpu_bytes_to_use,
+        **(dict.fromkeys(sizes) if found.placeholders else sizes),
+        "cpu_bytes_to_use": found.engine.get("cpu_bytes_to_use") and config.cpu_bytes_to_use,
         "eviction_policy": config.eviction_policy,
+        "decided_by": found.host or None,
         "status_socket": config.status_socket,
         "secondary_tiers": [
             {key: without_secrets(value, key) for key, value in tier.items()}
@@ -115,10 +117,12 @@ def geometry_table(settings: Mapping[str, Any]) -> Table:
     table = Table(title="Configuration", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    memory = f"{settings['cpu_bytes_to_use']:,} bytes"
+    memory = "unknown"
+    if settings["cpu_bytes_to_use"] is not None:
+        memory = f"{settings['cpu_bytes_to_use']:,} bytes"
     if settings["primary_blocks"] is None:
         table.add_row("memory", memory)
-        table.add_row("not checked", "model, size of a block, and what depends on them: vLLM's")
+        table.add_row("not checked", f"what only {settings['decided_by']} knows, as a block's size")
     else:
         workers = f"on {settings['num_workers']} worker(s)"
         table.add_row("primary blocks", f"{settings['primary_blocks']:,}")

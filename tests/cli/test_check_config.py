@@ -3,6 +3,7 @@
 import json
 import os
 
+import host_configs
 import pytest
 
 MODEL = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
@@ -236,52 +237,45 @@ def test_the_derived_settings_are_printed_as_json_without_secrets(command, tmp_p
     assert "s3cret" not in result.stdout
 
 
-def of_vllm(spec_name, *tiers, **extra):
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": spec_name,
-            "cpu_bytes_to_use": "1MiB",
-            "secondary_tiers": list(tiers),
-            **extra,
-        },
-    }
-
-
-OURS = {"module_path": "kvoffload_async.integrations.vllm"}
-
-
-def test_the_json_for_vllm_is_accepted_and_says_what_was_not_checked(command, tmp_path):
-    whole = of_vllm("KVOffloadSpec", fs(tmp_path / "fs"), block_size=64, offload_prompt_only=True)
-    result = command.run("check-config", command.config(**whole))
+@pytest.mark.parametrize(
+    ("host", "case"),
+    [
+        pytest.param(host, case, id=f"{host}-{case.name}")
+        for host, cases in host_configs.CASES.items()
+        for case in cases
+    ],
+)
+def test_a_hosts_configuration_is_judged_without_the_host(command, tmp_path, host, case):
+    config = command.config(**host_configs.placed(case.config, tmp_path))
+    if case.why is not None:
+        assert case.why in command.refusal("check-config", config)
+        return
+    result = command.run("check-config", config)
     assert result.exit_code == 0, result.output
-    assert "not checked" in result.stdout
-    vllms_own = {"type": "fs", "root_dir": "/of/vllms/own"}
-    ours = {"type": "FsTier", "root_dir": "relative", **OURS}
-    tiers = of_vllm("TieringOffloadingSpec", vllms_own, ours)
-    result = command.run("check-config", command.config(**tiers), "--json")
+    assert f"what only {host} knows" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_what_the_host_decides_is_null_and_tiers_are_shown_under_their_own_names(command, tmp_path):
+    relative = host_configs.FS_TIER | {"root_dir": "relative"}
+    config = host_configs.tiering({"type": "fs", "root_dir": "/of/vllms/own"}, relative)
+    result = command.run("check-config", command.config(**config), "--json")
     settings = json.loads(result.stdout)
     (tier,) = settings["secondary_tiers"]
     assert tier["type"] == "fs"
     assert tier["root_dir"].endswith("/relative")
     assert settings["primary_blocks"] is None
+    assert settings["cpu_bytes_to_use"] == 1 << 20
+    config = host_configs.placed(host_configs.ADAPTER, tmp_path)
+    result = command.run("check-config", command.config(**config), "--json")
+    assert json.loads(result.stdout)["cpu_bytes_to_use"] is None
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        (of_vllm("KVOffloadSpec", {"type": "fs"}), "secondary_tiers[0]: root_dir: missing"),
-        (of_vllm("KVOffloadSpec", surprise=1), "unknown key 'surprise'"),
-        (of_vllm("KVOffloadSpec", fingerprint="f"), "put it into the tiers"),
-        (of_vllm("KVOffloadSpec", {"type": "fs", "model": "m"}), "model: follows from vLLM"),
-        (of_vllm("TieringOffloadingSpec", {"type": "fs"}), "nothing here is of this package"),
-        ({"kv_connector": "OffloadingConnector"}, "kv_connector_extra_config: missing"),
-        (
-            of_vllm("TieringOffloadingSpec", {"type": "SlabTier", "root_dir": "/srv", **OURS}),
-            "capacity_bytes: missing",
-        ),
-    ],
-)
-def test_what_is_wrong_in_the_json_for_vllm_is_named(command, config, why):
-    assert why in command.refusal("check-config", command.config(**config))
+def test_an_offload_engine_may_leave_the_size_of_a_block_to_its_tensors(command, tmp_path):
+    config = {"cpu_bytes_to_use": "1MiB", "model": "org/model", "secondary_tiers": [fs(tmp_path)]}
+    result = command.run("check-config", command.config(**config))
+    assert result.exit_code == 0, result.output
+    assert "what only OffloadEngine knows" in result.stdout
+    del config["model"]
+    message = command.refusal("check-config", command.config(**config))
+    assert "model: missing; OffloadEngine needs it" in message

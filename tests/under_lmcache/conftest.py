@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ from servers.process import ServerProcess, free_ports
 
 ROOT = Path(__file__).parents[2]
 collect_ignore_glob = [] if importlib.util.find_spec("lmcache") else ["test_*.py"]
+
+if importlib.util.find_spec("lmcache"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # LMCache's dependencies', when they are imported
+        import lmcache.v1.distributed.l2_adapters.factory  # noqa: F401 - for the tests
 
 COMMAND = Path(sys.executable).with_name("lmcache")
 ENVIRONMENT = {

@@ -14,10 +14,10 @@ from kvoffload_async.integrations.vllm import KVOffloadSpec
 from kvoffload_async.integrations.vllm.identity import (
     Fingerprint,
     Identity,
-    IdentityOptions,
     ModelContent,
     identify,
 )
+from kvoffload_async.integrations.vllm.options import IdentityOptions
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
 
 KEYS = keys_of(1, 2, 3)

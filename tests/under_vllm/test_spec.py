@@ -100,7 +100,7 @@ def test_vllms_own_keys_are_allowed():
 
 def test_the_canonical_layout_is_refused():
     with pytest.raises(ConfigError, match="canonical_layout"):
-        KVOffloadSpec(replace(make_config([], "e"), canonical_layout=True))
+        spec_with(canonical_layout=True)
 
 
 def test_too_much_memory_is_refused_with_the_remedy(pair):

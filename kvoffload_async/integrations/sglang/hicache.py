@@ -19,7 +19,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,21 +31,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvoffload_async.config import (
-    Options,
-    option,
-    or_none,
-    parse_size_bytes,
-    parse_socket_path,
-    reject_unknown,
-    shown,
-)
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.status import EngineStatus, path_from_environment
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.integrations.sglang.identity import DECIDED, check_sharing, identified
+from kvoffload_async.facade.tier_factory import naming_tier
+from kvoffload_async.integrations.sglang.identity import check_sharing, identified
 from kvoffload_async.integrations.sglang.page_store import PageStore
 from kvoffload_async.integrations.sglang.pages import PoolPages
+from kvoffload_async.integrations.sglang.settings import HiCacheOptions
 from kvoffload_async.observe.multiprocess import MultiprocessMetrics, is_multiprocess
 from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.log_level import show_log
@@ -54,20 +45,6 @@ from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 logger = logging.getLogger(__name__)
-
-_SGLANGS_OWN: Final = {
-    "allocator",
-    "backend_name",
-    "class_name",
-    "file_storage_path",
-    "hicache_storage_pass_prefix_keys",
-    "interface_v1",
-    "module_path",
-    "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token",
-}
-"""Keys that SGLang reads from the same mapping."""
 
 _MOST_PAGES: Final = 128
 """Maximum number of pages per job: SGLang passes as many per call."""
@@ -79,33 +56,6 @@ _HASH_DIGITS: Final = 64
 
 _PAGES, _TENSORS = 0, 1
 """Groups in keys. The two interfaces order a page's bytes differently, so pages never mix."""
-
-
-def parse_tiers(value: object, key: str) -> list[dict[str, Any]]:
-    """Return the configurations of the tiers, from one or from a list of them."""
-    tiers = value if isinstance(value, list | tuple) else [value]
-    if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
-        raise ConfigError(
-            f"{key}: {shown(value)} is not valid; it must be a tier, such as "
-            '{"type": "slab", "root_dir": "/kv", "capacity_bytes": "200GiB"}, or a list of tiers'
-        )
-    return [dict(tier) for tier in tiers if isinstance(tier, Mapping)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HiCacheOptions(Options):
-    """The options in `--hicache-storage-backend-extra-config`, besides SGLang's own."""
-
-    tier: list[dict[str, Any]] = option(
-        parse_tiers, remedy='a tier, such as {"type": "fs", "root_dir": "/kv"}, or a list of tiers'
-    )
-    """A tier, or a list of tiers. Pages are stored in all of them, and loaded from the first that
-    has them."""
-    staging_bytes: int = option(parse_size_bytes, 256 << 20)
-    """Maximum memory for pages being stored, and again for pages being loaded."""
-    status_socket: str | None = option(or_none(parse_socket_path), None)
-    """Path of the Unix socket for `kvoffload top`; by default `KVOFFLOAD_STATUS_SOCKET`. Ranks
-    other than the first append their number, such as `-tp1`."""
 
 
 class _Call(NamedTuple):
@@ -145,30 +95,21 @@ class KVOffloadHiCache(HiCacheStorage):
         show_log()
         self._config = storage_config
         given = storage_config.extra_config or {}
-        own = HiCacheOptions.declared().keys()
-        reject_unknown(given, own | _SGLANGS_OWN, "hicache-storage-backend-extra-config")
+        self._options = HiCacheOptions.parse(given)
         if storage_config.tp_lcm_size is not None:
             raise ConfigError(
                 f"tp_lcm_size: {storage_config.tp_lcm_size} is not supported, because pages of "
                 "different TP sizes are stored separately; leave it out"
             )
-        self._options = HiCacheOptions.take(given)
         self._group = _PAGES if given.get("interface_v1") else _TENSORS
         if self._group == _TENSORS:
             logger.warning(
                 "interface_v1: off, so SGLang copies each page twice; add "
                 '"interface_v1": 1 to hicache-storage-backend-extra-config'
             )
-        run_config = {"model_name": storage_config.model_name or "unknown"}
         for index, tier in enumerate(self._options.tier):
             with naming_tier(index, tier, "tier"):
-                for key in DECIDED:
-                    if key in tier:
-                        raise ConfigError(
-                            f"{key}: {shown(tier[key])} is determined by SGLang; leave it out"
-                        )
                 check_sharing(tier, storage_config)
-                SecondaryTierFactory.check_config({**tier, "run_config": run_config})
         self._pages: PoolPages | None = None
         self._tiers: list[dict[str, Any]] = []
         self._store: PageStore | None = None

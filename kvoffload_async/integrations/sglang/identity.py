@@ -18,8 +18,6 @@ from kvoffload_async.integrations.sglang.pages import PoolPages
 
 logger = logging.getLogger(__name__)
 
-DECIDED: Final = ("enable_kv_events", "model", "rank", "run_config")
-"""Options of a tier that SGLang's configuration or this integration determines."""
 _PRIVATE: Final = ("example", "slab")
 """Tiers whose contents only one process can use."""
 

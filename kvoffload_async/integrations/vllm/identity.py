@@ -32,12 +32,12 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from kvoffload_async.abc.tier import AsyncTier
-from kvoffload_async.config import parse_bool, parse_name
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.integrations.vllm import settings
 from kvoffload_async.integrations.vllm.convert import file_mapper_of
+from kvoffload_async.integrations.vllm.options import IdentityOptions
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
 from kvoffload_async.registry import load_class
 
@@ -218,18 +218,6 @@ def _snapshot(repo_id: str, revision: str | None, download_dir: str | None) -> s
 
 logger = logging.getLogger(__name__)
 
-IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_directory"})
-"""Keys of a tier's JSON that this module consumes."""
-
-
-def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
-    """Check that no identity option is beside the tiers; raises ConfigError."""
-    for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
-        raise ConfigError(
-            f"{key}: {extra_config[key]!r} in kv_connector_extra_config has no effect; put it into "
-            f'the tier: "secondary_tiers": [{{"type": ..., {json.dumps(key)}: ...}}]'
-        )
-
 
 def warn_of_capacity(tier_type: str, options: Mapping[str, Any]) -> None:
     """Warn if a tier is to bound a directory that vLLM's own tier may use as well."""
@@ -244,37 +232,8 @@ def warn_of_capacity(tier_type: str, options: Mapping[str, Any]) -> None:
         )
 
 
-_MAX_TEXT: Final = 200
 _VLLM_LAYOUT: Final = "LBHNC"
 """Order of dimensions requested by vLLM's connector: layer, block, head, token, content."""
-
-
-@dataclass(frozen=True, slots=True)
-class IdentityOptions:
-    """Identity options in a tier's JSON; see the module's docstring."""
-
-    namespace: str | None = None
-    fingerprint: str | None = None
-    trust_vllm_directory: bool = False
-
-    @classmethod
-    def take_from(cls, options: dict[str, Any]) -> IdentityOptions:
-        """Remove the keys from a tier's options and validate them; raises ConfigError."""
-        namespace = options.pop("namespace", None)
-        fingerprint = options.pop("fingerprint", None)
-        trust = parse_bool(options.pop("trust_vllm_directory", False), "trust_vllm_directory")
-        given = {"namespace": namespace, "fingerprint": fingerprint}
-        for key, value in given.items():
-            if value is None:
-                continue
-            if len(parse_name(value, key)) > _MAX_TEXT:
-                raise ConfigError(f"{key}: {value!r} is longer than {_MAX_TEXT} characters")
-            if trust:
-                raise ConfigError(
-                    f"{key}: {value!r} conflicts with trust_vllm_directory, because vLLM's tier "
-                    "has no such name for its directories; remove one of them"
-                )
-        return cls(namespace, fingerprint, trust)
 
 
 @dataclass(frozen=True, slots=True)

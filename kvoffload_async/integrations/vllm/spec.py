@@ -16,30 +16,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering import base as tiering
 
-from kvoffload_async.config import OffloadConfig, parse_directory, reject_unknown
+from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.status import EngineStatus
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, options_of
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.facade.vllm_keys import (
-    DECIDED_OF_TIERS,
-    NAMES_UNDER_VLLM,
-    OFFLOADING_CONNECTORS,
-    VLLMS_OWN,
-)
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
-    IdentityOptions,
     ModelContent,
-    check_place_of_options,
     identified,
     identify,
     of_this_process,
@@ -47,6 +39,12 @@ from kvoffload_async.integrations.vllm.identity import (
     warn_of_capacity,
 )
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
+from kvoffload_async.integrations.vllm.options import (
+    OFFLOADING_CONNECTORS,
+    IdentityOptions,
+    engine_options,
+    own_tier,
+)
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
@@ -62,18 +60,6 @@ from kvoffload_async.runtime.machine import Limit, filesystem_limit
 from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
 
 SecondaryTierFactory.register_adapter(tiering.SecondaryTierManager, adapted)
-
-_DECIDED: Final = {
-    "block_bytes",
-    "block_size",
-    "enable_kv_cache_events",
-    "fingerprint",
-    "generation",
-    "model",
-    "num_workers",
-    "prefault",
-}
-"""Keys of `OffloadConfig` determined by vLLM's configuration, or fixed here."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +78,6 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         show_log()
         super().__init__(config)
-        if config.canonical_layout:
-            raise ConfigError("canonical_layout: true is not supported here; leave it out")
         self._surroundings = surroundings_of(config.extra_config)
         require_one_host(self._surroundings)
         self._require_to_be_alone()
@@ -280,11 +264,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         )
 
     def _options(self) -> OffloadConfig:
-        given = dict(self.extra_config)
-        check_place_of_options(given)
-        own = OffloadConfig.declared().keys() - _DECIDED
-        reject_unknown(given, own | VLLMS_OWN, "kv_connector_extra_config")
-        options = {key: given[key] for key in given if key in own}
+        options = engine_options(self.extra_config)
         if not self.config.worker_kv_bytes_per_block:
             raise ConfigError(
                 f"pipeline_parallel_size: rank {self.config.parallel.rank} has no layers with a KV "
@@ -310,27 +290,10 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _tier_options(self, tier: Any) -> Any:  # noqa: ANN401 - a user's JSON, checked later
         """Validate a tier of this package, and split off its identity options."""
-        self._identity_options.append(None)
-        name = tier.get("type") if isinstance(tier, Mapping) else None
-        if name in NAMES_UNDER_VLLM and tier.get("module_path", __package__) == __package__:
-            raise ConfigError(
-                f"type: {name!r} is for vLLM's own TieringOffloadingSpec; "
-                f'use "{NAMES_UNDER_VLLM[name]}" here, without module_path'
-            )
-        if name not in SecondaryTierFactory.names() or "module_path" in tier:
-            return tier  # an external tier, or an error that the factory reports
-        for key in DECIDED_OF_TIERS:
-            if key in tier:
-                raise ConfigError(f"{key}: {tier[key]!r} is determined by vLLM; leave it out")
-        places = {"root_dir", "url", "master"}
-        if not places & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
-            return tier  # a tier that is not persistent
-        options = dict(tier)
-        self._identity_options[-1] = identity = IdentityOptions.take_from(options)
-        if identity.trust_vllm_directory and name != "fs":
-            raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
-        if "root_dir" in options:
-            options["root_dir"] = parse_directory(options["root_dir"], "root_dir")
+        options, identity = own_tier(tier)
+        self._identity_options.append(identity)
+        if identity is None:
+            return options
         return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
 
     def _own_directory(self, tier: Mapping[str, Any], identity: Identity) -> str:

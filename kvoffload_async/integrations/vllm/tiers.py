@@ -27,7 +27,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-from kvoffload_async.config import OffloadConfig, reject_unknown
+from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import (
     ConfigError,
@@ -38,19 +38,20 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.facade.plugged import OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
 from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.identity import (
-    IDENTITY_OPTIONS,
     Identity,
-    IdentityOptions,
     ModelContent,
-    check_place_of_options,
     identify,
     of_this_process,
     warn_of_capacity,
+)
+from kvoffload_async.integrations.vllm.options import (
+    check_place_of_options,
+    take_identity_options,
 )
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
@@ -98,8 +99,6 @@ class VllmTier(tiering.SecondaryTierManager):
 
     kind: ClassVar[str]
     """Name of the tier in this package's `SecondaryTierFactory`."""
-    decided: ClassVar[frozenset[str]] = frozenset()
-    """Options that `layout` sets, so that users must not."""
     medium: ClassVar[base.Medium] = base.Medium.STORAGE
     fixed_locality: ClassVar[base.Locality | None] = None
     """Locality of all such tiers; None: configured by the user."""
@@ -138,8 +137,7 @@ class VllmTier(tiering.SecondaryTierManager):
         show_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         check_place_of_options(offloading_spec.config.extra_config)
-        self._reject_unknown(options)
-        self.identity_options = IdentityOptions.take_from(options)
+        self.identity_options = take_identity_options(self.kind, options, tier_type)
         self._process_folder: ProcessFolder | None = None
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         TierOptions.take(own)
@@ -356,11 +354,6 @@ class VllmTier(tiering.SecondaryTierManager):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _reject_unknown(self, options: Mapping[str, Any]) -> None:
-        own = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
-        known = (own | IDENTITY_OPTIONS) - self.decided
-        reject_unknown(options, known, f"secondary tier {self.tier_type!r}")
-
     def _remove_process_folder(self) -> None:
         folder, self._process_folder = self._process_folder, None
         if folder is not None:
@@ -404,9 +397,6 @@ class VllmTier(tiering.SecondaryTierManager):
             self._counted[FAILED_JOBS, (self.tier_type, cause)] += 1
 
 
-_DECIDED = frozenset({"model", "rank", "run_config"})
-
-
 class FsTier(VllmTier):
     """One file per block. Replicas and hosts serving the same model can share a directory.
 
@@ -418,7 +408,6 @@ class FsTier(VllmTier):
     """
 
     kind: ClassVar[str] = "fs"
-    decided: ClassVar[frozenset[str]] = _DECIDED
 
     file_mapper: Namespace
 
@@ -452,7 +441,6 @@ class SlabTier(VllmTier):
     """
 
     kind: ClassVar[str] = "slab"
-    decided: ClassVar[frozenset[str]] = _DECIDED
 
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
@@ -460,8 +448,6 @@ class SlabTier(VllmTier):
         """Return the directory, the identity of the tier's blocks, and this engine's replica."""
         directory = _absolute(options.get("root_dir"))
         identity = self.identify(offloading_spec)
-        if self.identity_options.trust_vllm_directory:
-            raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
         return {
             "on_mismatch": options.get("on_mismatch", "replace"),
             "root_dir": self.own_directory(directory, identity),
@@ -476,7 +462,6 @@ class RemoteTier(VllmTier):
     If the model's content is unknown, blocks are used by this process only and never removed.
     """
 
-    decided: ClassVar[frozenset[str]] = _DECIDED
     fixed_locality: ClassVar[base.Locality | None] = base.Locality.REMOTE
 
     def layout(
@@ -484,8 +469,6 @@ class RemoteTier(VllmTier):
     ) -> dict[str, Any]:
         """Return the options that name this identity's blocks."""
         identity = self.identify(offloading_spec)
-        if self.identity_options.trust_vllm_directory:
-            raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
         if identity.unknown:
             self._content.warn_of_unknown(self.tier_type, "names of their own")
         return {

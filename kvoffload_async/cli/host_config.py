@@ -1,0 +1,373 @@
+"""The engine's part of a host's configuration, for `check-config`; no host need be installed.
+
+A host's own keys are judged by tables of what its supported versions accept, this package's keys by
+the code that reads them under the host. What only the host knows (model, block) is not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvoffload_async.config import OffloadConfig, parse_size_bytes, reject_unknown, shown
+from kvoffload_async.errors import ConfigError, InputError
+from kvoffload_async.facade.tier_factory import naming_tier
+from kvoffload_async.integrations.lmcache.settings import AdapterOptions
+from kvoffload_async.integrations.sglang.settings import EXTRA as SGLANGS_EXTRA
+from kvoffload_async.integrations.sglang.settings import HiCacheOptions
+from kvoffload_async.integrations.vllm.options import (
+    EXTRA,
+    NAMES_UNDER_VLLM,
+    OFFLOADING_CONNECTORS,
+    check_place_of_options,
+    engine_options,
+    own_tier,
+    take_identity_options,
+)
+
+_VLLM: Final = "kvoffload_async.integrations.vllm"
+_LMCACHE: Final = "kvoffload_async.integrations.lmcache"
+_SGLANG: Final = "kvoffload_async.integrations.sglang"
+_MODULES: Final = {
+    "KVOffloadConnector": (_VLLM, f"{_VLLM}.connector"),
+    "OffloadingConnector": (
+        None,
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    ),
+    "KVOffloadSpec": (_VLLM, f"{_VLLM}.spec"),
+    "HostTieringOffloadingSpec": (_VLLM, f"{_VLLM}.host_tiering"),
+    **dict.fromkeys(NAMES_UNDER_VLLM, (_VLLM, f"{_VLLM}.tiers")),
+    "KVOffloadL2Adapter": (_LMCACHE, f"{_LMCACHE}.adapter"),
+    "KVOffloadHiCache": (_SGLANG, f"{_SGLANG}.hicache"),
+}
+"""Class -> modules that have it, the documented one first."""
+
+_PLACEHOLDERS: Final = {"block_bytes": 1, "cpu_bytes_to_use": 1 << 20, "model": "model"}
+"""Of what the host decides; small, so that they refuse no size that the host may accept."""
+
+
+class HostConfig(NamedTuple):
+    """A configuration under a host.
+
+    Attributes:
+        host: Who knows what is not checked; empty if everything is.
+        engine: The engine's part.
+        placeholders: Values for what only the host knows.
+    """
+
+    host: str
+    engine: dict[str, Any]
+    placeholders: dict[str, Any]
+
+
+def host_config(config: Mapping[str, Any]) -> HostConfig:
+    """Return the engine's part of a configuration for an engine, vLLM, LMCache or SGLang.
+
+    Raises:
+        InputError: The host would refuse it, the documentation forbids it, or nothing in it is of
+            this package.
+        ConfigError: A key of this package is missing, unknown or invalid.
+    """
+    if "kv_connector" in config or EXTRA in config:
+        return _under_vllm(config)
+    if "adapter_params" in config or config.get("type") == "plugin":
+        return _under_lmcache(config)
+    if config.keys() & {"backend_name", "class_name", "tier"}:
+        return _under_sglang(config)
+    if "block_bytes" in config:
+        return HostConfig("", dict(config), {})
+    if OffloadConfig.parse({**config, "block_bytes": 1}).model is None:
+        raise InputError(
+            "model: missing; OffloadEngine needs it, and TieringOffloadingSpec needs block_bytes"
+        )
+    return HostConfig("OffloadEngine", dict(config), {"block_bytes": 1})
+
+
+# -- rules --------------------------------------------------------------------------------------
+
+Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""Key -> whether a value is accepted, and what is."""
+
+
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+def _one_of(*allowed: object) -> tuple[Callable[[Any], bool], str]:
+    text = " or ".join(f'"{one}"' for one in allowed)
+    return (lambda value: isinstance(value, str) and value in allowed), f"it must be {text}"
+
+
+def _converts(
+    to: type[int | float], is_valid: Callable[[Any], bool] = bool
+) -> Callable[[Any], bool]:
+    """Return whether `to(value)` succeeds, with a valid result."""
+
+    def check(value: Any) -> bool:  # noqa: ANN401 - a user's JSON
+        with suppress(TypeError, ValueError, OverflowError):
+            return is_valid(to(value))
+        return False
+
+    return check
+
+
+def _check(given: Mapping[str, Any], rules: Rules, where: str = "") -> None:
+    for key, (is_valid, allowed) in rules.items():
+        if key in given and not is_valid(given[key]):
+            raise InputError(f"{where}{key}: {shown(given[key])} is not valid; {allowed}")
+
+
+def _check_module(given: Mapping[str, Any], name: str, path: str, where: str = "") -> None:
+    """Check the module of a class that `_MODULES` lists."""
+    modules = _MODULES[given[name]]
+    if given.get(path) not in modules:
+        remedy = f'give "{modules[0]}"' if modules[0] else "leave it out"
+        raise InputError(
+            f"{where}{path}: {shown(given.get(path))} is not a module that has {given[name]}; "
+            f"{remedy}"
+        )
+
+
+_TEXT: Final = (lambda value: isinstance(value, str) and bool(value)), "it must be a text"
+_ANY: Final = (lambda _value: True), ""
+
+# -- vLLM ---------------------------------------------------------------------------------------
+
+_TRANSFER: Final[Rules] = {
+    "kv_connector": _TEXT,
+    "kv_connector_module_path": (
+        lambda value: value is None or (isinstance(value, str) and bool(value)),
+        "it must name a module",
+    ),
+    "kv_role": _one_of("kv_both", "kv_producer", "kv_consumer"),
+    "kv_load_failure_policy": _one_of("recompute", "fail"),
+    EXTRA: (_is(dict), "it must be an object"),
+    "engine_id": (_is(str, type(None)), "it must be a text"),
+    "kv_buffer_device": (_is(str), "it must be a text"),
+    "kv_port": (_converts(int, lambda port: port is not None), "it must be an integer"),
+    "enable_permute_local_kv": (_is(bool), "it must be true or false"),
+}
+"""The fields of `KVTransferConfig`."""
+
+_POSITIVE: Final = _converts(int, lambda number: number > 0)
+_INTEGER: Final = _converts(int, lambda _number: True), "vLLM calls int: give an integer"
+_CHUNK: Final[Rules] = {
+    "blocks_per_chunk": (
+        lambda value: value is None or _POSITIVE(value),
+        "it must be a positive integer",
+    ),
+    "block_size": (
+        lambda value: value is None or _POSITIVE(value),
+        "it must be a positive integer",
+    ),
+    "sync_load_budget_bytes": _INTEGER,
+}
+_TIERING: Final[Rules] = {
+    "store_threshold": _INTEGER,
+    "max_tracker_size": _INTEGER,
+    "tier_poll_interval_s": (_converts(float, lambda _s: True), "it must be a number"),
+    "secondary_tiers": (
+        lambda value: isinstance(value, list) and all(isinstance(tier, dict) for tier in value),
+        "it must be a list of objects",
+    ),
+}
+_VLLMS_TIERS: Final = ("example", "fs", "kvcr", "obj", "p2p")
+_LOCALITY: Final = (
+    lambda value: value in {None, "LOCAL", "REMOTE"},
+    'it must be "LOCAL" or "REMOTE"',
+)
+_OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
+
+
+def _under_vllm(config: Mapping[str, Any]) -> HostConfig:
+    """Judge the JSON of `--kv-transfer-config`."""
+    _check_transfer(config, _TRANSFER)
+    extra = config[EXTRA]
+    if config["kv_connector"] != "MultiConnector":
+        return _connector(config, config)
+    connectors = extra.get("connectors")
+    if not isinstance(connectors, list) or not all(isinstance(one, dict) for one in connectors):
+        raise InputError(f"{EXTRA}: connectors: {shown(connectors)} is not a list of objects")
+    fields = {key: rule for key, rule in _TRANSFER.items() if key != "engine_id"}  # the outer's
+    found = []
+    for index, one in enumerate(connectors):
+        where = f"{EXTRA}: connectors[{index}]: "
+        _check_transfer(one, fields, where)
+        if one["kv_connector"] in OFFLOADING_CONNECTORS:
+            found.append(_connector(one, config, where))
+    if len(found) != 1:
+        remedy = "nothing here is of this package"
+        if found:
+            remedy = f"{len(found)} of them offload; keep one, with the secondary_tiers of all"
+        raise InputError(f"{EXTRA}: connectors: {remedy}")
+    return found[0]
+
+
+def _check_transfer(config: Mapping[str, Any], fields: Rules, where: str = "") -> None:
+    reject_unknown(config, fields, f"{where}kv-transfer-config")
+    _check({"kv_connector": None, "kv_role": None, EXTRA: {}} | dict(config), fields, where)
+    if EXTRA not in config:
+        raise InputError(f"{where}{EXTRA}: missing; it has the engine's keys, as secondary_tiers")
+
+
+def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str = "") -> HostConfig:
+    """Judge a connector that offloads; vLLM reads the failure policy of `outer`."""
+    _check(config, {"kv_connector": _one_of(*OFFLOADING_CONNECTORS)}, where)
+    _check_module(config, "kv_connector", "kv_connector_module_path", where)
+    connector, extra = config["kv_connector"], config[EXTRA]
+    inside = f"{where}{EXTRA}: "
+    _check(extra, _CHUNK, inside)
+    if extra.get("blocks_per_chunk") is not None and extra.get("block_size") is not None:
+        raise InputError(f"{inside}block_size: vLLM refuses it beside blocks_per_chunk; give one")
+    name = extra.get("spec_name", "CPUOffloadingSpec")
+    is_whole = name == "KVOffloadSpec"
+    if is_whole and connector != "KVOffloadConnector":
+        raise InputError(
+            f"{where}kv_connector: a failed load would end the engine, as {connector} cannot report"
+            f' it; give "KVOffloadConnector" and "kv_connector_module_path": "{_VLLM}"'
+        )
+    if not is_whole and connector == "KVOffloadConnector":
+        raise InputError(
+            f"{inside}spec_name: {shown(name)} is not valid with KVOffloadConnector; give "
+            '"KVOffloadSpec", or "kv_connector": "OffloadingConnector" with other specs'
+        )
+    if not is_whole:
+        return _under_vllms_spec(extra, inside)
+    _check_module(extra, "spec_name", "spec_module_path", inside)
+    if "kv_load_failure_policy" not in outer:
+        raise InputError(
+            "kv_load_failure_policy: missing, so that vLLM ends a request whose load failed; give "
+            f'"recompute" beside "kv_connector": "{outer["kv_connector"]}"'
+        )
+    engine = {key: one for key, one in engine_options(extra).items() if key not in _CHUNK}
+    tiers = engine.get("secondary_tiers")
+    if isinstance(tiers, list):
+        engine["secondary_tiers"] = own = []
+        for index, tier in enumerate(tiers):
+            with naming_tier(index, tier if isinstance(tier, dict) else {}):
+                if not (isinstance(tier, dict) and _is_foreign(tier)):
+                    own.append(own_tier(tier)[0])
+    return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
+
+
+def _is_foreign(tier: Mapping[str, Any]) -> bool:
+    """Return whether only another package can check a tier."""
+    path = tier.get("module_path")
+    return isinstance(path, str) and not path.startswith("kvoffload_async.")
+
+
+def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
+    """Judge this package's tiers under vLLM's own spec."""
+    name = extra.get("spec_name", "CPUOffloadingSpec")
+    if name not in _OWN_SPECS:
+        raise InputError(
+            f"{where}spec_name: {shown(name)} has no tiers of this package; give "
+            f'"KVOffloadSpec", or one of {", ".join(_OWN_SPECS)}'
+        )
+    if name in _MODULES:
+        _check_module(extra, "spec_name", "spec_module_path", where)
+    _check(extra, _TIERING, where)
+    check_place_of_options(extra)
+    given = extra.get("cpu_bytes_to_use")
+    if not given or not _POSITIVE(given):
+        remedy = 8 << 30
+        with suppress(ConfigError):
+            remedy = parse_size_bytes(given, "cpu_bytes_to_use")
+        raise InputError(
+            f"{where}cpu_bytes_to_use: {shown(given)} is not valid; vLLM calls int: give bytes as "
+            f"an integer, such as {remedy}"
+        )
+    if "cache_policy_module_path" not in extra:
+        _check(extra, {"eviction_policy": _one_of("lru", "arc")}, where)
+    tiers = []
+    for index, tier in enumerate(extra.get("secondary_tiers", [])):
+        place = f"{where}secondary_tiers[{index}]: "
+        kind, path = tier.get("type"), tier.get("module_path")
+        if path in _MODULES["FsTier"]:
+            _check({"type": kind}, {"type": _one_of(*NAMES_UNDER_VLLM)}, place)
+        elif path is None and kind not in NAMES_UNDER_VLLM:
+            _check({"type": kind}, {"type": _one_of(*_VLLMS_TIERS)}, place)
+        if kind in NAMES_UNDER_VLLM:
+            _check_module(tier, "type", "module_path", place)
+            with naming_tier(index, tier):
+                tiers.append(_tier_under_vllms_spec(tier))
+    if not tiers:
+        raise InputError(
+            f"{where}secondary_tiers: nothing here is of this package; give a tier "
+            f'{{"type": "FsTier", "module_path": "{_VLLM}", ...}}'
+        )
+    engine = {"cpu_bytes_to_use": int(given), "secondary_tiers": tiers}
+    return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
+
+
+def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
+    options = dict(tier)
+    kind = NAMES_UNDER_VLLM[options.pop("type")]
+    for key in ("module_path", "backpressure"):  # vLLM's
+        options.pop(key, None)
+    take_identity_options(kind, options, tier["type"])
+    if kind in {"fs", "slab"}:
+        _check(options, {"locality": _LOCALITY})
+    elif options.get("locality") is not None:
+        raise ConfigError(f"locality: blocks of {kind} are always REMOTE; leave it out")
+    if isinstance(directory := options.get("root_dir"), str) and directory:
+        options["root_dir"] = str(Path(directory).absolute())  # vLLM's: relative to where it runs
+    return {"type": kind, **options}
+
+
+# -- LMCache ------------------------------------------------------------------------------------
+
+_EVICTION: Final[Rules] = {
+    "eviction_policy": _one_of("LRU", "ARC", "IsolatedLRU", "noop"),
+    "trigger_watermark": (_converts(float, lambda _value: True), "it must be a number"),
+    "eviction_ratio": (_converts(float, lambda _value: True), "it must be a number"),
+}
+_ADAPTER: Final[Rules] = {
+    "type": _one_of("plugin"),
+    "class_name": _one_of("KVOffloadL2Adapter"),
+    "adapter_params": (_is(dict), "it must be an object with tier"),
+    "config_class_name": (_is(str, type(None)), "leave it out"),
+    "affinity_tag": (lambda tag: isinstance(tag, str) and bool(tag.strip()), "it must be a text"),
+    "serde": (
+        lambda serde: serde is None,
+        "objects of varying sizes are not supported; leave it out",
+    ),
+    "eviction": (_is(dict, type(None)), "it must be an object"),
+}
+
+
+def _under_lmcache(config: Mapping[str, Any]) -> HostConfig:
+    """Judge the JSON of `--l2-adapter`."""
+    given = dict.fromkeys(("type", "class_name"), None) | {"adapter_params": {}} | dict(config)
+    _check(given, _ADAPTER)
+    _check_module(given, "class_name", "module_path")
+    if (eviction := given.get("eviction")) is not None:
+        _check({"eviction_policy": None, **eviction}, _EVICTION, "eviction: ")
+    options = AdapterOptions.parse(given["adapter_params"])
+    engine = {"secondary_tiers": list(options.tier), "status_socket": options.status_socket}
+    return HostConfig("LMCache", engine, dict(_PLACEHOLDERS))
+
+
+# -- SGLang -------------------------------------------------------------------------------------
+
+_NUMBER: Final = _is(int, float), "it must be a number"
+_HICACHE: Final[Rules] = {
+    "backend_name": _TEXT,
+    "class_name": _one_of("KVOffloadHiCache"),
+    "prefetch_threshold": (_is(int), "it must be an integer"),
+    "prefetch_timeout_base": _NUMBER,
+    "prefetch_timeout_per_ki_token": _NUMBER,
+    "hicache_storage_pass_prefix_keys": (_is(bool), "it must be true or false"),
+}
+
+
+def _under_sglang(config: Mapping[str, Any]) -> HostConfig:
+    """Judge the JSON of `--hicache-storage-backend-extra-config`."""
+    given = {"backend_name": None, "class_name": None, **config}
+    _check(given, _HICACHE, f"{SGLANGS_EXTRA}: ")
+    _check_module(given, "class_name", "module_path")
+    options = HiCacheOptions.parse(config)
+    engine = {"secondary_tiers": options.tier, "status_socket": options.status_socket}
+    return HostConfig("SGLang", engine, dict(_PLACEHOLDERS))

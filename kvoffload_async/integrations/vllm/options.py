@@ -1,0 +1,172 @@
+"""Keys and names in a configuration for vLLM, and their checks that need no vLLM.
+
+The specs and tiers use them, and so does `kvoffload check-config`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvoffload_async.config import (
+    OffloadConfig,
+    parse_bool,
+    parse_directory,
+    parse_name,
+    reject_unknown,
+)
+from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+
+EXTRA: Final = "kv_connector_extra_config"
+
+VLLMS_OWN: Final = frozenset(
+    {
+        "block_size",
+        "blocks_per_chunk",
+        "canonical_layout",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "spec_module_path",
+        "spec_name",
+        "sync_load_budget_bytes",
+    }
+)
+"""Keys of `kv_connector_extra_config` that vLLM reads."""
+
+OFFLOADING_CONNECTORS: Final = ("OffloadingConnector", "KVOffloadConnector")
+"""Values of `kv_connector`: vLLM's connector that takes a spec, and this package's."""
+
+DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
+"""Keys of a tier that vLLM's configuration determines."""
+
+NAMES_UNDER_VLLM: Final = {
+    "FsTier": "fs",
+    "MooncakeTier": "mooncake",
+    "ObjectTier": "object",
+    "SlabTier": "slab",
+    "ValkeyTier": "valkey",
+}
+"""Name of each tier under vLLM's own spec -> its name under `KVOffloadSpec`."""
+
+DECIDED: Final = {
+    "block_bytes",
+    "block_size",
+    "enable_kv_cache_events",
+    "fingerprint",
+    "generation",
+    "model",
+    "num_workers",
+    "prefault",
+}
+"""Keys of `OffloadConfig` determined by vLLM's configuration, or fixed here."""
+
+IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_directory"})
+"""Keys of a tier's JSON that this module consumes."""
+
+
+def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
+    """Check that no identity option is beside the tiers; raises ConfigError."""
+    for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
+        raise ConfigError(
+            f"{key}: {extra_config[key]!r} in kv_connector_extra_config has no effect; put it into "
+            f'the tier: "secondary_tiers": [{{"type": ..., {json.dumps(key)}: ...}}]'
+        )
+
+
+_MAX_TEXT: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityOptions:
+    """Identity options in a tier's JSON; see the module's docstring."""
+
+    namespace: str | None = None
+    fingerprint: str | None = None
+    trust_vllm_directory: bool = False
+
+    @classmethod
+    def take_from(cls, options: dict[str, Any]) -> IdentityOptions:
+        """Remove the keys from a tier's options and validate them; raises ConfigError."""
+        namespace = options.pop("namespace", None)
+        fingerprint = options.pop("fingerprint", None)
+        trust = parse_bool(options.pop("trust_vllm_directory", False), "trust_vllm_directory")
+        given = {"namespace": namespace, "fingerprint": fingerprint}
+        for key, value in given.items():
+            if value is None:
+                continue
+            if len(parse_name(value, key)) > _MAX_TEXT:
+                raise ConfigError(f"{key}: {value!r} is longer than {_MAX_TEXT} characters")
+            if trust:
+                raise ConfigError(
+                    f"{key}: {value!r} conflicts with trust_vllm_directory, because vLLM's tier "
+                    "has no such name for its directories; remove one of them"
+                )
+        return cls(namespace, fingerprint, trust)
+
+    def check_kind(self, kind: str) -> None:
+        """Check that vLLM has a tier of this kind, if its directory is trusted."""
+        if self.trust_vllm_directory and kind != "fs":
+            raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
+
+
+def take_identity_options(kind: str, options: dict[str, Any], tier_type: str) -> IdentityOptions:
+    """Remove the identity options of a tier under vLLM's own spec; check the others' names.
+
+    Raises:
+        ConfigError: An option is unknown, or is determined by vLLM, or an identity option is wrong.
+    """
+    own = options_of(SecondaryTierFactory.get_tier_class(kind)).keys()
+    known = (own | IDENTITY_OPTIONS).difference(DECIDED_OF_TIERS)
+    reject_unknown(options, known, f"secondary tier {tier_type!r}")
+    identity = IdentityOptions.take_from(options)
+    identity.check_kind(kind)
+    return identity
+
+
+def engine_options(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's part of `kv_connector_extra_config` under `KVOffloadSpec`.
+
+    Raises:
+        ConfigError: A key is unknown, or is determined by vLLM.
+    """
+    check_place_of_options(extra_config)
+    if extra_config.get("canonical_layout"):
+        raise ConfigError("canonical_layout: true is not supported here; leave it out")
+    own = OffloadConfig.declared().keys() - DECIDED
+    reject_unknown(extra_config, own | VLLMS_OWN, EXTRA)
+    return {key: value for key, value in extra_config.items() if key in own}
+
+
+def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 - a user's JSON, checked later
+    """Split the identity options off a tier under `KVOffloadSpec`.
+
+    Returns:
+        The tier, and its identity options; None if it has none: not persistent, or not of this
+        package.
+
+    Raises:
+        ConfigError: An option is for vLLM's own spec, or is determined by vLLM.
+    """
+    name = tier.get("type") if isinstance(tier, Mapping) else None
+    if name in NAMES_UNDER_VLLM and tier.get("module_path", __package__) == __package__:
+        raise ConfigError(
+            f"type: {name!r} is for vLLM's own TieringOffloadingSpec; "
+            f'use "{NAMES_UNDER_VLLM[name]}" here, without module_path'
+        )
+    if name not in SecondaryTierFactory.names() or "module_path" in tier:
+        return tier, None  # an external tier, or an error that the factory reports
+    for key in DECIDED_OF_TIERS:
+        if key in tier:
+            raise ConfigError(f"{key}: {tier[key]!r} is determined by vLLM; leave it out")
+    places = {"root_dir", "url", "master"}
+    if not places & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
+        return tier, None
+    options = dict(tier)
+    identity = IdentityOptions.take_from(options)
+    identity.check_kind(name)
+    if "root_dir" in options:
+        options["root_dir"] = parse_directory(options["root_dir"], "root_dir")
+    return options, identity
