@@ -147,8 +147,13 @@ def servers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """All features concurrently, for two minutes or KVOFFLOAD_SOAK_S seconds."""
+    """50,000 requests of each kind; all features concurrently, for KVOFFLOAD_SOAK_S seconds."""
     install(session, "-e", ".[test]")
+    session.run(
+        *("python", "-m", "pytest", "tests/benchmarks/test_growth.py", "--timeout=0"),
+        *("-o", "faulthandler_timeout=0", *session.posargs),
+        env={"KVOFFLOAD_REQUESTS": "50000"},
+    )
     session.run(
         *("python", "-m", "pytest", "tests/benchmarks/test_soak.py", "-m", "soak", "-s"),
         *("-o", "faulthandler_timeout=0", *session.posargs),

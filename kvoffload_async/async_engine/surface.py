@@ -294,9 +294,10 @@ class OffloadEngine(EngineLifecycle):
         """
         deadline_s = self._begin_call(timeout_s)
         blocks, count = self._blocks(device_blocks)
-        if not isinstance(first_block, int):
-            raise StateError(f"first_block: {first_block!r} is not valid; give an index")
-        keys = request.keys[first_block : first_block + count]
+        try:
+            keys = request.keys[first_block : first_block + count]
+        except TypeError:
+            raise StateError(f"first_block: {first_block!r} is not valid; give an index") from None
         if first_block < 0 or len(keys) != count:
             raise StateError(f"the request has no {count} blocks from block {first_block} on")
         return await self._stores.store(request, keys, blocks, deadline_s)

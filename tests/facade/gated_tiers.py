@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from kvoffload_async import ExampleSecondaryTierManager
 from kvoffload_async.abc.tier import Direction, TierCapabilities
+from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.example import ExampleTier
 
 DEADLINE_S = 60.0
@@ -85,3 +86,13 @@ class OwnManager(ExampleSecondaryTierManager):
 
     def lookup(self, key, req_context):
         return super().lookup(key, req_context)
+
+
+class DownTier(ExampleTier):
+    """Is down: every copy fails."""
+
+    async def store(self, job):
+        raise TierUnavailableError("injected")
+
+    async def load(self, job):
+        raise TierUnavailableError("injected")
