@@ -132,7 +132,7 @@ class TierActor:
         self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         self._log = JobLog(name)
         self._closing = False
-        self._closing_tier: asyncio.Task[None] | None = None
+        self._closing_tier: asyncio.Task[Exception | None] | None = None
         self._has_cancelled = False
         """Whether jobs still running at the deadline of `close` have been cancelled."""
         self._clock = clock
@@ -263,13 +263,17 @@ class TierActor:
         """Close the tier; return a failure instead of raising, so that other tiers are closed."""
         task = self._closing_tier  # of a call that was interrupted: a tier is closed once
         if task is None:
-            task = self._loop.create_task(guarded(self._tier.close), name=f"{self.name}:close")
+            task = self._loop.create_task(self._closed_tier(), name=f"{self.name}:close")
             self._closing_tier = task
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             return TierTimeoutError(f"{self.name} did not close within {timeout_s} s")
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
+        return None if task.cancelled() else task.result()
+
+    async def _closed_tier(self) -> Exception | None:
+        try:
+            await guarded(self._tier.close)
+        except Exception as error:  # noqa: BLE001 - third-party code
             log_trace(error)
             drop_tracebacks(error)  # before logging, because log records may be kept
             logger.warning("%s: closing failed: %s", self.name, text_of(error))

@@ -158,7 +158,7 @@ class FullWorld(World):
             (self.secondaries[2], self.whole.blocks),
             (self.loose, self.loose_tier.blocks),
         ):
-            if manager.link._report is None:  # else it was shut down
+            if manager.link._closing._attempt is None:  # else it was shut down
                 index = manager.tier_state.index
                 assert len(index) == len(blocks)
                 assert all(index.lookup(key, "") is HIT for key in blocks)

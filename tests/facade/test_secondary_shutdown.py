@@ -177,7 +177,7 @@ def test_a_shutdown_that_was_interrupted_is_completed_by_the_next_one(monkeypatc
         run = type(runner).run
 
         def interrupted(self, coroutine, timeout_s):
-            self.call_soon(lambda: asyncio.ensure_future(coroutine))
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             assert tier.begun.wait(DEADLINE_S)
             raise KeyboardInterrupt
 
