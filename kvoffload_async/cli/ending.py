@@ -119,6 +119,8 @@ class OneLineGroup(TyperGroup):
         try:
             status = super().main(*args, **{**extra, "standalone_mode": False})
             sys.stdout.flush()
+        except typer.Abort:  # by Ctrl-C before the command handles signals, or a second one
+            status = EXIT_INTERRUPTED
         except Exception as error:
             if isinstance(error, OSError) and _output_failed(error):
                 sys.exit(EXIT_BAD_INPUT)

@@ -75,14 +75,14 @@ def test_a_size_that_is_none_is_one_line(command, before, value):
 def test_a_replay_that_does_not_fit_into_memory_is_refused_before_it_takes_any(
     command, options, complaint
 ):
-    def held_kib():
+    def peak_kib():
         with open("/proc/self/status") as status:  # noqa: PTH123 - of this process
             return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
     command.run("replay", "--limit", "1")
-    before = held_kib()
+    before = peak_kib()
     assert complaint in command.refusal("replay", "--limit", "1", *options)
-    assert held_kib() - before < 256 << 10
+    assert peak_kib() - before < 256 << 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM")

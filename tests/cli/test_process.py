@@ -134,3 +134,34 @@ def test_as_nohup_and_a_script_start_it_it_goes_on_to_the_end(tmp_path):
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert (report["requests"], report["interrupted"]) == (requests, False)
+
+
+IMPORTS = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "kvoffload_async":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+import kvoffload_command
+kvoffload_command.main()
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_has_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPORTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert finish(process) == (130, "", "")
+
+
+def test_ctrl_c_before_a_command_handles_signals_has_no_traceback(command, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvoffload_async.cli.app.implementation", interrupted)
+    result = command.run("--version")
+    assert result.exit_code == 130
+    assert not result.output.strip()
