@@ -34,8 +34,8 @@ class JobLog:
     """Logs the ends of jobs: errors at level ERROR, everything else at DEBUG.
 
     Stores that a full tier refuses, and jobs that were not started in time, are logged once a
-    minute, because there may be many for a long time. An
-    overdue job is logged as an error at its deadline, and not again when its copy ends.
+    minute, because there may be many for a long time. An overdue job is logged as an error at its
+    deadline, and not again when its copy ends.
 
     Thread: loop.
     """

@@ -17,6 +17,7 @@ MIB = SLOT_BYTES // 4
 BLOCK_MIB = 4
 K = [key_of(number) for number in range(64)]
 OTHERS = [key_of(number) for number in range(64, 96)]
+CALLS_THAT_LAST = {"call_timeout_s": 5.0, "job_timeout_s": 30.0}
 OPTIONS = {"bytes_in_flight": 64 * MIB, "connections": 16, "call_timeout_s": 5.0}
 
 
@@ -157,3 +158,15 @@ def test_what_waits_for_a_server_that_never_answers_is_its_fault():
         assert not any(isinstance(error, JobNotStartedError) for error in failures.values())
         assert isinstance(failures[7], TierTimeoutError)
         assert math.isclose(world.runner.loop.time(), 5.0, abs_tol=1.0)
+
+
+def test_a_check_that_is_not_answered_is_no_hang_while_other_calls_are():
+    client = FakeClient(portion=1)
+    with World(client, connections=1, **CALLS_THAT_LAST) as world:
+        world.store(K[:8])
+        client.read_s = 1.2  # of which each is slow, and checked
+        client.check = lambda: asyncio.get_running_loop().create_future()
+        assert world.load(K[:8]) == {}
+        client.is_stalled = True
+        failures = world.load(K[:1])
+        assert isinstance(failures[0], ServerHangError), "nothing is answered any more"

@@ -59,8 +59,9 @@ def test_a_list_that_makes_no_progress_ends_with_an_error_that_names_the_store(
 ):
     with ScriptedServer(lambda request: request.reply(200, page_of(*names))) as server:
         store = s3_at(server).open()
+        kind = ObjectMaintenance if names else Impatient
         with pytest.raises(InputError, match=says) as raised:
-            run(Impatient(store, "s3://bucket/fleet", NAMESPACE), operation)
+            run(kind(store, "s3://bucket/fleet", NAMESPACE), operation)
         assert f"s3://bucket/fleet/{NAMESPACE}" in str(raised.value)
         assert len(server.requests) < MOST_REQUESTS
 
