@@ -247,12 +247,12 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
         engine["secondary_tiers"] = own = []
         for index, tier in enumerate(tiers):
             with naming_tier(index, tier if isinstance(tier, dict) else {}):
-                if not (isinstance(tier, dict) and _is_foreign(tier)):
+                if not (isinstance(tier, dict) and _is_external(tier)):
                     own.append(own_tier(tier)[0])
     return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
 
 
-def _is_foreign(tier: Mapping[str, Any]) -> bool:
+def _is_external(tier: Mapping[str, Any]) -> bool:
     """Return whether only another package can check a tier."""
     path = tier.get("module_path")
     return isinstance(path, str) and not path.startswith("kvoffload_async.")
