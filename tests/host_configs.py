@@ -196,6 +196,8 @@ OF_VLLM = [
         "[0]: type: 'fs' is not valid; it must be \"FsTier\"",
         starts=True,  # vLLM takes its own tier, and ignores the module
     ),
+    Case("type of the tier", tiering(FS_TIER | {"type": ["FsTier"]}), "type: ['FsTier'] is not"),
+    Case("type of a tier", whole(FS | {"type": ["fs"]}), "type: ['fs'] is not valid"),
     Case("rank of the tier", tiering(FS_TIER | {"rank": 0}), "unknown key 'rank'"),
     Case("option of the engine", tiering(FS_TIER | {"required": False}), "unknown key 'required'"),
     Case("locality", tiering(FS_TIER | {"locality": "NEAR"}), "locality: 'NEAR' is not valid"),

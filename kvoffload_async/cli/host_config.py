@@ -175,7 +175,7 @@ _TIERING: Final[Rules] = {
 }
 _VLLMS_TIERS: Final = ("example", "fs", "kvcr", "obj", "p2p")
 _LOCALITY: Final = (
-    lambda value: value in {None, "LOCAL", "REMOTE"},
+    lambda value: value in (None, "LOCAL", "REMOTE"),
     'it must be "LOCAL" or "REMOTE"',
 )
 _OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
@@ -247,12 +247,12 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
         engine["secondary_tiers"] = own = []
         for index, tier in enumerate(tiers):
             with naming_tier(index, tier if isinstance(tier, dict) else {}):
-                if not (isinstance(tier, dict) and _is_foreign(tier)):
+                if not (isinstance(tier, dict) and _is_external(tier)):
                     own.append(own_tier(tier)[0])
     return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
 
 
-def _is_foreign(tier: Mapping[str, Any]) -> bool:
+def _is_external(tier: Mapping[str, Any]) -> bool:
     """Return whether only another package can check a tier."""
     path = tier.get("module_path")
     return isinstance(path, str) and not path.startswith("kvoffload_async.")
@@ -287,9 +287,9 @@ def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
         kind, path = tier.get("type"), tier.get("module_path")
         if path in _MODULES["FsTier"]:
             _check({"type": kind}, {"type": _one_of(*NAMES_UNDER_VLLM)}, place)
-        elif path is None and kind not in NAMES_UNDER_VLLM:
+        elif path is None and kind not in tuple(NAMES_UNDER_VLLM):
             _check({"type": kind}, {"type": _one_of(*_VLLMS_TIERS)}, place)
-        if kind in NAMES_UNDER_VLLM:
+        if kind in tuple(NAMES_UNDER_VLLM):  # a list cannot be looked up in a mapping
             _check_module(tier, "type", "module_path", place)
             with naming_tier(index, tier):
                 tiers.append(_tier_under_vllms_spec(tier))

@@ -226,7 +226,7 @@ class TestCheckConfig:
     @pytest.mark.parametrize(
         ("keys", "reason"),
         [
-            ({"cpu_bytes_to_use": 1}, "block_bytes: missing"),
+            ({"cpu_bytes_to_use": 1}, "TieringOffloadingSpec needs block_bytes"),
             ({"cpu_bytes_to_use": 1, "block_bytes": 1}, "hold no block"),
             ({"secondary_tiers": [{"type": "fsx"}]}, "missing"),
         ],

@@ -151,7 +151,7 @@ def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 -
         ConfigError: An option is for vLLM's own spec, or is determined by vLLM.
     """
     name = tier.get("type") if isinstance(tier, Mapping) else None
-    if name in NAMES_UNDER_VLLM and tier.get("module_path", __package__) == __package__:
+    if name in tuple(NAMES_UNDER_VLLM) and tier.get("module_path", __package__) == __package__:
         raise ConfigError(
             f"type: {name!r} is for vLLM's own TieringOffloadingSpec; "
             f'use "{NAMES_UNDER_VLLM[name]}" here, without module_path'
