@@ -165,7 +165,7 @@ def soak(session: nox.Session) -> None:
 @nox.session(default=False)
 def examples(session: nox.Session) -> None:
     """Runs each example as a user would, against the installed package."""
-    install(session, ".[metrics]")
+    install(session, ".[metrics]", "pytest")  # which the conformance suite of a tier needs
     scripts = sorted(ROOT.glob("examples/*.py"))
     if not scripts:
         session.error("there are no examples")
