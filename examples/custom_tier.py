@@ -1,7 +1,8 @@
 """A custom tier: an async class, a line of configuration, and the conformance suite.
 
-The tier keeps compressed blocks. Run the file as a script for a demonstration. Run it under pytest
-to test the whole contract of a tier, including cancellation and faults:
+The tier keeps compressed blocks. The suite needs pytest. Run the file as a script for a
+demonstration. Run it under pytest to test the whole contract of a tier, including cancellation and
+faults:
 
     pytest examples/custom_tier.py
 """

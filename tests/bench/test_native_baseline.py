@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload_async.bench import baseline
 from kvoffload_async.bench.baseline import Payload
 from kvoffload_async.bench.contender import Place, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan
 
-native_baseline = pytest.importorskip("kvoffload_async.bench.baseline")
+native_io = pytest.importorskip("kvoffload_async.block_io.native_io")
 
 BLOCK = 4096
 PLAN = Plan.parse(
@@ -31,7 +32,7 @@ def test_every_block_has_a_place_of_its_own_and_files_fill_alike(drawn):
     found = []
     for first in range(0, jobs.num_keys, jobs.keys_per_job):
         blocks = range(first, first + jobs.keys_per_job)
-        runs = list(native_baseline.runs_of(blocks, jobs, files))
+        runs = list(baseline.runs_of(blocks, jobs, files))
         assert sum(run.length for run in runs) == len(blocks)
         found += [(r.fd, r.offset // jobs.block_bytes + i) for r in runs for i in range(r.length)]
     assert len(set(found)) == jobs.num_keys
@@ -47,7 +48,7 @@ def test_every_block_has_a_place_of_its_own_and_files_fill_alike(drawn):
 def test_it_moves_every_byte_to_files_and_back(tmp_path, num_jobs, keys_per_job, block_bytes):
     jobs = Jobs(num_jobs, keys_per_job, block_bytes)
     with Payload(jobs.num_keys, block_bytes) as payload, Place(str(tmp_path), "here") as place:
-        samples = native_baseline.NativeBaseline(place).measure(PLAN, payload, jobs)
+        samples = baseline.NativeBaseline(place).measure(PLAN, payload, jobs)
         assert samples.keys() == {"store", "load"}
         assert payload.wrong_rows(jobs.num_keys) == 0
     assert list(tmp_path.iterdir()) == []
@@ -75,12 +76,12 @@ class Broken:
     ],
 )
 def test_an_engine_that_fails_is_no_baseline(tmp_path, monkeypatch, outcomes, complaint):
-    opened = native_baseline.open_engine
-    monkeypatch.setattr(native_baseline, "open_engine", lambda n: Broken(opened(n), outcomes))
+    opened = native_io.open_engine
+    monkeypatch.setattr(native_io, "open_engine", lambda n: Broken(opened(n), outcomes))
     with (
         Payload(1, BLOCK) as payload,
         Place(str(tmp_path), "here") as place,
         pytest.raises(UnfitError, match=complaint),
     ):
-        native_baseline.NativeBaseline(place).measure(PLAN, payload, Jobs(1, 1, BLOCK))
+        baseline.NativeBaseline(place).measure(PLAN, payload, Jobs(1, 1, BLOCK))
     assert list(tmp_path.iterdir()) == []
