@@ -26,7 +26,7 @@ _COUNTERS: Final = {
         "Promotions refused because the primary had no room."
     ),
     "vllm:kvoffload_async_failed_stores": (
-        "Blocks dropped because a worker failed to copy them to the primary."
+        "Blocks dropped because a worker failed to copy them to the primary, or vLLM only in part."
     ),
     "vllm:kvoffload_async_lost_tails": (
         "Blocks of prompts that did not fit in the primary after a stored prefix; not stored."

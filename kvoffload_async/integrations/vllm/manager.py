@@ -17,7 +17,13 @@ from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.engine_metrics import EngineCounts
 from kvoffload_async.integrations.vllm.positions import take_positions
 from kvoffload_async.integrations.vllm.worker import FAILED
-from kvoffload_async.types import Medium, OffloadingEvent, OffloadKey, ReqContext
+from kvoffload_async.types import (
+    Medium,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    get_offload_group_idx,
+)
 
 
 def hold_removals(
@@ -71,6 +77,7 @@ class KVOffloadManager(base.OffloadingManager):
         manager: TieringOffloadingManager,
         slot_flags: memoryview,
         close: Callable[[], None],
+        window_groups: Collection[int] = (),
     ) -> None:
         """Create the adapter.
 
@@ -78,11 +85,16 @@ class KVOffloadManager(base.OffloadingManager):
             manager: The manager; owned by this object.
             slot_flags: See `SharedBuffer`; the workers flag the slots of failed stores.
             close: Closes the manager and the resources below it.
+            window_groups: Indices of the KV-cache groups whose requests let blocks go as they run.
         """
         self.manager = manager
         self._slot_flags = slot_flags
         self._close = close
         self._is_closed = False
+        self._window_groups = frozenset(window_groups)
+        self._running: dict[str, ReqContext] = {}
+        self._stale_until: dict[str, int] = {}
+        """Prompt position at the last reset, by request that was running then."""
         self._promoted: dict[str, set[OffloadKey]] = {}
         self._promotion_source = _source_of(tier.medium for tier in manager.planner.tiers)
         self._jobs_in_flight = 0
@@ -94,13 +106,15 @@ class KVOffloadManager(base.OffloadingManager):
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
         """Begin a request."""
-        context = self.manager.on_new_request(convert.request_of(req_context))
+        request = self._running[req_context.req_id] = convert.request_of(req_context)
+        context = self.manager.on_new_request(request)
         self._counts.lookups.began(req_context.req_id)
         return convert.offloading_context(context)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """End a request; its transfers may still end afterwards."""
-        self._promoted.pop(req_context.req_id, None)
+        for of_request in (self._promoted, self._running, self._stale_until):
+            of_request.pop(req_context.req_id, None)
         self._counts.lookups.scheduled((req_context.req_id,))
         self.manager.on_request_finished(convert.request_of(req_context))
 
@@ -149,9 +163,22 @@ class KVOffloadManager(base.OffloadingManager):
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
         If only a prefix fits, the rest is never stored: vLLM's scheduler does not offer it again.
+
+        After a reset, vLLM's scheduler offers the blocks of running requests again, also those
+        that a sliding window has let go of, and that belong to other requests since. None of the
+        window's keys from before the reset is stored.
         """
         request = convert.request_of(req_context)
-        output = self.manager.prepare_store(self._positioned(keys, req_context, request), request)
+        ordered = self._positioned(keys, req_context, request)
+        until = self._stale_until.get(request.req_id)
+        if until is not None:
+            ordered = [
+                key
+                for key in ordered
+                if get_offload_group_idx(key) not in self._window_groups
+                or request.key_positions.get(key, 0) > until
+            ]
+        output = self.manager.prepare_store(ordered, request)
         if output is None:
             return None
         self._counts.allocations.append(len(output.keys_to_store))
@@ -172,15 +199,17 @@ class KVOffloadManager(base.OffloadingManager):
         request = convert.request_of(req_context)
         positions = request.key_positions
         ordered = sorted(keys, key=lambda key: positions.get(key, 0))
-        failed = set(ordered) if not success else self._failed(ordered)
+        flags = self._flags(ordered)
+        failed = set(ordered) if not success else flags.keys()
         if failed:
             self._counts.failed_stores += len(failed)
-            logger.error(
-                "request %s: %d of %d blocks could not be stored",
-                request.req_id,
-                len(failed),
-                len(ordered),
-            )
+            if not success or FAILED in flags.values():
+                logger.error(
+                    "request %s: %d of %d blocks could not be stored",
+                    request.req_id,
+                    len(failed),
+                    len(ordered),
+                )
             self.manager.complete_store(list(failed), request, success=False)
         self.manager.complete_store([key for key in ordered if key not in failed], request)
 
@@ -213,6 +242,9 @@ class KVOffloadManager(base.OffloadingManager):
         self.manager.reset_cache()
         self.manager.announce_anew()  # vLLM tells consumers of events that everything is gone
         self._promoted.clear()
+        if self._window_groups:
+            for req_id, request in self._running.items():
+                self._stale_until[req_id] = max(request.key_positions.values(), default=0)
         if _VLLM_TELLS_OF_FLUSH:
             return
         self._awaits_flush = self._awaits_flush or self._jobs_in_flight > 0
@@ -256,13 +288,12 @@ class KVOffloadManager(base.OffloadingManager):
         take_positions(ordered, context, request)
         return ordered
 
-    def _failed(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+    def _flags(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the flags that the workers have set for slots being written."""
         primary = self.manager.planner.primary
-        return {
-            key
-            for key in keys
-            if self._is_being_written(key) and self._slot_flags[primary.slot_of(key)] == FAILED
-        }
+        written = filter(self._is_being_written, keys)
+        flags = {key: self._slot_flags[primary.slot_of(key)] for key in written}
+        return {key: flag for key, flag in flags.items() if flag}
 
     def _is_being_written(self, key: OffloadKey) -> bool:
         return self.manager.planner.primary.state_of(key) is BlockState.WRITING

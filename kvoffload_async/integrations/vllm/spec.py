@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering import base as tiering
@@ -111,9 +112,13 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         if self._manager is None:
             self._warn_of_failed_loads()
+            self._warn_of_incomplete_chunks()
             manager = self._engine.get_manager()
             self._manager = KVOffloadManager(
-                manager, self._engine.slot_flags, self._engine.shutdown
+                manager,
+                self._engine.slot_flags,
+                self._engine.shutdown,
+                self._groups_with_windows(),
             )
         return self._manager
 
@@ -246,6 +251,28 @@ class KVOffloadSpec(base.OffloadingSpec):
                 "one of them, with the secondary_tiers of all"
             )
 
+    def _warn_of_incomplete_chunks(self) -> None:
+        """Warn if vLLM will store chunks that are dropped because they lack blocks."""
+        if self.blocks_per_chunk > 1 and self._groups_with_windows():
+            logger.warning(
+                "blocks_per_chunk is %d, and this model has layers with a sliding window: chunks "
+                "of which the window has let a block go are not stored; leave blocks_per_chunk out",
+                self.blocks_per_chunk,
+            )
+
+    def _kv_cache_spec_of(self, group_id: int) -> Any:  # noqa: ANN401 - one of vLLM's classes
+        config = None if self._surroundings is None else self._surroundings.kv_cache_config
+        return None if config is None else config.kv_cache_groups[group_id].kv_cache_spec
+
+    def _groups_with_windows(self) -> list[int]:
+        """Return the ids of the groups whose requests let blocks go as they run."""
+        specs = [(g.group_id, self._kv_cache_spec_of(g.group_id)) for g in self.config.groups]
+        return [
+            number
+            for number, spec in specs
+            if spec is not None and not isinstance(spec, FullAttentionSpec)
+        ]
+
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
         options = self._engine.config
         layout = convert.kv_layout(kv_caches, self.blocks_per_chunk)
@@ -261,6 +288,11 @@ class KVOffloadSpec(base.OffloadingSpec):
             buffer,
             cell_offset_bytes=0 if self.replicated_layout else rank * buffer.cell_bytes,
             timeout_s=options.drain_timeout_s,
+            state_groups=[
+                index
+                for index, group in enumerate(self.config.groups)
+                if isinstance(self._kv_cache_spec_of(group.group_id), MambaSpec)
+            ],
         )
 
     def _options(self) -> OffloadConfig:

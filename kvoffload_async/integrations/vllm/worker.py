@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
+import numpy as np
 from vllm.v1.kv_offload import base
 
 from kvoffload_async.errors import ConfigError, TransportError
+from kvoffload_async.facade.connector.protocol import TransferJobSpec
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.runtime.shared_region import SharedBuffer
@@ -22,6 +24,9 @@ SCHEDULER = 0
 
 FAILED = 1
 """Value in `SharedBuffer.slot_flags`: the store into the slot failed."""
+
+INCOMPLETE = 2
+"""Value in `SharedBuffer.slot_flags`: vLLM stored a chunk without all of its blocks."""
 
 
 class KVOffloadWorker(base.OffloadingWorker):
@@ -46,6 +51,7 @@ class KVOffloadWorker(base.OffloadingWorker):
         *,
         cell_offset_bytes: int,
         timeout_s: float,
+        state_groups: Collection[int] = (),
     ) -> None:
         """Create the worker. It owns `buffer`, which is released if the constructor fails.
 
@@ -54,6 +60,7 @@ class KVOffloadWorker(base.OffloadingWorker):
             buffer: The primary.
             cell_offset_bytes: Offset of this rank's cell in a slot.
             timeout_s: Timeout of `wait` and `shutdown` in seconds.
+            state_groups: Indices of the KV-cache groups whose chunks need only their last block.
 
         Raises:
             ConfigError: The device is unusable, or a slot is too small.
@@ -65,6 +72,8 @@ class KVOffloadWorker(base.OffloadingWorker):
         except BaseException:
             buffer.release()
             raise
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._state_groups = frozenset(state_groups)
         self._copies = OffloadingConnectorWorker(transport, flush_timeout_s=timeout_s)
         self._slots: dict[JobId, BlockIds] = {}
         self._expedited: set[JobId] = set()
@@ -79,11 +88,15 @@ class KVOffloadWorker(base.OffloadingWorker):
     ) -> bool:
         """Copy device blocks to slots. Non-blocking.
 
+        vLLM also stores chunks of which a sliding window has let some blocks go. The manager drops
+        them, because their keys stand for the whole chunk.
+
         Raises:
             ConfigError: The scheduler is on another host.
         """
         self._require_scheduler()
         job = convert.transfer(src_spec, dst_spec)
+        self._flag(self._incomplete(job), INCOMPLETE)
         self._slots[job_id] = job.host.block_ids
         self._copies.submit_store(job_id, job)
         return True
@@ -177,7 +190,7 @@ class KVOffloadWorker(base.OffloadingWorker):
             if result.success:
                 continue
             if slots is not None:
-                self._flag(slots)
+                self._flag(slots, FAILED)
             elif self.reports_failed_loads and not was_expedited:
                 self._failed_loads.add(result.job_id)
             else:
@@ -188,6 +201,28 @@ class KVOffloadWorker(base.OffloadingWorker):
                     "would have been computed instead"
                 )
 
-    def _flag(self, slots: BlockIds) -> None:
+    def _incomplete(self, job: TransferJobSpec) -> BlockIds:
+        """Return the slots of a store whose chunks may lack blocks.
+
+        vLLM says which block of a group is the first one, and how many there are. So if only the
+        first chunk lacks its first blocks, the others are whole; otherwise none can be trusted.
+        """
+        per_chunk = self._blocks_per_chunk
+        incomplete: list[BlockIds] = []
+        start = 0
+        device, slots = job.device, job.host.block_ids
+        groups = zip(device.group_sizes, device.block_indices, strict=True)
+        for index, (size, first) in enumerate(groups):
+            skipped = first % per_chunk if size else 0
+            end = start - (-(size + skipped) // per_chunk)
+            if index not in self._state_groups:
+                lacks_more = (size + skipped) % per_chunk
+                incomplete.append(slots[start : end if lacks_more else start + bool(skipped)])
+            start = end
+        if start != len(slots):
+            return slots
+        return np.concatenate(incomplete) if incomplete else slots[:0]
+
+    def _flag(self, slots: BlockIds, value: int) -> None:
         for slot in slots.tolist():
-            self._buffer.slot_flags[slot] = FAILED
+            self._buffer.slot_flags[slot] = value

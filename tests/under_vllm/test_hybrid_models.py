@@ -1,0 +1,143 @@
+"""Models with full and sliding-window attention: what vLLM's scheduler stores is checked by bytes.
+
+vLLM 0.32 itself offers blocks that their requests no longer have; see `KVOffloadManager` and
+`KVOffloadWorker`, which do not store them.
+"""
+
+import os
+import random
+
+import pytest
+from hybrid_world import BLOCK, Hybrid
+from sweeps import sizes
+
+from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
+
+FULL, WINDOW = 0, 1
+TEXT = range(100, 100 + 6 * BLOCK + 5)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def hybrid(tmp_path):
+    """Return what makes a `Hybrid`; all of them are closed at the end."""
+    made = []
+
+    def make(connector="KVOffloadConnector", **options):
+        engine_id = f"kvoffload-test-hybrid-{os.getpid()}-{tmp_path.name}-{len(made)}"
+        made.append(Hybrid(tmp_path, engine_id, connector, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(params=["OffloadingConnector", "KVOffloadConnector"])
+def connector(request):
+    """vLLM's own connector, and this package's."""
+    return request.param
+
+
+def stored(world, group):
+    """The lengths of the texts whose chunks the primary has."""
+    keys = [key for key, _, _ in world.primary.resident()]
+    texts = [
+        world.texts[get_offload_block_hash(k)] for k in keys if get_offload_group_idx(k) == group
+    ]
+    return sorted(map(len, texts))
+
+
+def test_a_request_loads_what_another_has_stored(hybrid, connector):
+    world = hybrid(connector)
+    world.run(world.arrive(TEXT))
+    world.scheduler.reset_prefix_cache()
+    world.run(world.arrive(TEXT))
+    assert world.loaded_blocks == 8, "six of full attention, and two of the window"
+    assert world.wrong_reads == 0
+
+
+@pytest.mark.parametrize("retained", [BLOCK, 3 * BLOCK])
+def test_a_load_fills_all_blocks_that_vllm_keeps_before_a_window(hybrid, connector, retained):
+    world = hybrid(connector, retained=retained, interval=None)
+    world.run(world.arrive(TEXT))
+    world.scheduler.reset_prefix_cache()
+    world.run(world.arrive(TEXT))
+    assert world.loaded_blocks > 8
+    world.run(world.arrive([*TEXT[: 4 * BLOCK], *range(400, 440)]))
+    assert world.wrong_reads == 0
+
+
+def test_after_a_reset_a_running_request_stores_no_block_that_its_window_has_let_go(
+    hybrid, connector
+):
+    world = hybrid(connector)
+    request = world.arrive(range(300, 300 + 6 * BLOCK), max_tokens=60)
+    for _ in range(30):
+        world.step()
+    table = world.connector._req_status[request.request_id].group_states[WINDOW].block_ids
+    before = world.device[table].copy()
+    for start in range(1000, 1400, 100):
+        world.run(world.arrive(range(start, start + 5 * BLOCK)))
+    assert (world.device[table[:6]] != before[:6]).any(), "no block has a new owner"
+    world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.step()
+    world.step()
+    assert not request.is_finished()
+    assert stored(world, FULL)[:6] == [BLOCK * n for n in range(1, 7)], "full attention again"
+    assert stored(world, WINDOW) == []
+
+
+def test_what_begins_after_a_reset_is_stored_as_ever(hybrid):
+    world = hybrid()
+    world.arrive(range(300, 300 + 3 * BLOCK), max_tokens=100)
+    world.step()
+    world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.run(world.arrive(TEXT))
+    assert {5 * BLOCK, 6 * BLOCK} <= set(stored(world, WINDOW))
+
+
+def test_a_chunk_of_which_a_window_has_let_a_block_go_is_not_stored(hybrid, connector, caplog):
+    world = hybrid(connector, blocks_per_chunk=2, interval=None)
+    world.run(world.arrive(TEXT))
+    assert stored(world, WINDOW) == [2 * BLOCK, 4 * BLOCK, 6 * BLOCK]
+    assert world.scheduler.reset_connector_cache()
+    request = world.arrive([*TEXT[: 3 * BLOCK], *range(900, 900 + 4 * BLOCK)])
+    world.step()
+    table = world.connector._req_status[request.request_id].group_states[WINDOW].block_ids
+    assert table[0] == 0 != table[1], "the device has only the second block of the first chunk"
+    world.run(request)
+    assert stored(world, WINDOW) == [4 * BLOCK, 6 * BLOCK]
+    assert stored(world, FULL) == [2 * BLOCK, 4 * BLOCK, 6 * BLOCK]
+    assert "leave blocks_per_chunk out" in caplog.text
+    assert "could not be stored" not in caplog.text
+
+
+@sizes("schedules", 8, 300)
+def test_no_schedule_of_vllms_scheduler_stores_bytes_that_are_not_those_of_their_key(
+    hybrid, schedules
+):
+    compared = loaded = 0
+    for seed in range(schedules):
+        draw = random.Random(seed)
+        world = hybrid(
+            retained=draw.choice((0, BLOCK, 2 * BLOCK)),
+            interval=draw.choice((0, None, 4 * BLOCK)),
+            blocks_per_chunk=draw.choice((1, 2, 4)),
+            num_blocks=draw.choice((48, 80)),
+        )
+        stems = [[draw.randrange(1000) for _ in range(8 * BLOCK)] for _ in range(2)]
+        for _ in range(60):
+            if draw.random() < 0.4 and len(world.scheduler.requests) < 4:
+                text = draw.choice(stems)[: draw.randrange(1, 8 * BLOCK)]
+                text += [draw.randrange(1000) for _ in range(draw.choice((0, 0, 5, 40)))]
+                world.arrive(text, draw.choice((1, 1, 1, 60)))
+            world.step()
+            if draw.random() < 0.2:
+                world.scheduler.reset_prefix_cache(reset_connector=draw.random() < 0.3)
+        compared += world.compared
+        loaded += world.loaded_blocks
+        assert world.wrong_reads == 0
+    assert compared
+    assert loaded
