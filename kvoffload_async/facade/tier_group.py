@@ -276,9 +276,14 @@ class TierGroup:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def begin_request(self, ctx: ReqContext) -> list[int]:
-        """Announce a request to the tiers; return the indices of tiers that want all its blocks."""
-        return [index for index, link in self.links.items() if link.begin_request(ctx)]
+    def begin_request(self, ctx: ReqContext, planner: Planner) -> list[int]:
+        """Announce a request to the tiers; return the indices of tiers that want all its blocks.
+
+        An external manager first gets the queued jobs of ended requests, and may refuse them.
+        """
+        wanting = [index for index, link in self.links.items() if link.begin_request(ctx)]
+        planner.collect()
+        return wanting
 
     def collect(self, planner: Planner) -> None:
         """Apply the tiers' events."""

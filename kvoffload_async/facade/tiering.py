@@ -409,7 +409,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
         if req_context in self.planner.requests:
             raise StateError(f"request {req_context.req_id!r} is known already")
-        wanting = self._tiers.begin_request(req_context)
+        wanting = self._tiers.begin_request(req_context, self.planner)
         self.planner.on_new_request(req_context, wanting)
         policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
         return RequestOffloadingContext(policy)

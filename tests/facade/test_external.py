@@ -1,11 +1,12 @@
 """Tiers that the planner drives itself, and those whose manager keeps its say: no difference."""
 
 import pytest
-from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Hearing, filled, k, ks, scripted
+from facade.worlds import EXCLUSIVE, HIT, MISS, PENDING, Counting, Hearing, filled, k, ks, scripted
 
 from kvoffload_async import SecondaryTierFactory, TieringOffloadingSpec
 from kvoffload_async.core.backpressure import Backpressure, BackpressureSettings
 from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.core.invariants import check_state
 from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.facade.external import is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager
@@ -79,6 +80,18 @@ def test_an_overdue_copy_keeps_its_block_until_it_ends(worlds, manager_class):
     assert world.prepare_store(2) is None
     world.settle()
     world.poll()
+    assert world.prepare_store(2) is not None
+
+
+def test_a_job_that_is_refused_as_a_request_begins_releases_its_block_at_once(worlds):
+    world = worlds(EXCLUSIVE, manager_class=Counting, num_slots=1)
+    world.secondaries[0].refuses = True
+    world.begin("r")
+    world.store(1)
+    world.finish("r")  # the job waits for the end of the step, or for a request of this id
+    world.begin("r")
+    assert not world.manager.planner.tiers[0].cascading_blocks
+    check_state(world.manager.planner)
     assert world.prepare_store(2) is not None
 
 
