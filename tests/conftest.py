@@ -179,12 +179,12 @@ def no_leaked_threads(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     before, tasks_before = own_threads.running(), _tasks()  # which have no names yet, perhaps
     yield
     deadline = time.monotonic() + own_threads.GRACE_S
+    # An engine that nobody could close ends its threads when it is collected.
+    if own_threads.running() - before or _native_threads(_tasks() - tasks_before):
+        gc.collect()
     leaked = own_threads.left(before)
     if not any(SAYS_SO in record.getMessage() for record in caplog.get_records("call")):
-        # An engine that nobody could close, as its tier hung, ends its threads when it is
-        # collected; and the kernel may list those that were joined for a moment still.
-        if _native_threads(_tasks() - tasks_before):
-            gc.collect()
+        # The kernel may list threads that were joined for a moment still.
         while (native := _native_threads(_tasks() - tasks_before)) and time.monotonic() < deadline:
             threading.Event().wait(0.01)
         leaked += native

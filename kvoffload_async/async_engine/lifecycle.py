@@ -138,7 +138,7 @@ class EngineLifecycle:
         await self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
+        if not getattr(self, "_is_closed", True) and self._closing is None:
             warn_unclosed(self, "close()")
 
     def __repr__(self) -> str:
