@@ -190,7 +190,7 @@ def serve(seed, tally):
     tally.update(serving.tally)
 
 
-@sizes("schedules", 25, 5_000)
+@sizes("schedules", 25, 500)
 def test_no_schedule_stores_bytes_that_are_not_those_of_their_key(schedules):
     tally = Counter()
     for seed in range(schedules):
