@@ -347,7 +347,9 @@ class OffloadingConnectorScheduler:
             if job.is_store:
                 continue
             if not job.has_failed:
-                self._contents.note_loaded(job.device_blocks)
+                # Others may have the blocks that a preemption during the load took away.
+                held = {block for group in job.request.groups for block in group.block_ids}
+                self._contents.note_loaded(job.device_blocks & held)
                 continue
             # The request may have ended; what it has besides is still stored.
             invalid = job.request.load_failed(self.geometry)
