@@ -455,7 +455,7 @@ def _text_of(error: Exception) -> str:
 def _endless(where: str, seconds: float) -> InputError:
     return InputError(
         f"{where}: the server listed no further objects within {seconds:g} s: it does not answer, "
-        "or its list does not end; check the server"
+        "its list does not end, or a million objects lie beside the blocks; check server and URL"
     )
 
 
