@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NO_WORK = (TierUnavailableError, TierBusyError)
+"""Errors of blocks that do not show that the tier works: they failed with it, or never began."""
 _CANCEL_GRACE_S = 0.2
 _TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
@@ -331,7 +333,7 @@ class TierActor:
         run.is_settled = True
         if error is None and (
             len(failures) < len(run.job.keys)
-            or not all(isinstance(why, TierUnavailableError) for why in failures.values())
+            or not all(isinstance(why, _NO_WORK) for why in failures.values())
         ):
             run.side.worked_s = self._loop.time()
         self._forget_deadline(run)

@@ -303,7 +303,9 @@ def test_a_job_queued_until_its_deadline_behind_others_that_end_is_not_the_tiers
     assert "not started" in str(error)
 
 
-@pytest.mark.parametrize("failure", [TierUnavailableError("down"), None])
+@pytest.mark.parametrize(
+    "failure", [TierUnavailableError("down"), JobNotStartedError("queued in the tier"), None]
+)
 def test_a_job_queued_until_its_deadline_behind_a_tier_that_hangs_or_fails_is_its_fault(
     worlds, failure
 ):

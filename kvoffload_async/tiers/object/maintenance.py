@@ -116,6 +116,8 @@ _MAX_READ_BYTES: Final = 1 << 30
 """Maximum size of an object to read; writers to the bucket control object sizes."""
 _REQUEST_TIMEOUT_S: Final = 60.0
 """Timeout in seconds of a request, and of the requests until the next listed object."""
+_PASSED_OVER: Final = 10
+"""The namespaces may take that many times as long: all objects beside them are listed, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ class ObjectMaintenance(StoreMaintenance):
     bounds_blocks: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
     listing_timeout_s: ClassVar[float] = _REQUEST_TIMEOUT_S
-    """Seconds in which a server must list the next objects of a namespace, or all namespaces."""
+    """Seconds in which a server must list the next objects of a namespace."""
 
     def __init__(self, store: ObjectStore, url: str, namespace: str) -> None:
         """Maintain the namespace of this name."""
@@ -230,11 +232,12 @@ class ObjectMaintenance(StoreMaintenance):
             call_timeout_s=_REQUEST_TIMEOUT_S,
             makes_directory=False,
         ).open()
+        timeout_s = _PASSED_OVER * cls.listing_timeout_s
         try:
-            async with asyncio.timeout(cls.listing_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 listed = await obstore.list_with_delimiter_async(store)
         except TimeoutError:
-            raise _endless(directory, cls.listing_timeout_s) from None
+            raise _endless(directory, timeout_s) from None
         except (exceptions.BaseError, OSError) as error:
             raise _unreadable(directory, error) from None
         names = sorted(prefix.strip("/").rpartition("/")[2] for prefix in listed["common_prefixes"])

@@ -368,7 +368,7 @@ class ObjectTier(RemoteTier):
             create = partial(cast("ObjectClient", client).create, first, value)
             departure, num_bytes = self._stores.began(), value.nbytes
             is_new = await self._calls.run(create, deadline_s)
-            self._stores.ended(departure, num_bytes)
+            self._stores.ended(departure, num_bytes if is_new else 0)  # perhaps it was not sent
             del value, create
             if not is_new:  # probably another host was first: ask for the object's contents
                 self._pack_counters.lost_races += 1

@@ -364,6 +364,8 @@ class RemoteTier(AsyncTier):
                 drop_tracebacks(error)  # their frames hold the rows
             else:
                 return
+            if isinstance(error, TierTimeoutError):
+                window.timed_out()
             failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
 
         portions = list(self._portions(client, job))

@@ -17,7 +17,7 @@ MOST_REQUESTS = 10_000
 
 
 class Impatient(ObjectMaintenance):
-    listing_timeout_s = 0.3
+    listing_timeout_s = 0.1
 
 
 def page_of(*names):
