@@ -119,7 +119,10 @@ class EngineLifecycle:
             try:
                 await on_helper(self._helper, self._start)
             except BaseException:
-                await self._end(self._config.shutdown_timeout_s)
+                try:
+                    await self._end(self._config.shutdown_timeout_s)
+                finally:  # after another cancellation, too
+                    self._helper.end(_END_THREAD_S)
                 raise
         self._transfers = Transfers(
             self._transport,

@@ -246,7 +246,7 @@ class EngineRequest:
     def report_release(self) -> None:
         """Schedule the callbacks of `when_released` if it is decided which."""
         waiters = self._waiters
-        if not waiters.has_given_up and (self._copies or not self._has_ended):
+        if not (waiters.has_given_up if self._copies else self._has_ended):
             return
         waiters.watched.pop(self, None)
         callbacks, self._when_released = self._when_released, []

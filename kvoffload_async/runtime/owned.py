@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Final, Generic, NoReturn, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -83,15 +83,12 @@ class Closing(Generic[T]):
         """Wait for the attempt of another thread."""
         if not attempt.done() and self._closer == threading.get_ident():
             raise StateError("closing was called again out of itself; it ends with the first call")
-        try:
-            return attempt.result(max(0.0, self._until_s - time.monotonic()))
-        except TimeoutError:
-            if attempt.done():
-                raise  # of the attempt itself
+        if not wait([attempt], max(0.0, self._until_s - time.monotonic())).done:
             raise TierTimeoutError(
                 "another thread has not closed this object within its time, and goes on; what the "
                 "object uses must stay allocated"
-            ) from None
+            )
+        return attempt.result()
 
 
 def guard_forks(owner: object, **closed: object) -> None:

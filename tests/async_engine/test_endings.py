@@ -334,6 +334,18 @@ async def test_cancelling_the_opening_closes_what_it_has_opened():
         assert Closing.closed == 1
 
 
+@on_loop
+async def test_an_opening_that_is_cancelled_at_every_await_keeps_no_thread(threads_left):
+    engine = OffloadEngine({**CONFIG, "secondary_tiers": [SCRIPTED]}, lambda _view: Closing())
+    opening = asyncio.create_task(engine.__aenter__())
+    await asyncio.sleep(0)
+    while not opening.done():
+        opening.cancel()
+        await asyncio.sleep(0)
+    assert opening.cancelled()
+    assert not threads_left()
+
+
 class Closing:
     closed = 0
 

@@ -248,9 +248,10 @@ class EngineMachine(RuleBasedStateMachine):
         for serving in self.serving:
             if serving.request is None:
                 continue
-            ((outcome, occupied, _),) = serving.outcomes
+            ((outcome, occupied, has_left),) = serving.outcomes
             assert occupied == serving.request.occupied_blocks
             assert outcome == ("given up" if occupied else "released")
+            assert has_left or occupied
         self.world.transport.settle_all()
         await turns()
         assert all(len(serving.outcomes) <= 1 for serving in self.serving)
