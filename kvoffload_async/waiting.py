@@ -7,22 +7,29 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from kvoffload_async.errors import StateError
 
 T = TypeVar("T")
 
+_MOST_S: Final = 1e9
+"""30 years; the system calls that wait refuse ten times as much."""
+
 
 def seconds(timeout: float, name: str = "timeout_s") -> float:
-    """Return a timeout that a caller gave; raise StateError unless it is finite and at least 0."""
+    """Return a timeout that a caller gave, or 30 years if it is longer.
+
+    Raises:
+        StateError: It is negative or not finite.
+    """
     try:
         is_valid = 0 <= timeout < math.inf
     except TypeError:
         is_valid = False
     if not is_valid:
         raise StateError(f"{name}: {timeout!r} is not valid; give seconds, at least 0 and finite")
-    return timeout
+    return min(timeout, _MOST_S)
 
 
 class LastingFuture(asyncio.Future[T]):

@@ -399,7 +399,7 @@ class OffloadEngine(EngineLifecycle):
         per_chunk = self._config.blocks_per_chunk
         try:
             blocks = as_block_ids(device_blocks).tolist()
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise StateError(f"device_blocks are numbers of device blocks: {error}") from None
         if len(blocks) % per_chunk:
             raise StateError(f"{len(blocks)} blocks: {per_chunk=} does not divide that")

@@ -317,6 +317,17 @@ async def test_a_timeout_that_is_no_time_is_an_error_before_anything_starts(time
 
 
 @on_loop
+async def test_a_timeout_of_any_length_is_a_time():
+    timeout_s = 10**400
+    async with opened() as world, world.engine.request("r", hashes("ab")) as request:
+        assert await world.during(world.engine.store(request, [8, 9], 0, timeout_s)) == 2
+        assert await world.engine.lookup(request, timeout_s) == 2
+        assert await world.engine.quiesce(timeout_s)
+        await world.engine.reset(timeout_s)
+        await world.engine.close(timeout_s)
+
+
+@on_loop
 async def test_a_device_block_is_given_once():
     async with opened() as world:
         await world.put("ab")

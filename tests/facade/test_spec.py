@@ -1,6 +1,7 @@
 """From a configuration to a running manager, and what is unwound when that fails."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -221,6 +222,15 @@ def test_a_spec_without_tiers_is_a_primary_with_the_same_surface():
 
 def _broken_init(self):
     ScriptedTier.__init__(self, close_error=OSError("umount"))
+
+
+@pytest.mark.parametrize("timeout", [1e10, sys.float_info.max])
+def test_a_timeout_of_any_length_is_a_time(timeout):
+    with TieringOffloadingSpec(WITH_TIER) as spec:
+        (tier,) = spec.get_manager().secondary_tiers
+        assert tier.drain_jobs(timeout)
+        tier.shutdown(timeout)
+        spec.shutdown(timeout)
 
 
 @pytest.mark.parametrize("timeout", [math.nan, -1, math.inf, "1"])

@@ -8,6 +8,8 @@ from typing import Final, NamedTuple
 
 from kvoffload_async.waiting import Limiter
 
+_FIRST_PART: Final = 8
+"""A window begins as this part of its maximum."""
 _HOLD_S: Final = 60.0
 """Seconds after slow transfers in which the window grows only with the rate."""
 _SHORTEST_S: Final = 1e-6
@@ -26,7 +28,7 @@ class CongestionWindow:
 
     A check of the server queues behind the payload in flight. So at most as many bytes are in
     flight as are carried in the time that a transfer takes alone, and `queue_s` more. Both time and
-    rate are measured, beginning with one transfer alone. The window grows with each transfer that
+    rate are measured. The window grows with each transfer that
     shows a higher rate, so that a fast link is in full use after a few round trips; and by one
     transfer at a time while none takes longer than alone, as of a store that is slow to answer, or
     limits each connection. It shrinks if transfers take longer than that, or time out.
@@ -59,7 +61,7 @@ class CongestionWindow:
         self._is_slow = False
         self._grows_s = -math.inf
         self._round = Departure(-math.inf, 0, 0)
-        limiter.resize(1)
+        limiter.resize(max(1, self._most_bytes // _FIRST_PART))
 
     def began(self) -> Departure:
         """Return what `ended` needs, at the beginning of a transfer."""
