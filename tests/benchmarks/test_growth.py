@@ -200,6 +200,7 @@ class EngineRequests:
 
     async def store(self, number):
         async with self.engine.request(f"r{number}", chain(number)) as request:
+            request.when_released(list)
             found = await self.engine.lookup(request)
             await self.engine.load(request, range(found))
             await self.engine.store(request, range(found, CHAIN), found)
