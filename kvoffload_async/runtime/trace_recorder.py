@@ -71,10 +71,13 @@ class TraceFiles:
             self._ops.rename(self._path, self._predecessor)
         fd = self._ops.create_anew(self._path)
         try:
-            self._ops.lock(fd, wait=False)
+            is_ours = self._ops.lock(fd, wait=False)
         except OSError:
             self.close(fd)
             raise
+        if not is_ours:
+            self.close(fd)
+            raise OSError(errno.EBUSY, "another engine writes its trace there", self._path)
         return fd
 
     def close(self, fd: int) -> None:
