@@ -163,6 +163,7 @@ OF_VLLM = [
     Case("relative", whole(FS | {"root_dir": "kv"}), "root_dir: 'kv' is not an absolute path"),
     Case("trust", whole(without(FS, "fingerprint") | {"trust_vllm_directory": True})),
     Case("trust and name", whole(FS | {"trust_vllm_directory": True}), "conflicts with trust_vllm"),
+    Case("very long name", whole(FS | {"namespace": "n" * 9999}), "nn...nn"),
     Case("tier under vLLM's spec", tiering(FS_TIER)),
     Case(
         "trust under vLLM's spec",

@@ -277,7 +277,8 @@ class OffloadingConnectorScheduler:
             request: The request.
             blocks: Its complete block tables.
             num_external_tokens: The tokens just offered by `get_num_new_matched_tokens`; 0 to
-                decline, also when another source provides the tokens, whose blocks are not stored.
+                decline, also when another source provides the tokens. Its blocks are not stored,
+                nor what other requests compute that find them in the device's prefix cache.
 
         Raises:
             StateError: The number differs from the offer, or the block tables are too short.

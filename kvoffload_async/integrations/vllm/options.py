@@ -16,6 +16,7 @@ from kvoffload_async.config import (
     parse_directory,
     parse_name,
     reject_unknown,
+    shown,
 )
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
@@ -71,8 +72,8 @@ def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
     """Check that no identity option is beside the tiers; raises ConfigError."""
     for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
         raise ConfigError(
-            f"{key}: {extra_config[key]!r} in kv_connector_extra_config has no effect; put it into "
-            f'the tier: "secondary_tiers": [{{"type": ..., {json.dumps(key)}: ...}}]'
+            f"{key}: {shown(extra_config[key])} in kv_connector_extra_config has no effect; put it "
+            f'into the tier: "secondary_tiers": [{{"type": ..., {json.dumps(key)}: ...}}]'
         )
 
 
@@ -98,11 +99,11 @@ class IdentityOptions:
             if value is None:
                 continue
             if len(parse_name(value, key)) > _MAX_TEXT:
-                raise ConfigError(f"{key}: {value!r} is longer than {_MAX_TEXT} characters")
+                raise ConfigError(f"{key}: {shown(value)} is longer than {_MAX_TEXT} characters")
             if trust:
                 raise ConfigError(
-                    f"{key}: {value!r} conflicts with trust_vllm_directory, because vLLM's tier "
-                    "has no such name for its directories; remove one of them"
+                    f"{key}: {shown(value)} conflicts with trust_vllm_directory, because vLLM's "
+                    "tier has no such name for its directories; remove one of them"
                 )
         return cls(namespace, fingerprint, trust)
 
@@ -160,7 +161,7 @@ def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 -
         return tier, None  # an external tier, or an error that the factory reports
     for key in DECIDED_OF_TIERS:
         if key in tier:
-            raise ConfigError(f"{key}: {tier[key]!r} is determined by vLLM; leave it out")
+            raise ConfigError(f"{key}: {shown(tier[key])} is determined by vLLM; leave it out")
     places = {"root_dir", "url", "master"}
     if not places & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
         return tier, None
