@@ -28,10 +28,10 @@ class CongestionWindow:
 
     A check of the server queues behind the payload in flight. So at most as many bytes are in
     flight as are carried in the time that a transfer takes alone, and `queue_s` more. Both time and
-    rate are measured. The window grows with each transfer that
-    shows a higher rate, so that a fast link is in full use after a few round trips; and by one
-    transfer at a time while none takes longer than alone, as of a store that is slow to answer, or
-    limits each connection. It shrinks if transfers take longer than that, or time out.
+    rate are measured. The window grows with each transfer that shows a higher rate, so that a fast
+    link is in full use after a few round trips; and by one transfer at a time while none takes
+    longer than alone, as of a store that is slow to answer, or limits each connection. It shrinks
+    if transfers take longer than that, or time out.
 
     Thread: loop.
 
