@@ -22,6 +22,11 @@ LEAST_GHOSTS: Final = 1 << 14
 _KV_GROUP: Final = slice(-4, None)
 """The part of a key that names its KV-cache group."""
 
+_ORPHANS_A_CALL: Final = 128
+_ORPHANS_PER_BLOCK: Final = 2
+"""Blocks moved at a time to those that go first, at a few microseconds each; more for each block
+that leaves, so that enough of them are there."""
+
 _LRU_RANK: Final = (0, 7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6)
 """Order of the classes of one request under LRU: its new tail before its known head."""
 
@@ -39,7 +44,8 @@ class HdPolicy(CachePolicy):
     The victim is the tail of the group with the lowest expected hits per request for which it would
     occupy a slot; see `ReuseTables`. Blocks offered for a store compete likewise, and are declined
     if they are worth the least. Where a block leaves, its descendants in prompts cannot be hit any
-    more: they go first.
+    more: they go first, the tail foremost. Of thousands, each call moves some, heads before tails,
+    and meanwhile the last one moved is foremost.
 
     A declined block is stored in no tier either. So blocks of classes that a tier stores are not
     declined: they are admitted with their worth, and so are evicted first.
@@ -129,6 +135,7 @@ class HdPolicy(CachePolicy):
     ) -> list[int] | None:
         if not count:
             return []
+        self._put_orphans_first(count)
         victims = self.ranking.take(count, is_evictable, self._worth)
         if victims is not None:
             self._leave(victims)
@@ -229,14 +236,23 @@ class HdPolicy(CachePolicy):
         """Turn the blocks in slots, which are not ranked any more, into ghosts."""
         numbers = self._numbers
         self.model.release([numbers[slot] - 1 for slot in slots if numbers[slot]])
-        followers: list[int] = []
         for slot in slots:
             numbers[slot] = 0
-            followers += self._chains.remove(slot)
-        if followers:
-            is_first = self.ranking.is_first
-            useless = self._chains.below(followers, slots, is_first)
-            self.ranking.put_first(useless)
+            self._chains.leave(slot)
+        self._put_orphans_first(len(slots))
+
+    def _put_orphans_first(self, num_gone: int) -> None:
+        """Let blocks go first whose prompts have lost a block before them, heads before tails."""
+        chains, is_first = self._chains, self.ranking.is_first
+        useless: list[int] = []
+        for _ in range(_ORPHANS_A_CALL + _ORPHANS_PER_BLOCK * num_gone):
+            slot = chains.take_orphan()
+            if slot is None:
+                break
+            if not is_first(slot):
+                chains.leave(slot)  # so those behind it are orphans too
+                useless.append(slot)
+        self.ranking.put_first(useless)
 
     def _link(self, keys: Sequence[OffloadKey], slots: Sequence[int | None]) -> None:
         """Chain a request's blocks; those behind an absent one cannot be hit and go first."""
@@ -247,6 +263,8 @@ class HdPolicy(CachePolicy):
             group = key[_KV_GROUP]
             if group not in previous:
                 previous[group] = slot
+                if slot is not None and chains.has_orphans:
+                    chains.detach(slot)
                 continue
             before = previous[group]
             if before is None:

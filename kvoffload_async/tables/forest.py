@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from kvoffload_async.tables.arrays import integers
 
 
 class NumberForest:
-    """Trees of the numbers below `capacity`, linked through four arrays.
+    """Trees of the numbers below `capacity`, linked through two arrays; each step is constant.
+
+    Where a number leaves, its children are *orphans* until they are taken, attached or detached.
 
     Bytes per number: 16, once used. The garbage collector traverses none of it.
     """
 
-    __slots__ = ("_capacity", "_child", "_next", "_parent", "_previous")
+    __slots__ = ("_after", "_before", "_capacity", "_orphans")
 
     def __init__(self, capacity: int) -> None:
         """Start with roots only."""
@@ -22,80 +22,65 @@ class NumberForest:
 
     def clear(self) -> None:
         """Make every number a root without children."""
-        # Entries are one more than the number that they name; 0 names none.
-        self._parent = integers(self._capacity)
-        self._child = integers(self._capacity)
-        self._next = integers(self._capacity)
-        self._previous = integers(self._capacity)
+        # Children of one parent are a ring with a sentinel, and so are the orphans. A place is one
+        # more than the number in it; those of sentinels follow. 0 in `_after`: in no ring.
+        self._orphans = 2 * self._capacity + 1
+        self._after = integers(self._orphans + 1)
+        self._before = integers(self._orphans + 1)
 
-    def parent(self, number: int) -> int | None:
-        """Return a number's parent, None for a root."""
-        return self._parent[number] - 1 if self._parent[number] else None
-
-    def children(self, number: int) -> list[int]:
-        """Return a number's children, the one attached last first."""
-        found: list[int] = []
-        child = self._child[number]
-        while child:
-            found.append(child - 1)
-            child = self._next[child - 1]
-        return found
+    @property
+    def has_orphans(self) -> bool:
+        """Whether there are orphans."""
+        return self._after[self._orphans] not in {0, self._orphans}
 
     def attach(self, number: int, parent: int) -> None:
-        """Make a number a child of another one."""
-        if self._parent[number] == parent + 1:
+        """Make a number the first child of another one."""
+        place, ring = number + 1, self._ring_of(parent)
+        if self._before[place] == ring and self._after[place]:
             return
         self.detach(number)
-        first = self._child[parent]
-        self._parent[number] = parent + 1
-        self._next[number] = first
-        self._previous[number] = 0
-        if first:
-            self._previous[first - 1] = number + 1
-        self._child[parent] = number + 1
+        self._put_front(place, place, ring)
 
     def detach(self, number: int) -> None:
-        """Make a number a root; its children stay its children."""
-        parent = self._parent[number]
-        if not parent:
-            return
-        following, previous = self._next[number], self._previous[number]
-        if previous:
-            self._next[previous - 1] = following
-        else:
-            self._child[parent - 1] = following
+        """Make a number a root, and no orphan; its children stay its children."""
+        place = number + 1
+        following, previous = self._after[place], self._before[place]
         if following:
-            self._previous[following - 1] = previous
-        self._parent[number] = 0
+            self._after[previous] = following
+            self._before[following] = previous
+            self._after[place] = 0
 
-    def remove(self, number: int) -> list[int]:
-        """Make a number and its children roots; return the children."""
+    def leave(self, number: int) -> None:
+        """Make a number a root without children; those that it had become the first orphans."""
         self.detach(number)
-        children = self.children(number)
-        for child in children:
-            self._parent[child] = 0
-        self._child[number] = 0
-        return children
+        ring = self._ring_of(number)
+        first = self._after[ring]
+        if first not in {0, ring}:
+            self._put_front(first, self._before[ring], self._orphans)
+        self._after[ring] = 0
 
-    def below(
-        self, numbers: Iterable[int], gone: Iterable[int], is_end: Callable[[int], bool]
-    ) -> list[int]:
-        """Return numbers and their descendants, each once, parents before children.
+    def take_orphan(self) -> int | None:
+        """Make the first orphan a root and return it; None if there is none."""
+        if not self.has_orphans:
+            return None
+        number = self._after[self._orphans] - 1
+        self.detach(number)
+        return number
 
-        Args:
-            numbers: The numbers.
-            gone: Numbers to leave out.
-            is_end: Whether to leave a number out, with its descendants.
-        """
-        seen = set(gone)
+    def children(self, number: int) -> list[int]:
+        """Return a number's children, the first first. For inspection."""
+        ring = self._ring_of(number)
+        place = self._after[ring]
         found: list[int] = []
-        stack = list(numbers)
-        while stack:
-            number = stack.pop()
-            if number in seen or is_end(number):
-                continue
-            seen.add(number)
-            found.append(number)
-            if self._child[number]:
-                stack += self.children(number)
+        while place not in {0, ring}:
+            found.append(place - 1)
+            place = self._after[place]
         return found
+
+    def _ring_of(self, parent: int) -> int:
+        return self._capacity + 1 + parent
+
+    def _put_front(self, first: int, last: int, ring: int) -> None:
+        following = self._after[ring] or ring
+        self._after[ring], self._before[first] = first, ring
+        self._after[last], self._before[following] = following, last

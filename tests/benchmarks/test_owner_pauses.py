@@ -11,6 +11,9 @@ The second test does the same for the policies alone, with blocks that were in u
 needed: all blocks of one request are skipped, and then released in slot order, in jobs that end in
 any order, or at random. A step releases 64 blocks and evicts none.
 
+The third test takes out a block that all others follow: in one prompt, or each in a prompt of its
+own. The steps after it evict 64 blocks each.
+
     pytest tests/benchmarks/test_owner_pauses.py --benchmark-enable
 
 Without the option it only shows that it works, with few blocks.
@@ -175,3 +178,44 @@ def released_slots(order, num_blocks):
     if order == "jobs":
         random.Random(1).shuffle(steps)
     return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["chain", "star"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "hd"])
+def test_the_longest_step_after_a_block_that_all_others_follow(
+    policy, shape, capsys, benchmark, request
+):
+    is_measured = request.config.getoption("benchmark_enable")
+    sizes = MEASURED_RELEASES if is_measured else PLAIN_RELEASES
+    benchmark.pedantic(longest_evictions, (policy, shape, capsys, sizes))
+
+
+def longest_evictions(policy, shape, capsys, sizes):
+    """Print the longest step of each size."""
+    for num_blocks in sizes:
+        made = headed_blocks(policy, shape, num_blocks)
+        began_s = time.thread_time()
+        made.discard([0])
+        longest_s = time.thread_time() - began_s
+        for _ in range((num_blocks - 1) // KEYS_A_STEP):
+            began_s = time.thread_time()
+            made.make_room([], KEYS_A_STEP, lambda _: True)
+            longest_s = max(longest_s, time.thread_time() - began_s)
+        with capsys.disabled():
+            tell(f"\n{policy}, {num_blocks} blocks in a {shape}: {1e3 * longest_s:.2f} ms")
+
+
+def headed_blocks(policy, shape, num_blocks):
+    """Return a policy whose block in slot 0 all others follow."""
+    made = create_policy(policy, num_blocks)
+    hashes = random.Random(1).randbytes(32 * num_blocks)
+    keys = [make_offload_key(hashes[i : i + 32]) for i in range(0, len(hashes), 32)]
+    slots = list(range(num_blocks))
+    made.admit(keys, slots)
+    if shape == "chain":
+        made.access(slots, [False] * num_blocks)
+    else:
+        for slot in range(1, num_blocks):
+            made.access([0, slot], [True, False])
+    return made

@@ -308,6 +308,7 @@ class NaiveHd:
             grown = {key for key in below if self.is_useful(key)} - useless
             useless |= grown
         self.move_first(useless)
+        self.parent = {key: its for key, its in self.parent.items() if its not in useless}
 
     def is_useful(self, key):
         return key in self.resident and self.ranking.group_of[key] is not None

@@ -85,6 +85,85 @@ def test_when_a_head_leaves_its_tails_go_before_older_blocks():
     assert policy.make_room([key("z"), key("w")], 2, lambda _: True) == [3, 2]
 
 
+def request(policy, ctx_id, names, first_slot):
+    """Admit the blocks of a request to slots from the first one on, and end the request."""
+    keys = [key(name) for name in names]
+    slots = list(range(first_slot, first_slot + len(keys)))
+    policy.admit(keys, slots)
+    policy.request_ended(ReqContext(ctx_id), keys, slots, [False] * len(keys))
+    return slots
+
+
+class Moved:
+    """A ranking that notes how many members each call moves."""
+
+    def __init__(self, ranking):
+        self.ranking, self.counts = ranking, []
+
+    def __getattr__(self, name):
+        return getattr(self.ranking, name)
+
+    def put_first(self, numbers):
+        self.counts.append(len(numbers))
+        self.ranking.put_first(numbers)
+
+
+def chain(policy, count):
+    return request(policy, "chain", range(count), 0)
+
+
+def star(policy, count):
+    """A head that is followed by another block in each prompt."""
+    request(policy, "head", "h", 0)
+    for slot in range(1, count):
+        policy.admit([key(slot)], [slot])
+        ctx = ReqContext(str(slot))
+        policy.request_ended(ctx, [key("h"), key(slot)], [0, slot], [True, False])
+    return list(range(count))
+
+
+@pytest.mark.parametrize("shape", [chain, star])
+@pytest.mark.parametrize("count", [1, 8])
+def test_where_a_block_leaves_no_call_moves_more_than_some_of_those_behind_it(shape, count):
+    num_behind, num_others = 1_500, 100
+    policy = HdPolicy(num_behind + num_others)
+    others = request(policy, "others", range(2_000, 2_000 + num_others), num_behind)
+    behind = shape(policy, num_behind)
+    moved = policy.ranking = Moved(policy.ranking)
+    assert policy.make_room([], 1, lambda slot: slot == 0) == [0]  # the others are pinned
+    policy.released([*behind[1:], *others])
+    gone = []
+    while len(gone) < num_behind - 1:
+        number = min(count, num_behind - 1 - len(gone))
+        gone += policy.make_room([], number, lambda _: True)
+        assert list(policy.violations()) == []
+    assert sorted(gone) == behind[1:]  # what no prompt can reach went before older blocks
+    assert sum(moved.counts) == num_behind - 1
+    most = hd._ORPHANS_A_CALL + hd._ORPHANS_PER_BLOCK * count
+    assert max(moved.counts) == most
+    last = gone[sum(each == most for each in moved.counts) * count :]
+    if shape is chain:  # once all are moved, tails go before heads
+        assert last == sorted(last, reverse=True)
+        assert len(last) > 1_000
+    assert policy.make_room([], num_others, lambda _: True) == others[::-1]
+
+
+@pytest.mark.parametrize("as_head", [True, False])
+def test_a_block_that_is_used_again_before_it_is_moved_keeps_its_rank(as_head, monkeypatch):
+    monkeypatch.setattr(hd, "_ORPHANS_A_CALL", 0)
+    monkeypatch.setattr(hd, "_ORPHANS_PER_BLOCK", 1)
+    policy = HdPolicy(6)
+    request(policy, "others", "yz", 4)
+    keys = [key(name) for name in "abcd"]
+    request(policy, "r", "abcd", 0)
+    assert policy.make_room([], 1, lambda slot: slot == 0) == [0]
+    policy.released([1, 2, 3, 4, 5])  # b has been moved, c and d have not
+    used = [2, 3] if as_head else [1, 2, 3]
+    policy.request_ended(ReqContext("s"), [keys[n] for n in used], used, [True] * len(used))
+    gone = [policy.make_room([], 1, lambda _: True)[0] for _ in range(3)]
+    assert gone == ([1, 5, 4] if as_head else [5, 4, 3])
+
+
 def test_blocks_behind_a_declined_one_are_declined_in_later_offers_of_the_request():
     policy = HdPolicy(2)
     policy.admit([key("old"), key("older")], [0, 1])

@@ -3,57 +3,63 @@ from hypothesis import strategies as st
 
 from kvoffload_async.tables.forest import NumberForest
 
-links = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8)), max_size=30)
-
-
-def test_descendants_come_parents_first_and_once():
-    forest = NumberForest(6)
-    for child, parent in [(1, 0), (2, 1), (3, 1), (4, 3)]:
-        forest.attach(child, parent)
-    found = forest.below([1, 3], [], lambda _: False)
-    assert sorted(found) == [1, 2, 3, 4]
-    assert found.index(1) < found.index(2)
-    assert found.index(3) < found.index(4)
-    assert forest.below([1], [2], lambda number: number == 3) == [1]
-
-
-def test_a_removed_number_leaves_its_children_as_roots():
-    forest = NumberForest(4)
-    forest.attach(1, 0)
-    forest.attach(2, 1)
-    forest.attach(3, 1)
-    assert sorted(forest.remove(1)) == [2, 3]
-    assert [forest.parent(number) for number in range(4)] == [None] * 4
-    assert [forest.children(number) for number in range(4)] == [[]] * 4
-
-
-def test_a_circle_of_parents_ends_the_search():
-    forest = NumberForest(2)
-    forest.attach(0, 1)
-    forest.attach(1, 0)
-    assert sorted(forest.below([0], [], lambda _: False)) == [0, 1]
+NUMBERS = range(8)
+steps_of_a_forest = st.lists(
+    st.tuples(
+        st.sampled_from(["attach", "detach", "leave", "take"]),
+        st.sampled_from(NUMBERS),
+        st.sampled_from(NUMBERS),
+    ),
+    max_size=40,
+)
 
 
 def test_clear_makes_roots_of_all():
+    forest = NumberForest(3)
+    forest.attach(0, 1)
+    forest.attach(2, 0)
+    forest.leave(1)
+    assert forest.has_orphans
+    forest.clear()
+    assert not forest.has_orphans
+    assert forest.children(0) == forest.children(1) == []
+
+
+def test_a_circle_of_parents_ends_when_one_leaves():
     forest = NumberForest(2)
     forest.attach(0, 1)
-    forest.clear()
-    assert forest.parent(0) is None
-    assert forest.children(1) == []
+    forest.attach(1, 0)
+    forest.leave(0)
+    assert forest.take_orphan() == 1
+    forest.leave(1)
+    assert forest.take_orphan() is None
 
 
-@given(links)
-def test_parents_and_children_equal_those_of_a_dictionary(steps):
-    forest, parents = NumberForest(8), {}
-    for child, parent in steps:
-        if parent == 8:
-            forest.detach(child)
-            parents.pop(child, None)
-        else:
-            forest.attach(child, parent)
-            parents[child] = parent
-        assert {n: forest.parent(n) for n in range(8)} == {n: parents.get(n) for n in range(8)}
-        for number in range(8):
-            children = {each for each, its in parents.items() if its == number}
-            assert set(forest.children(number)) == children
-            assert len(forest.children(number)) == len(children)
+@given(steps_of_a_forest)
+def test_children_and_orphans_equal_those_of_lists(steps):
+    forest, children, orphans = NumberForest(8), {n: [] for n in NUMBERS}, []
+
+    def detach(number):
+        for one in (*children.values(), orphans):
+            if number in one:
+                one.remove(number)
+
+    for what, number, parent in steps:
+        match what:
+            case "attach":
+                forest.attach(number, parent)
+                detach(number)
+                children[parent].insert(0, number)
+            case "detach":
+                forest.detach(number)
+                detach(number)
+            case "leave":
+                forest.leave(number)
+                detach(number)
+                orphans[:0], children[number] = children[number], []
+            case _:
+                assert forest.take_orphan() == (orphans.pop(0) if orphans else None)
+        assert {n: forest.children(n) for n in NUMBERS} == children
+        assert forest.has_orphans is bool(orphans)
+    while orphans:
+        assert forest.take_orphan() == orphans.pop(0)
