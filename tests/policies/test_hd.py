@@ -85,6 +85,16 @@ def test_when_a_head_leaves_its_tails_go_before_older_blocks():
     assert policy.make_room([key("z"), key("w")], 2, lambda _: True) == [3, 2]
 
 
+def test_a_block_behind_an_absent_one_goes_before_older_blocks():
+    policy = HdPolicy(3)
+    policy.admit([key("old")], [0])
+    policy.request_ended(ReqContext("r"), [key("old")], [0], [False])
+    names = [key(n) for n in "abcd"]
+    policy.admit([names[2], names[3]], [1, 2])
+    policy.request_ended(ReqContext("s"), names, [None, None, 1, 2], [False] * 4)
+    assert policy.make_room([], 3, lambda _: True) == [2, 1, 0]
+
+
 def request(policy, ctx_id, names, first_slot):
     """Admit the blocks of a request to slots from the first one on, and end the request."""
     keys = [key(name) for name in names]
