@@ -51,10 +51,14 @@ def test_closing_starts_no_thread(tmp_path):
     ]
 
 
+REQUIRED = pytest.param({}, id="required", marks=pytest.mark.sweep)
+PYTHON = pytest.param("0", id="python", marks=pytest.mark.sweep)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["once", "always"])
-@pytest.mark.parametrize("options", [{}, {"required": False}], ids=["required", "optional"])
-@pytest.mark.parametrize("native", ["", "0"], ids=["native", "python"])
+@pytest.mark.parametrize("options", [pytest.param({"required": False}, id="optional"), REQUIRED])
+@pytest.mark.parametrize("native", [pytest.param("", id="native"), PYTHON])
 def test_whichever_thread_cannot_be_started_nothing_stays(tmp_path, kind, options, native):
     lines = run(tmp_path, tiers_in(tmp_path, **options), kind, native)
     *schedules, last, again = lines
@@ -124,13 +128,20 @@ def test_at_a_limit_of_its_control_group_an_engine_closes_and_a_start_names_the_
 
 
 AS_NOBODY = f"""
-import asyncio, os, resource
+import asyncio, os, resource, torch
 from kvoffload_async import OffloadEngine
+from kvoffload_async.transport.host import HostTransport
+from kvoffload_async.transport.layout import register_kv_caches
+caches = {{"layer": torch.zeros(4, 4096, dtype=torch.uint8)}}
+config = {{"cpu_bytes_to_use": "1MiB", "block_bytes": 4096, "model": "m"}}
+async def start():
+    async with OffloadEngine(config, lambda view: HostTransport(register_kv_caches(caches), view)):
+        pass
+asyncio.run(start())  # imports what another user may not be able to read
 os.setuid({NOBODY})
 resource.setrlimit(resource.RLIMIT_NPROC, ({LIMIT}, {LIMIT}))
-config = {{"cpu_bytes_to_use": "1MiB", "block_bytes": 4096, "model": "m"}}
 try:
-    asyncio.run(OffloadEngine(config, lambda view: None).__aenter__())
+    asyncio.run(start())
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -6,16 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweeps import sizes
 
-SCHEDULES = 60
-DEADLINE_S = 300
+DEADLINE_S = 900
 
 
 @pytest.mark.slow
-def test_no_closer_returns_or_unmaps_a_row_before_all_copies_have_ended():
+@sizes("schedules", 20, 400)
+def test_no_closer_returns_or_unmaps_a_row_before_all_copies_have_ended(schedules):
     script = Path(__file__).with_name("closers.py")
     done = subprocess.run(
-        [sys.executable, script, str(SCHEDULES)],
+        [sys.executable, script, str(schedules)],
         env=os.environ | {"PYTHONPATH": str(script.parent)},
         capture_output=True,
         text=True,
@@ -23,4 +24,4 @@ def test_no_closer_returns_or_unmaps_a_row_before_all_copies_have_ended():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{SCHEDULES} schedules, ")
+    assert done.stdout.startswith(f"{schedules} schedules, ")
