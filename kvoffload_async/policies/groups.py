@@ -90,10 +90,6 @@ class GroupRanking:
         self.remove(numbers)
         self._append(numbers, _FIRST)
 
-    def is_first(self, number: int) -> bool:
-        """Return whether a member goes first, skipped or not."""
-        return not self._group_of[number]
-
     def remove(self, numbers: Sequence[int]) -> None:
         """Remove members."""
         before, after, list_of = self._before, self._after, self._list_of

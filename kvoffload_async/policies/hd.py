@@ -243,15 +243,14 @@ class HdPolicy(CachePolicy):
 
     def _put_orphans_first(self, num_gone: int) -> None:
         """Let blocks go first whose prompts have lost a block before them, heads before tails."""
-        chains, is_first = self._chains, self.ranking.is_first
+        chains = self._chains
         useless: list[int] = []
         for _ in range(_ORPHANS_A_CALL + _ORPHANS_PER_BLOCK * num_gone):
             slot = chains.take_orphan()
             if slot is None:
                 break
-            if not is_first(slot):
-                chains.leave(slot)  # so those behind it are orphans too
-                useless.append(slot)
+            chains.leave(slot)  # so those behind it are orphans too
+            useless.append(slot)
         self.ranking.put_first(useless)
 
     def _link(self, keys: Sequence[OffloadKey], slots: Sequence[int | None]) -> None:
