@@ -1,11 +1,32 @@
 """An HTTP server whose every answer a test writes."""
 
+import socket
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 OBJECT = {"ETag": '"1"', "Last-Modified": "Mon, 23 Nov 2026 14:53:16 GMT"}
 CHUNK = b"x" * (1 << 20)
+
+
+class _Server(ThreadingHTTPServer):
+    """Closing answers what has been asked, and waits for no client that asks nothing."""
+
+    daemon_threads = False  # closing waits for them
+
+    def __init__(self, handler):
+        super().__init__(("127.0.0.1", 0), handler)
+        self._connections = []
+
+    def process_request(self, request, client_address):
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def server_close(self):
+        for connection in self._connections:
+            with suppress(OSError):  # has ended
+                connection.shutdown(socket.SHUT_RD)
+        super().server_close()
 
 
 class ScriptedServer:
@@ -52,8 +73,7 @@ class ScriptedServer:
             def log_message(self, *_):
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = False  # so that closing waits for them
+        self._server = _Server(Handler)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.01,), name="scripted"
         )
