@@ -19,11 +19,11 @@ from vllm_world import MODULE, is_shared_file_of, make_config, shared_files_of
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import KVOffloadSpec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-DEADLINE_S = 300.0
+DEADLINE_S = 800.0
 ENGINE_ID = f"kvoffload-engine-test-{os.getpid()}"
 FULL_BLOCKS = 500 // BLOCK_TOKENS * BLOCK_TOKENS
 """Tokens of the prompt that can be cached."""
