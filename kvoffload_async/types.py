@@ -167,8 +167,11 @@ def as_block_ids(values: Iterable[int] | npt.NDArray[Any]) -> BlockIds:
         TypeError: A number is not an integer.
         OverflowError: A number does not fit in 32 bits.
     """
-    numbers = values.tolist() if isinstance(values, np.ndarray) else values
-    block_ids = np.array(array("i", numbers), dtype=np.int32)
+    if isinstance(values, np.ndarray) and (values.dtype, values.ndim) == (np.int32, 1):
+        block_ids = values.copy()
+    else:
+        numbers = values.tolist() if isinstance(values, np.ndarray) else values
+        block_ids = np.array(array("i", numbers), dtype=np.int32)
     block_ids.setflags(write=False)
     return block_ids
 

@@ -96,8 +96,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect slow tests without --slow, and sweeps and the soak unless -m names their marker.
 
-    State machines and slow tests are not part of the measured coverage: they reach lines by chance,
-    or again, and run up to three times as long under measurement.
+    State machines, benchmarks and slow tests are not part of the measured coverage: they reach
+    lines by chance, or again, and run up to four times as long under measurement.
     """
     left_out = {"soak", "sweep"} | (set() if config.option.slow else {"slow", "servers"})
     left_out = {name for name in left_out if name not in config.option.markexpr}
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(items) - set(out)
         items[:] = [item for item in items if item in kept]
     for item in items:
-        is_long = item.get_closest_marker("stateful") or item.get_closest_marker("slow")
+        is_long = any(map(item.get_closest_marker, ("stateful", "slow", "bench")))
         is_measured = item.get_closest_marker("measured") or item.get_closest_marker("servers")
         if is_long and not is_measured:
             item.add_marker("no_cover")

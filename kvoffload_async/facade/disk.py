@@ -32,6 +32,7 @@ class FileSystemTierManager(DeclaredTierManager[FsSettings]):
 
     kind = "fs"
     declares = FsSettings
+    waits_for_device = True  # to create, open and write a file for each block
 
     @classmethod
     def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> FsSettings:
@@ -47,11 +48,8 @@ class FileSystemTierManager(DeclaredTierManager[FsSettings]):
         if settings.integrity_key is not None:
             _check_verifies(str(verify), does=verify is not Verify.OFF)
             verify = Verify.REQUIRED
-        return replace(
-            settings,
-            verify=verify,
-            io_threads=read_threads(common.n_read_threads) + common.n_write_threads,
-        )
+        loads = read_threads(common.n_read_threads, waits_for_device=cls.waits_for_device)
+        return replace(settings, verify=verify, io_threads=loads + common.n_write_threads)
 
     @classmethod
     def create_tier(cls, settings: FsSettings) -> FsTier:
@@ -95,7 +93,7 @@ class SlabTierManager(DeclaredTierManager[SlabSettings]):
         check_tier_policy(settings.eviction_policy)
         if settings.integrity_key is not None:
             _check_verifies(settings.verify, does=settings.verify)
-        threads = settings.wanted_threads or suitable_threads()
+        threads = settings.wanted_threads or suitable_threads(waits_for_device=settings.direct_io)
         return replace(settings, io_threads=threads, stripes=threads)
 
     @classmethod

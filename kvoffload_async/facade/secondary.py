@@ -104,9 +104,9 @@ def create_state(
     )
 
 
-def read_threads(wanted: int | None) -> int:
-    """Return the number of I/O threads that prefer loads; None: one less than the CPUs, 1 to 3."""
-    return suitable_threads() - 1 if wanted is None else wanted
+def read_threads(wanted: int | None, *, waits_for_device: bool = False) -> int:
+    """Return the number of I/O threads that prefer loads; None: all but one of the default."""
+    return suitable_threads(waits_for_device=waits_for_device) - 1 if wanted is None else wanted
 
 
 def owner_name(tier_type: str, seen: Counter[str]) -> str:
@@ -146,6 +146,8 @@ class SecondaryTierManager:
     io_timeout_s: float = TierOptions.io_timeout_s
     declares: ClassVar[type[Options]] = Options
     """Declares the options that the constructor takes besides those of `TierOptions`."""
+    waits_for_device: ClassVar[bool] = False
+    """Whether the tier's I/O threads often wait for a device; see `suitable_threads`."""
     __signature__: ClassVar[inspect.Signature | None] = None
 
     def __init_subclass__(cls) -> None:
@@ -202,7 +204,8 @@ class SecondaryTierManager:
         identity = identity_of(common, config_of(offloading_spec), shape[1])
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
         host = None
-        loads, stores = read_threads(common.n_read_threads), common.n_write_threads
+        loads = read_threads(common.n_read_threads, waits_for_device=self.waits_for_device)
+        stores = common.n_write_threads
         with ExitStack() as undo:
             with naming_shortage(
                 f"n_read_threads: {loads}, n_write_threads: {stores}: the threads of tier "

@@ -60,7 +60,8 @@ class TierOptions(Options):
     close_timeout_s: float = option(parse_seconds, 30.0)
     """Seconds for `shutdown`, unless the call gives another timeout."""
     n_read_threads: int | None = option(or_none(at_least(1, MAX_THREADS)), None)
-    """I/O threads that prefer loads; None: one less than the usable CPUs, 1 to 3."""
+    """I/O threads that prefer loads; None: 3 for `fs`, else one less
+    than the usable CPUs, 1 to 3."""
     n_write_threads: int = option(at_least(1, MAX_THREADS), 1)
     """I/O threads that prefer stores."""
     enable_kv_events: bool = option(parse_bool, default=False)

@@ -25,6 +25,8 @@ LEAST_KEY_BYTES: Final = -LAST_HASH_BYTE
 MAX_KEY_BYTES: Final = 96
 """Maximum key length of all tiers: hashes of 92 bytes, or of 84 with a generation tag."""
 
+_KEY_LENGTHS: Final = frozenset(range(LEAST_KEY_BYTES, MAX_KEY_BYTES + 1))
+
 _KEYS_PER_PART: Final = 4096
 
 _ends = itemgetter(0, LAST_HASH_BYTE)
@@ -179,14 +181,15 @@ class KeyMap(Collection[OffloadKey]):
 
 def require_keys(keys: Collection[OffloadKey]) -> None:
     """Raise StateError unless each has the length of a key."""
-    if keys and min(map(len, keys)) < LEAST_KEY_BYTES:
+    if _KEY_LENGTHS.issuperset(map(len, keys)):  # one pass, as most calls are with good keys
+        return
+    if min(map(len, keys)) < LEAST_KEY_BYTES:
         raise too_short(keys)
-    if keys and max(map(len, keys)) > MAX_KEY_BYTES:
-        long = max(keys, key=len)
-        raise StateError(
-            f"a key of {len(long)} bytes ({long[:8].hex()}...) is too long: at most "
-            f"{MAX_KEY_BYTES}, with the group's 4 and a generation's 8; use a shorter block hash"
-        )
+    long = max(keys, key=len)
+    raise StateError(
+        f"a key of {len(long)} bytes ({long[:8].hex()}...) is too long: at most "
+        f"{MAX_KEY_BYTES}, with the group's 4 and a generation's 8; use a shorter block hash"
+    )
 
 
 def too_short(keys: Iterable[OffloadKey]) -> StateError:

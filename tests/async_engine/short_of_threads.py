@@ -103,6 +103,8 @@ async def run(folder, tiers, number, kind):
 def main(folder, tiers, kind):
     asyncio.run(run(folder, tiers, 0, "closing"))  # the first engine of a process starts more
     thread_refusals.allow()
+    gc.collect()
+    gc.freeze()  # a collection with torch's modules takes 0.2 s, and each schedule has some
     before = state()
     for number in range(1 if kind == "closing" else MOST_STARTS):
         outcome = asyncio.run(run(folder, tiers, number, kind))

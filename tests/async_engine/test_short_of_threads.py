@@ -38,10 +38,10 @@ def run(folder, tiers, kind, native=""):
 
 
 def tiers_in(folder, **options):
-    return [
-        {"type": "slab", "root_dir": f"{folder}/slab", "capacity_bytes": "8MiB", **options},
-        {"type": "fs", "root_dir": f"{folder}/fs", **options},
-    ]
+    """Return tiers with no more threads of a kind than needed: each has a schedule of its own."""
+    slab = {"type": "slab", "root_dir": f"{folder}/slab", "capacity_bytes": "8MiB", **options}
+    fs = {"type": "fs", "root_dir": f"{folder}/fs", **options}
+    return [slab | {"io_threads": 2}, fs | {"n_read_threads": 1}]
 
 
 def test_closing_starts_no_thread(tmp_path):

@@ -226,7 +226,7 @@ def created(
 
 
 class InlineIo:
-    async def run(self, direction, call, *, helpers=0):
+    async def run(self, direction, call, **_options):
         return call()
 
 

@@ -8,7 +8,7 @@ from transport.worlds import with_schedules
 pytestmark = pytest.mark.stateful
 
 
-@with_schedules
+@with_schedules(share=3)
 @given(programs)
 def test_jobs_move_the_bytes_of_their_step_in_every_order_that_the_device_allows(program):
     assert run(program) == []

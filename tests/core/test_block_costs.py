@@ -95,6 +95,7 @@ def index_alone(num_blocks):
     return (index,)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("build", "most_bytes"),
     [

@@ -29,8 +29,8 @@ class SwitchedIo(PooledScriptedIo):
 
     parks = False
 
-    async def run(self, direction, call, *, helpers=0):
-        return await super().run(direction, call, helpers=helpers) if self.parks else call()
+    async def run(self, direction, call, **options):
+        return await super().run(direction, call, **options) if self.parks else call()
 
 
 class Replay:

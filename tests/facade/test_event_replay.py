@@ -4,10 +4,12 @@ import logging
 
 import pytest
 from facade.replay_world import ReplayWorld
-from facade.worlds import HIT
+from facade.worlds import HIT, ks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from kvoffload_async.types import Medium
 
 NUMBERS = st.integers(0, 19)
 BATCHES = st.lists(NUMBERS, min_size=1, max_size=3)
@@ -105,3 +107,15 @@ TestEvents = pytest.mark.stateful(Events.TestCase)
 TestEvents.settings = settings(  # with real files, a run costs a tenth of a second
     derandomize=True, stateful_step_count=40, max_examples=settings().max_examples // 3
 )
+
+
+def test_every_tier_of_this_world_stores_what_it_is_given():
+    world = ReplayWorld()
+    try:
+        world.begin("a")
+        world.begin_copy([1, 2], "a")
+        world.check()
+        places = (Medium.STORAGE, "tier0"), (Medium.STORAGE, "tier1"), (Medium.CPU, "tier2")
+        assert [world.replay.at(*place) for place in places] == [set(ks(1, 2))] * 3
+    finally:
+        world.end()

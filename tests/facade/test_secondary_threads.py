@@ -1,6 +1,7 @@
 """`SecondaryTierManager` on real threads: every job has one result, whatever is closed when."""
 
 import errno
+import os
 import random
 import threading
 
@@ -11,10 +12,14 @@ from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.block_io import native_io
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import ClosedError, TierUnavailableError
+from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
+from kvoffload_async.facade.example import ExampleSecondaryTierManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
-from kvoffload_async.runtime.bridge import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.io_pool import IoPool
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier
@@ -27,6 +32,11 @@ FAULTS = {
     Fault.CANCELLED: 1.0,
 }
 DEADLINE_S = 60.0
+TIERS = {
+    "example": ExampleSecondaryTierManager,
+    "fs": FileSystemTierManager,
+    "slab": SlabTierManager,
+}
 
 
 def submit_some(harness, draw, count):
@@ -164,3 +174,29 @@ def test_a_tier_without_its_native_threads_is_closed_and_opens_later(
     assert open_files() == files
     assert open_tier().shutdown().is_clean
     assert buffer.release()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "loads"),
+    [
+        ("fs", {}, 3),
+        ("fs", {"n_read_threads": 2}, 2),
+        ("slab", {"capacity_bytes": "8MiB"}, 1),
+        ("slab", {"capacity_bytes": "8MiB", "direct_io": True}, 3),
+        ("slab", {"capacity_bytes": "8MiB", "direct_io": True, "io_threads": 3}, 2),
+        ("example", {}, 1),
+    ],
+)
+def test_tiers_that_wait_for_a_device_have_four_threads_on_any_number_of_cpus(
+    tmp_path, monkeypatch, kind, options, loads
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    pools = []
+    with LoopThread() as loop:
+        bridge = Bridge(loop, lambda *given: pools.append(given[:2]) or IoPool(*given))
+        buffer = PrimaryBuffer(4, 4096)
+        place = {} if kind == "example" else {"root_dir": str(tmp_path)}
+        manager = TIERS[kind](None, buffer.view, model="m", runtime=bridge, **place, **options)
+        assert pools == [(loads, 1)]
+        assert manager.shutdown(10).is_clean
+        assert buffer.release()

@@ -50,10 +50,10 @@ class Program:
 
     def failure(self, show=len):
         """Run it; return what went wrong, or None. Log messages go to `show`."""
-        with tempfile.TemporaryDirectory(prefix="kvoffload-fuzz-") as name, logged(show):
+        with tempfile.TemporaryDirectory(prefix="kvoffload-fuzz-") as name:
             folder = Path(name)
             try:
-                with nothing_left(folder):
+                with logged(show), nothing_left(folder):
                     WORLDS[self.world](random.Random(self.seed), folder).play(self.steps)
             except KeyboardInterrupt:
                 raise

@@ -54,7 +54,7 @@ class SlowPool:
     def __init__(self, chance):
         self.chance = chance
 
-    async def run(self, direction, call, *, helpers=0):
+    async def run(self, direction, call, **_options):
         seconds = self.chance.choice((0.0, 0.0, 0.001, 0.1))
         try:
             await deaf_sleep(seconds)

@@ -1,6 +1,8 @@
 """HD: what it keeps, what it declines, and that it equals a naive implementation."""
 
+import math
 import random
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from zlib import crc32
@@ -18,6 +20,10 @@ from kvoffload_async.types import LookupResult, ReqContext, make_offload_key
 
 def key(name, group=0):
     return make_offload_key(str(name).encode().ljust(4, b"_"), group)
+
+
+is_close = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-12)
+"""As `pytest.approx`, whose objects would take most of the machine's time."""
 
 
 class Cache:
@@ -133,7 +139,7 @@ def star(policy, count):
 
 
 @pytest.mark.parametrize("shape", [chain, star])
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.no_cover), 8])
 def test_where_a_block_leaves_no_call_moves_more_than_some_of_those_behind_it(shape, count):
     num_behind, num_others = 1_500, 100
     policy = HdPolicy(num_behind + num_others)
@@ -455,8 +461,10 @@ class HdMachine(RuleBasedStateMachine):
         }
         assert policy.model.known() == known
         arrivals, hits = policy.model.tables.counts()
-        assert arrivals == [pytest.approx(row) for row in model.model.tables.arrivals]
-        assert hits == [pytest.approx(row) for row in model.model.tables.hits]
+        tables = model.model.tables
+        for rows, expected in (arrivals, tables.arrivals), (hits, tables.hits):
+            for row, expected_row in zip(rows, expected, strict=True):
+                assert all(is_close(*pair) for pair in zip(row, expected_row, strict=True))
         names = {slot: name for name, slot in self.slots.items()}
         assert self.without_equals([names[slot] for slot in policy.resident()]) == (
             self.without_equals(model.ranking.order(model.worth))

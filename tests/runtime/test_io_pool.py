@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 
@@ -10,6 +11,7 @@ from runtime.gates import DEADLINE_S, Gate, start
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
+from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.runtime.loop import LoopThread
 
 LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.METADATA
@@ -365,3 +367,12 @@ def test_a_call_that_fails_leaves_nothing_for_the_collector(loop, pools, cancels
         assert alive[0]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 2), (2, 2), (3, 3), (4, 4), (16, 4)])
+def test_threads_that_copy_from_memory_are_as_many_as_cpus_and_those_that_wait_are_four(
+    monkeypatch, cpus, threads
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
+    assert suitable_threads() == threads
+    assert suitable_threads(waits_for_device=True) == 4

@@ -29,10 +29,10 @@ from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_i
 _SCHEDULES = {"dev": 30, "ci": 300, "nightly": 10_000, "mutation": 100}
 
 
-def with_schedules(test):
-    """Give a test of schedules its number of examples in the profile."""
+def with_schedules(share=1):
+    """Give a test of schedules its number of examples in the profile, or a share of it."""
     profile = os.environ.get("KVOFFLOAD_HYPOTHESIS_PROFILE", "dev")
-    return settings(max_examples=_SCHEDULES[profile])(test)
+    return settings(max_examples=_SCHEDULES[profile] // share)
 
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

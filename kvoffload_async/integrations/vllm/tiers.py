@@ -366,17 +366,18 @@ class VllmTier(tiering.SecondaryTierManager):
             self._report(job.keys, refused(job, TierUnavailableError(reason)))
             return
         try:
-            if job.is_promotion:
-                self._tier.submit_load(job)
-                self._state.reserve_slots(len(job.keys))
-                health.promotion_submitted()
-            else:
-                self._tier.submit_store(job)
-                self._state.cascading_blocks += len(job.keys)
-                health.store_submitted(job)
+            # Not the manager's call, which checks the length of each key: these have vLLM's hashes.
+            self._state.submit(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - expected
             self._report(job.keys, refused(job, error))
+            return
+        if job.is_promotion:
+            self._state.reserve_slots(len(job.keys))
+            health.promotion_submitted()
+        else:
+            self._state.cascading_blocks += len(job.keys)
+            health.store_submitted(job)
 
     def _collect(self) -> None:
         """Collect ended jobs; hold back an overdue job until its copy has ended."""

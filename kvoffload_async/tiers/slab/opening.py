@@ -107,8 +107,8 @@ class SlabSettings(DiskSettings):
     """Report blocks as stored only after they are on the device."""
     wanted_threads: int | None = option(or_none(at_least(2, MAX_THREADS)), None, key="io_threads")
     """Threads that transfer blocks; all but one prefer loads. Replaces `n_read_threads` and
-    `n_write_threads`, which this tier does not accept. By default one per CPU that this process
-    may use, 2 to 4; blocks in the page cache are transferred fastest with so many."""
+    `n_write_threads`, which this tier does not accept. By default 4 with `direct_io`, else
+    one per CPU that this process may use, 2 to 4."""
     piece_bytes: int = option(parse_size_bytes, "4MiB")
     """Approximate bytes per system call, reduced to no less than a quarter when one job has all
     threads; with `io_threads` it sets how much of one job the device works on at a time."""
