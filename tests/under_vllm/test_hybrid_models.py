@@ -12,6 +12,9 @@ import pytest
 from facade.gated_tiers import DEADLINE_S, new_gates
 from hybrid_world import BLOCK, Hybrid
 from sweeps import sizes
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.request import RequestStatus
 
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
@@ -180,6 +183,20 @@ def test_what_ends_while_the_tier_hangs_takes_the_place_of_what_the_tier_lacks(h
     texts = [world.texts[get_offload_block_hash(key)] for key, _, _ in world.primary.resident()]
     assert {len(text) for text in texts if text[0] == second[0]} == {BLOCK, 2 * BLOCK, 3 * BLOCK}
     assert world.connector.manager.take_left_out() == {}
+
+
+def test_without_vllms_private_names_the_connector_does_what_vllms_does(
+    hybrid, monkeypatch, caplog
+):
+    monkeypatch.delattr(OffloadingConnectorScheduler, "_sliding_window_lookup")
+    world = hybrid(cpu_bytes_to_use=6 * SLOT_BYTES)
+    assert not world.connector.manager.offers_again
+    assert "_maximal_prefix_lookup" not in vars(world.connector)
+    (warned,) = [r.message for r in caplog.records if "is left out" in r.message]
+    assert "offering again what had no room, and looking blocks up in batches" in warned
+    monkeypatch.undo()
+    world.run(world.arrive(TEXT))
+    assert stored(world, FULL) == [], "a store that does not fit is refused as a whole"
 
 
 @sizes("schedules", 8, 300)
