@@ -19,7 +19,7 @@ ANSWERS = st.lists(st.sampled_from([*[LookupResult.HIT] * 5, *LookupResult]), ma
 NOT_USED = (None, None, 0)
 
 
-class Told:
+class Answering:
     """A manager that answers as told; keys are indices of answers.
 
     Attributes:
@@ -45,7 +45,7 @@ class Told:
 
 def vllms(method, answers, *arguments):
     scheduler = SimpleNamespace(
-        manager=Told(answers), _events_tracker=SimpleNamespace(record_lookup=lambda *_: None)
+        manager=Answering(answers), _events_tracker=SimpleNamespace(record_lookup=lambda *_: None)
     )
     return getattr(OffloadingConnectorScheduler, method)(scheduler, *arguments)
 
@@ -53,7 +53,7 @@ def vllms(method, answers, *arguments):
 @given(ANSWERS)
 def test_a_prefix_is_found_as_vllm_finds_it_in_two_calls(answers):
     keys, context = list(range(len(answers))), base.ReqContext(req_id="r")
-    manager = Told(answers)
+    manager = Answering(answers)
     found = BatchedLookups(manager).maximal_prefix(iter(keys), context, *NOT_USED)
     assert found == vllms("_maximal_prefix_lookup", answers, keys, context, *NOT_USED)
     assert len(manager.batches) <= 2, "the first block alone, then all others"
@@ -63,7 +63,7 @@ def test_a_prefix_is_found_as_vllm_finds_it_in_two_calls(answers):
 def test_a_window_is_found_as_vllm_finds_it(answers, size, further):
     keys, context = list(range(len(answers))), base.ReqContext(req_id="r")
     initial = None if further is None else size + further
-    manager = Told(answers)
+    manager = Answering(answers)
     found = BatchedLookups(manager).sliding_window(keys, size, context, initial)
     assert found == vllms("_sliding_window_lookup", answers, keys, size, context, initial)
     asked = [key for batch in manager.batches for key in batch]
@@ -71,7 +71,7 @@ def test_a_window_is_found_as_vllm_finds_it(answers, size, further):
 
 
 def test_a_window_that_is_there_takes_one_call():
-    manager = Told([LookupResult.HIT] * 9)
+    manager = Answering([LookupResult.HIT] * 9)
     window = BatchedLookups(manager).sliding_window(range(9), 3, base.ReqContext(req_id="r"))
     assert (window, manager.batches) == (9, [[8, 7, 6]])
 
@@ -79,7 +79,7 @@ def test_a_window_that_is_there_takes_one_call():
 @pytest.mark.parametrize("describes", [False, True])
 def test_vllm_looks_blocks_up_itself_if_its_events_describe_them(describes):
     scheduler = SimpleNamespace(_events_tracker=SimpleNamespace(self_describing_enabled=describes))
-    lookups = BatchedLookups(Told([]))
+    lookups = BatchedLookups(Answering([]))
     lookups.replace_in(scheduler)
     assert hasattr(scheduler, "_maximal_prefix_lookup") is not describes
     assert hasattr(scheduler, "_sliding_window_lookup") is not describes

@@ -27,7 +27,7 @@ _COUNTERS: Final = {
         "Blocks dropped because a worker failed to copy them to the primary, or vLLM only in part."
     ),
     "vllm:kvoffload_async_lost_tails": (
-        "Blocks of requests that ended before the primary had room for them, after a stored prefix."
+        "Blocks of requests that ended before the primary had room for them."
     ),
     "vllm:kvoffload_async_expired_deferrals": (
         "Requests computed because they had waited too long for blocks."

@@ -211,6 +211,9 @@ class KVOffloadManager(base.OffloadingManager):
         is_last = request.req_id in self.ended
         output = self.manager.prepare_store(ordered, request, is_last=is_last)
         if output is None:
+            if is_last:
+                found = self.manager.planner.primary.lookup_many(ordered)
+                self._counts.lost_tails += found.count(LookupResult.MISS)
             return None
         self._counts.allocations.append(len(output.keys_to_store))
         if not self.offers_again or is_last:
