@@ -453,9 +453,6 @@ class OffloadConfig(Options):
     """Store a block, in the primary and the tiers, only when it is offered for the n-th time."""
     max_tracker_size: int = option(at_least(1), 64_000)
     """Keys whose offers are counted for `store_threshold`."""
-    accept_prefix: bool = option(parse_bool, default=True)
-    """If a batch does not fit, store its longest prefix that fits, over all KV-cache groups,
-    instead of nothing; under vLLM only for models with one group."""
     enable_kv_cache_events: bool = option(parse_bool, default=False)
     """Record events for `take_events`."""
     reserved_fraction: float = option(parse_part, 0.25)
@@ -471,10 +468,11 @@ class OffloadConfig(Options):
     """Fraction of the primary that may be cascading to one tier at once, also limited by the tier's
     share; further blocks wait."""
     write_back: str | None = option(or_none(one_of(WriteBack)), None)
-    """Applies when a store can only evict blocks that a tier has not stored yet. "wait": the store
-    waits for the tiers, up to its deadline. "drop": the blocks are evicted. By default,
-    `OffloadEngine` waits and a scheduler's manager drops. A manager set to "wait" refuses the
-    store, and the scheduler offers it again in the next step."""
+    """Applies when a store can only evict blocks that a tier has not stored yet. "wait": it does
+    not; `OffloadEngine` waits for the tiers, up to the store's deadline, and a scheduler's manager
+    leaves the blocks out, which the scheduler offers again in the next step. "drop": the blocks are
+    evicted. By default "wait", except for what a request offers at its end, which is not offered
+    again: that is stored as with "drop"."""
     deferral_timeout_s: float = option(parse_seconds, 30.0)
     """Maximum total seconds for which a request's lookups are deferred."""
     breaker_fault_threshold: int = option(at_least(1), 3)

@@ -401,7 +401,7 @@ def steps_are_batched(history: History) -> Iterator[str]:
                 seen[tier, "touches"] += 1
             case StepClosed():
                 for (tier, what), count in seen.items():
-                    if count > 1:
+                    if count > (2 if what == "polls" else 1):  # one each for lookups and for stores
                         yield f"a step had {count} {what} at tier {tier}"
                 seen.clear()
             case _:

@@ -103,7 +103,7 @@ def test_a_key_that_is_no_text_is_unknown_too():
         ("store_threshold", -1, "an integer of at least 0"),
         ("eviction_policy", "", "a name"),
         ("eviction_policy", 3, "a name"),
-        ("accept_prefix", 1, "true or false"),
+        ("enable_kv_cache_events", 1, "true or false"),
         ("promotion_fraction", 0, "above 0 and at most 1"),
         ("promotion_fraction", 1.5, "above 0 and at most 1"),
         ("cascade_fraction", True, "above 0 and at most 1"),

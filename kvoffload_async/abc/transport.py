@@ -95,7 +95,12 @@ class Transport(ABC):
     later ones fail at once, and `close` fails the transfer and returns False.
 
     Thread: the worker's, except for `Transfer.outcome`.
+
+    Attributes:
+        is_on_host: Whether the device blocks are in host memory, so that the caller's CPUs copy.
     """
+
+    is_on_host = False
 
     @abstractmethod
     def record_compute(self) -> ComputeEvent:

@@ -78,8 +78,6 @@ class EngineLifecycle:
         if (create_transport is None) is (kv_caches is None):
             raise ConfigError("give either create_transport or kv_caches")
         self._config = _parsed(config, kv_caches, block_dim)
-        if self._config.write_back is None:
-            self._config = replace(self._config, write_back="wait")
         if self._config.model is None:
             raise ConfigError(_NO_MODEL)
         spec = TieringOffloadingSpec(self._config)

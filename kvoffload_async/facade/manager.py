@@ -192,6 +192,22 @@ class OffloadingManager(ABC):
         """Return the answer of `lookup_many` for one key."""
         return self.lookup_many((key,), req_context)[0]
 
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> tuple[int, bool]:
+        """Look a prompt's blocks up, first block first, up to the first one that is a MISS.
+
+        Returns:
+            How many blocks precede it, and whether to ask again in the next step, because some of
+            them are on their way or undecided. If not, all of them are HIT.
+        """
+        # Most prompts are new: their first block alone tells.
+        answers = [*self.lookup_many(keys[:1], req_context, stop_at_miss=True)]
+        if answers and answers[0] is not LookupResult.MISS:
+            answers += self.lookup_many(keys[1:], req_context, stop_at_miss=True)
+        length = len(answers) - answers.count(LookupResult.MISS)
+        return length, answers.count(LookupResult.HIT) < length
+
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin blocks that were HIT earlier in this step; return their slots, in key order."""
@@ -215,17 +231,19 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
         With None, nothing is stored and nothing evicted. If only a prefix fits, it may be granted
-        alone; offer the keys in `keys_left_out` again when `room_made` has grown.
+        alone; offer the keys in `keys_left_out` again when `room_made` has grown. Never waits.
 
         Args:
             keys: Grouped by KV-cache group, in prompt order within each;
                 `ReqContext.key_positions` relates the positions of the groups.
             req_context: The request. It is being computed, so it no longer waits for loads.
+            is_last: Whether the request offers nothing again, as it has ended. Then blocks that
+                tiers have still to store may be evicted for it; see `OffloadConfig.write_back`.
         """
 
     @abstractmethod

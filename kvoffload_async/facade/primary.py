@@ -74,7 +74,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             cache_policy: Name of the eviction policy.
             buffer: Memory of the slots, owned by the manager. None: no memory, accounting only.
             accept_prefix: If a batch does not fit, store its longest prefix that does, across all
-                KV-cache groups, instead of nothing.
+                KV-cache groups, instead of nothing; for callers that offer the rest again.
             store_threshold: Store a block at its n-th offer; 0 and 1 mean the first.
             max_tracker_size: Maximum number of keys whose offers are counted.
             enable_events: Record events for `take_events`.
@@ -141,7 +141,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.core.complete_load(req_context, keys, generation)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
         return self.core.prepare_store(req_context, keys)
 

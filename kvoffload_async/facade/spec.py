@@ -49,7 +49,11 @@ class _Spec(ABC):
         config: The configuration.
         stride_bytes: Bytes per slot: one cell per worker, padded to whole pages.
         num_blocks: Slots of the primary.
+        accepts_prefixes: Whether a store that does not fit is granted in part, since the scheduler
+            offers the rest again.
     """
+
+    accepts_prefixes = True
 
     def __init__(self, config: Mapping[str, Any] | OffloadConfig) -> None:
         """Validate the configuration; starts nothing.
@@ -200,7 +204,7 @@ class _Spec(ABC):
             self.num_blocks,
             cache_policy=config.eviction_policy,
             buffer=buffer,
-            accept_prefix=config.accept_prefix,
+            accept_prefix=self.accepts_prefixes,
             store_threshold=config.store_threshold,
             max_tracker_size=config.max_tracker_size,
             enable_events=config.enable_kv_cache_events,
@@ -387,7 +391,7 @@ class TieringOffloadingSpec(_Spec):
             reserved_fraction=config.reserved_fraction,
             promotion_fraction=config.promotion_fraction,
             cascade_fraction=config.cascade_fraction,
-            write_back=config.write_back or "drop",
+            write_back=config.write_back,
             deferral_timeout_s=config.deferral_timeout_s,
             breaker=BreakerSettings(config.breaker_fault_threshold, config.breaker_retry_s),
             drain_timeout_s=config.drain_timeout_s,

@@ -292,8 +292,9 @@ class Explaining:
 class TieringOffloadingManager(Explaining, OffloadingManager):
     """Cascades stored blocks to every secondary tier and promotes them back on a lookup.
 
-    Tiers are polled at most once per step, at the first lookup or store; submitted jobs are
-    handed over in one wake-up at the end of the step.
+    Tiers are polled at most once per phase of a step: for its lookups, at the first one, and for
+    its stores, unless lookups have polled before. Submitted jobs are handed over in one wake-up at
+    the end of the step.
 
     Not thread-safe, except `stats`; call only from the owner's (the scheduler's) thread.
 
@@ -310,7 +311,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         reserved_fraction: float = 0.25,
         promotion_fraction: float = 0.5,
         cascade_fraction: float = 0.5,
-        write_back: str = "drop",
+        write_back: str | None = None,
         deferral_timeout_s: float = 30.0,
         breaker: BreakerSettings | None = None,
         drain_timeout_s: float = 30.0,
@@ -332,7 +333,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             promotion_fraction: Fraction for promotions and blocks retained for waiting requests;
                 see `OffloadConfig`.
             cascade_fraction: Fraction that cascades to one tier may occupy.
-            write_back: "wait" or "drop"; see `OffloadConfig`.
+            write_back: "wait", "drop", or None: drop only for a request's last store; see
+                `OffloadConfig`.
             deferral_timeout_s: Maximum total seconds that a request is deferred.
             breaker: Circuit-breaker settings for failing tiers.
             drain_timeout_s: Seconds per tier that `reset_cache` waits for running jobs.
@@ -351,7 +353,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._drain_timeout_s = drain_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
         self._check_invariants = check_invariants
-        primary.core.drops_pending = one_of(WriteBack)(write_back, "write_back") is WriteBack.DROP
+        chosen = None if write_back is None else one_of(WriteBack)(write_back, "write_back")
+        primary.core.drops_pending = chosen is WriteBack.DROP
+        self._last_drops_pending = chosen is not WriteBack.WAIT
         slots = primary.core.num_slots
         self._tiers = TierGroup(
             secondary_tiers, breaker or BreakerSettings(), primary.row_bytes, clock
@@ -373,7 +377,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())
         self._steps = OwnerSteps(clock, self.planner)
-        self._polled_this_step = False
+        self._polled_this_step = self._polled_for_stores = False
         self._closed = False
         self._closing: Closing[None] = Closing()
         guard_forks(self, _closed=True, _closing=Closing.closed(None))
@@ -438,6 +442,12 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
                 break
         return answers
 
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self.begin_step()
+        if not self.generation.has(key):
+            return LookupResult.MISS
+        return self.planner.lookup(key, req_context)
+
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         self.generation.require(keys)
         slots = self.planner.prepare_load(keys, req_context)
@@ -464,10 +474,18 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     # -- stores ---------------------------------------------------------------------------------
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
-        self.begin_step()
-        return self.planner.prepare_store(self.generation.current(keys), req_context)
+        if not (self._polled_this_step or self._polled_for_stores):
+            self._poll_timed()
+            self._polled_for_stores = True
+        primary = self.planner.primary
+        drops_pending = primary.drops_pending
+        primary.drops_pending = drops_pending or (is_last and self._last_drops_pending)
+        try:
+            return self.planner.prepare_store(self.generation.current(keys), req_context)
+        finally:
+            primary.drops_pending = drops_pending
 
     def complete_store(
         self,
@@ -485,24 +503,23 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def begin_step(self) -> None:
         """Apply the tiers' reports, once per step. Call only from the owner's thread.
 
-        Calls that depend on the reports begin the step themselves, if that was not done before.
+        Lookups begin the step themselves, if that was not done before. A store does not: some
+        schedulers offer a step's stores after its end, and then compute for long. The next step's
+        first lookup must see what has landed meanwhile.
 
         Raises:
             ClosedError: The manager is shut down.
         """
-        if self._polled_this_step:
-            return
-        self._ensure_open()
-        began_s = self._clock()
-        self._begin_step(began_s)
-        self._steps.began(began_s)
+        if not self._polled_this_step:
+            self._poll_timed()
+            self._polled_this_step = True
 
     def interrupt_step(self) -> None:
         """Make the next call poll the tiers and read the clock again within the current step.
 
         For drivers whose steps last long. Call only from the owner's thread.
         """
-        self._polled_this_step = False
+        self._polled_this_step = self._polled_for_stores = False
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End a step: submit promotions and late cascades, and report used blocks to the tiers."""
@@ -510,8 +527,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             return
         began_s = self._clock()
         if not self._polled_this_step:
-            self._begin_step(began_s)
-        self._polled_this_step = False
+            self._poll(began_s)
+        self._polled_this_step = self._polled_for_stores = False
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.end_step(context, self.planner)
@@ -613,9 +630,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._reset()
 
     def _reset(self) -> None:
-        self._polled_this_step = False
-        self.begin_step()
-        self._polled_this_step = False
+        self._polled_this_step = self._polled_for_stores = False
+        self._poll_timed()
         for tier in self.planner.tiers:
             tier.abandon_rest()  # jobs that have not ended within the timeout
         self.planner.collect()
@@ -642,7 +658,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     def _shut_down(self, timeout_s: float) -> None:
         self._closed = True
-        self._polled_this_step = False
+        self._polled_this_step = self._polled_for_stores = False
         deadline_s = self._clock() + timeout_s
         self.planner.release_retained()
         try:
@@ -665,8 +681,14 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _begin_step(self, now_s: float) -> None:
-        self._polled_this_step = True
+    def _poll_timed(self) -> None:
+        """Apply the tiers' reports, and count the time that it takes as the step's."""
+        self._ensure_open()
+        began_s = self._clock()
+        self._poll(began_s)
+        self._steps.began(began_s)
+
+    def _poll(self, now_s: float) -> None:
         self.planner.begin_step(now_s)
         self._tiers.collect(self.planner)
 

@@ -2,7 +2,8 @@
 
 The adapters derive from a host's classes, and take and create its values. Their signatures are
 recorded from the newest tested release. A newer release is admitted, with a warning, if its
-signatures still match the recording, and refused otherwise.
+signatures still match the recording, and refused otherwise. Private names may go with any release:
+what needs them is left out, with a warning, where one of them has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +43,7 @@ class HostContract:
         used: Classes whose values it takes or creates, with the members that it needs besides the
             parameters of the constructor.
         recording: File with the recorded signatures.
+        private: Classes whose private methods and attributes are used if all of them are there.
     """
 
     module: str
@@ -52,6 +54,7 @@ class HostContract:
     derived: Mapping[str, Sequence[str]]
     used: Mapping[str, Sequence[str]]
     recording: Path
+    private: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def supported(self) -> str:
@@ -122,7 +125,7 @@ class HostContract:
         used = {
             place: _described(place, ("__init__", *names)) for place, names in self.used.items()
         }
-        return derived | used
+        return derived | used | self._read_private()
 
     def recorded(self) -> Signatures:
         """Return the recorded signatures."""
@@ -136,25 +139,52 @@ class HostContract:
         parameters with defaults.
         """
         for place, recorded in self.recorded().items():
-            name = place.partition(":")[2]
-            now = found.get(place) or {}
-            if not now:
-                yield f"{place} does not exist"
-                continue
-            for member in recorded.get("members", ()):
-                if member not in now.get("members", ()):
+            if place not in self.private:
+                yield from self._differences(place, recorded, found.get(place) or {})
+
+    def has_private_names(self, what: str, found: Signatures | None = None) -> bool:
+        """Return whether the installed release has all private names; if not, warn once.
+
+        Args:
+            what: What is left out without them, for the warning.
+            found: Their descriptions; by default those of the installed release.
+        """
+        found = self._read_private() if found is None else found
+        differences = [
+            text
+            for place, recorded in self.recorded().items()
+            if place in self.private
+            for text in self._differences(place, recorded, found.get(place) or {})
+        ]
+        if differences:
+            _warn(f"{what} is left out: {differences[0]} in the installed {self.title}")
+        return not differences
+
+    def _read_private(self) -> Signatures:
+        return {place: _described(place, names) for place, names in self.private.items()}
+
+    def _differences(
+        self, place: str, recorded: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> Iterator[str]:
+        name = place.partition(":")[2]
+        if not now:
+            yield f"{place} does not exist"
+            return
+        for kind in ("members", "attributes"):
+            for member in recorded.get(kind, ()):
+                if member not in now.get(kind, ()):
                     yield f"{name}.{member} does not exist"
-            is_derived = place in self.derived
-            accepts = str.__eq__ if is_derived else _still_accepts
-            for method, signature in recorded["methods"].items():
-                current = now["methods"].get(method)
-                if current is None:
-                    yield f"{name}.{method} does not exist"
-                elif not accepts(signature, current):
-                    yield f"{name}.{method} takes {current}, not {signature}"
-            for method in now["abstract"] if is_derived else ():
-                if method not in recorded["abstract"]:
-                    yield f"{name}.{method} is a new abstract method"
+        is_derived = place in self.derived
+        accepts = _still_accepts if place in self.used else str.__eq__
+        for method, signature in recorded["methods"].items():
+            current = now["methods"].get(method)
+            if current is None:
+                yield f"{name}.{method} does not exist"
+            elif not accepts(signature, current):
+                yield f"{name}.{method} takes {current}, not {signature}"
+        for method in now["abstract"] if is_derived else ():
+            if method not in recorded["abstract"]:
+                yield f"{name}.{method} is a new abstract method"
 
 
 @cache
@@ -168,7 +198,8 @@ def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
 
     Args:
         cls: The class.
-        names: Restricts methods and members to these names; empty: all public ones.
+        names: Restricts methods and members to these names; empty: all public ones. Only named
+            attributes are described.
     """
     if issubclass(cls, enum.Enum):
         members = [name for name in cls.__members__ if name in names]
@@ -181,7 +212,20 @@ def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
     }
     if hasattr(cls, "_fields"):  # a named tuple
         methods["__init__"] = _parameters(cls.__new__) or "()"
-    return {"methods": methods, "abstract": sorted(getattr(cls, "__abstractmethods__", ()))}
+    description: dict[str, Any] = {
+        "methods": methods,
+        "abstract": sorted(getattr(cls, "__abstractmethods__", ())),
+    }
+    if attributes := sorted(_attributes(cls).intersection(names) - methods.keys()):
+        description["attributes"] = attributes
+    return description
+
+
+def _attributes(cls: type) -> set[str]:
+    """Return the names of a class's fields, and those that its constructor mentions."""
+    constructor = getattr(getattr(cls, "__init__", None), "__code__", None)
+    mentioned = () if constructor is None else constructor.co_names
+    return {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "_fields", ()), *mentioned}
 
 
 def _described(place: str, names: Sequence[str]) -> dict[str, Any]:

@@ -248,6 +248,8 @@ class HostTransport(Transport):
         violations: Descriptions of device blocks that changed during their store.
     """
 
+    is_on_host = True
+
     def __init__(
         self,
         layout: KVLayout,

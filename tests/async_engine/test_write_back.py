@@ -6,7 +6,7 @@ import pytest
 import torch
 from async_engine.worlds import SCRIPTED, hashes, jump, key, on_loop, opened, turns
 
-from kvoffload_async import OffloadEngine
+from kvoffload_async import OffloadEngine, TieringOffloadingSpec
 from kvoffload_async.errors import BusyError, ConfigError, TierUnavailableError
 
 SLOTS, BLOCKS, A_REQUEST = 256, 2048, 128
@@ -128,7 +128,7 @@ def test_an_unknown_way_is_refused_with_the_nearest_one():
 async def test_a_store_goes_on_when_the_last_slot_of_a_failed_tier_is_looked_at(monkeypatch):
     monkeypatch.setattr("kvoffload_async.core.cascades._SLOTS_A_STEP", 1)
     config = {"cascade_fraction": 0.25, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
-    config["accept_prefix"] = False
+    monkeypatch.setattr(TieringOffloadingSpec, "accepts_prefixes", False)
     async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
         await crowded(world)
         async with world.engine.request("r", hashes("wxyz")) as request:

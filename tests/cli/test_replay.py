@@ -118,14 +118,6 @@ def test_a_request_larger_than_the_primary_stores_its_head(command):
     assert report["stores_refused"] == 2  # the tail of each: the primary is full of its own head
 
 
-def test_a_request_larger_than_the_primary_is_refused_without_accept_prefix(command):
-    config = command.config(accept_prefix=False)
-    trace = command.trace([range(10), range(10)])
-    report = command.figures(trace, "--primary-blocks", 4, "--config", config)
-    assert report["hits"] == {"primary": 0}
-    assert report["stores_refused"] == 2
-
-
 def test_a_request_without_blocks_is_a_request(command):
     report = command.figures(command.trace([[], [1]]))
     assert (report["requests"], report["block_refs"]) == (2, 1)

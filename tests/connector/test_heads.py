@@ -111,7 +111,7 @@ def test_chunks_without_room_are_offered_again_only_as_far_as_room_was_made():
 
 def test_a_manager_may_leave_out_what_it_likes_from_some_token_on():
     class Choosy(Scripted):
-        def prepare_store(self, keys, req_context):
+        def prepare_store(self, keys, req_context, *, is_last=False):
             granted = super().prepare_store(keys[:-1], req_context)
             return PrepareStoreOutput(
                 granted.keys_to_store, granted.store_spec, granted.evicted_keys, keys[-1:]

@@ -74,6 +74,53 @@ def test_two_jobs_at_once_have_two_ids(world):
         world.worker.submit_load(1, job((2,), (2,)))
 
 
+# -- the end of a step --------------------------------------------------------------------------
+
+
+def wait_calls(world, monkeypatch, before=lambda: None):
+    """Return what the worker waits for from now on; `before` is called first, each time."""
+    calls = []
+    wait = world.worker.wait
+
+    def waiting(job_ids, timeout):
+        calls.append((set(job_ids), timeout))
+        before()
+        return wait(job_ids, timeout)
+
+    monkeypatch.setattr(world.worker, "wait", waiting)
+    return calls
+
+
+@pytest.mark.parametrize("way", ["build_output", "get_finished"])
+def test_a_step_reports_its_own_loads_if_the_kv_cache_is_in_host_memory(
+    world, each_device, monkeypatch, way
+):
+    monkeypatch.setattr("kvoffload_async.facade.connector.worker._AWAIT_LOADS_S", DEADLINE_S)
+    world.is_computing = True  # the load has not ended when the step's end is reached
+    world.worker.start_kv_transfers(meta({1: job((7,), (4,))}))
+    calls = wait_calls(world, monkeypatch, before=world.finish)
+    if way == "build_output":
+        output, loaded = world.worker.build_output()
+        reported = set(output.completed)
+        assert loaded == ({"r"} if reported else set())
+    else:
+        reported = {result.job_id for result in world.worker.get_finished()}
+    if each_device == "host":
+        assert (reported, calls) == ({1}, [({1}, DEADLINE_S)])
+    else:
+        assert (reported, calls) == (set(), []), "a device is never waited for"
+
+
+def test_a_load_that_hangs_is_awaited_once_and_briefly(world, each_device, monkeypatch):
+    world.is_computing = True
+    world.worker.start_kv_transfers(meta({1: job((7,), (4,))}))
+    world.worker.prepare_store_kv(meta(stores={2: job((1,), (1,))}))
+    calls = wait_calls(world, monkeypatch)
+    for _ in range(3):
+        assert world.worker.get_finished() == []
+    assert calls == ([({1}, 0.1)] if each_device == "host" else [])
+
+
 # -- failures -----------------------------------------------------------------------------------
 
 

@@ -96,8 +96,8 @@ class Watched(Recorder):
         super().__init__(manager)
         self.cuts = {}
 
-    def prepare_store(self, keys, ctx):
-        granted = self.inner.prepare_store(keys, ctx)
+    def prepare_store(self, keys, ctx, *, is_last=False):
+        granted = self.inner.prepare_store(keys, ctx, is_last=is_last)
         self.calls.append("prepare_store")
         if granted is not None and granted.keys_left_out:
             cut = min(ctx.key_positions[key] for key in granted.keys_left_out)
@@ -143,9 +143,9 @@ class Scripted(CPUPrimaryTierOffloadingManager):
                 break
         return answers
 
-    def prepare_store(self, keys, req_context):
+    def prepare_store(self, keys, req_context, *, is_last=False):
         self.offered.append(list(keys))
-        return super().prepare_store(keys, req_context)
+        return super().prepare_store(keys, req_context, is_last=is_last)
 
     def has_pending_work(self):
         return self.pending_work

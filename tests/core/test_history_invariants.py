@@ -83,6 +83,7 @@ GOOD = {
     "steps": [
         OPENED,
         TierPolled(0),
+        TierPolled(0),
         TierPolled(1),
         accepted(2),
         accepted(3),
@@ -170,7 +171,7 @@ BAD = {
         accepted(2, promotion=True),
         StepClosed(),
     ],
-    "P11 2 polls at tier 3": [TierPolled(3), TierPolled(3), StepClosed()],
+    "P11 3 polls at tier 3": [*[TierPolled(3)] * 3, StepClosed()],
     "P12 is gone, but its events": [
         EventsEmitted("CPU", (A,), removed=False),
         ResidentSeen("CPU", frozenset()),

@@ -71,7 +71,9 @@ def test_a_block_goes_to_a_tier_and_comes_back(worlds, manager_class):
 
 @BOTH
 def test_an_overdue_copy_keeps_its_block_until_it_ends(worlds, manager_class):
-    world = worlds(EXCLUSIVE, manager_class=manager_class, io_timeout_s=5.0, num_slots=1)
+    world = worlds(
+        EXCLUSIVE, manager_class=manager_class, io_timeout_s=5.0, num_slots=1, write_back="drop"
+    )
     world.begin("r")
     world.store(1)
     world.step()
@@ -84,7 +86,7 @@ def test_an_overdue_copy_keeps_its_block_until_it_ends(worlds, manager_class):
 
 
 def test_a_job_that_is_refused_as_a_request_begins_releases_its_block_at_once(worlds):
-    world = worlds(EXCLUSIVE, manager_class=Counting, num_slots=1)
+    world = worlds(EXCLUSIVE, manager_class=Counting, num_slots=1, write_back="drop")
     world.secondaries[0].refuses = True
     world.begin("r")
     world.store(1)

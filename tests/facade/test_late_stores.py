@@ -184,7 +184,7 @@ def test_tiers_that_share_no_bridge_are_not_waited_for():
 
 def test_losses_are_warned_of_at_once_and_then_once_a_minute(worlds, caplog):
     caplog.set_level(logging.WARNING)
-    world = worlds(num_slots=2, cascade_fraction=0.5)
+    world = worlds(num_slots=2, cascade_fraction=0.5, write_back="drop")
     numbers = itertools.count()
 
     def lose_some(rounds):

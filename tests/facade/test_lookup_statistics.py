@@ -198,7 +198,7 @@ def test_a_job_that_never_began_has_neither_queue_nor_copy(world):
 
 
 def test_what_is_dropped_says_why(world):
-    here = world(EXCLUSIVE, num_slots=4, cascade_fraction=0.25)
+    here = world(EXCLUSIVE, num_slots=4, cascade_fraction=0.25, write_back="drop")
     here.store(1, 2, 3, 4)
     here.store(5)
     assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 0, "closed": 0}

@@ -29,6 +29,7 @@ def engine(root):
                 "cpu_bytes_to_use": "64KiB",
                 "block_bytes": 4096,
                 "model": "m",
+                "write_back": "drop",
                 "breaker_fault_threshold": 1,
                 "breaker_retry_s": 0.001,
                 "secondary_tiers": [tier],

@@ -163,21 +163,39 @@ def test_a_promotion_does_not_wait_for_room_that_its_own_request_takes(worlds):
 # -- steps --------------------------------------------------------------------------------------
 
 
-def test_external_tiers_are_polled_once_a_step(worlds):
+def test_external_tiers_are_polled_once_for_a_steps_lookups_and_once_for_its_stores(worlds):
     world = worlds(manager_class=Hearing)
     polls = []
     tier = world.secondaries[0]
     poll = tier.get_finished_jobs
     tier.get_finished_jobs = lambda: polls.append(1) or poll()
     world.begin("r")
-    for number in range(5):
+    for number in range(3):
         world.lookup(number)
         world.prepare_store(number)
-    assert len(polls) == 1
+    assert len(polls) == 1, "what the lookups have seen will do for the stores"
     world.step()
     assert len(polls) == 1
-    world.lookup(1)
+    for number in range(3, 6):  # as vLLM does: the model runs after this, and before the next step
+        world.prepare_store(number)
     assert len(polls) == 2
+    for number in range(3):
+        world.lookup(number)
+    assert len(polls) == 3
+    world.step()
+    assert len(polls) == 3
+
+
+def test_a_lookup_sees_what_has_landed_since_stores_were_offered_after_the_last_step(worlds):
+    world = worlds()
+    filled(world, 1)
+    world.begin("r")
+    world.begin("other")
+    assert world.lookup(1) is PENDING
+    world.step()
+    world.store(2, req_id="other")  # offered after the step's end, as vLLM does; then it computes
+    world.settle()
+    assert world.lookup(1) is HIT
 
 
 def test_a_step_wakes_the_loop_once_whatever_it_submits(worlds):

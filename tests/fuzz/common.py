@@ -96,7 +96,6 @@ def draw_config(chance, folder, kinds):
         "block_bytes": BLOCK_BYTES,
         "model": "fuzz",
         "eviction_policy": chance.choice(("lru", "arc", "hd")),
-        "accept_prefix": chance.random() < 0.8,
         "enable_kv_cache_events": chance.random() < 0.5,
         "reserved_fraction": chance.choice((0.0, 0.25)),
         "promotion_fraction": chance.choice((0.2, 0.5, 1.0)),

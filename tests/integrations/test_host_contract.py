@@ -41,7 +41,8 @@ def no_earlier_warning():
 @pytest.mark.parametrize("contract", [SGLANG, VLLM], ids=["sglang", "vllm"])
 def test_a_recording_has_every_class_of_its_contract(contract):
     recorded = contract.recorded()
-    assert recorded.keys() == contract.derived.keys() | contract.used.keys()
+    named = contract.derived.keys() | contract.used.keys() | contract.private.keys()
+    assert recorded.keys() == named
     assert all(recorded.values())
     assert list(contract.differences(recorded)) == []
 
@@ -104,6 +105,67 @@ def no_field(found):
 def test_a_newer_release_that_differs_is_refused_and_the_difference_named(change, named):
     with pytest.raises(ImportError, match=rf"0\.40 is installed, which differs: .*{named}"):
         VLLM.check("0.40", WHAT, newer(change))
+
+
+SCHEDULER = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler"
+)
+
+
+def no_private_method(found):
+    del found[SCHEDULER]["methods"]["_maximal_prefix_lookup"]
+
+
+def another_private_parameter(found):
+    found[SCHEDULER]["methods"]["_sliding_window_lookup"] = "(self, keys, req_context)"
+
+
+def no_private_attribute(found):
+    found[SCHEDULER]["attributes"].remove("_req_status")
+
+
+def no_private_class(found):
+    found[SCHEDULER] = {}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (no_private_method, "OffloadingConnectorScheduler._maximal_prefix_lookup does not exist"),
+        (another_private_parameter, "_sliding_window_lookup takes (self, keys, req_context), not"),
+        (no_private_attribute, "OffloadingConnectorScheduler._req_status does not exist"),
+        (no_private_class, f"{SCHEDULER} does not exist"),
+    ],
+)
+def test_without_a_private_name_a_release_is_admitted_and_one_warning_says_what_is_left_out(
+    change, named, caplog
+):
+    found = newer(change)()
+    VLLM.check("0.40", WHAT, lambda: found)
+    caplog.clear()
+    for _ in range(2):
+        assert not VLLM.has_private_names("the feature", found)
+    (warned,) = caplog.records
+    assert warned.message.startswith("the feature is left out: ")
+    assert named in warned.message
+    assert VLLM.has_private_names("the feature", newer(unchanged)())
+
+
+def test_fields_and_what_a_constructor_sets_are_attributes():
+    @dataclass
+    class Value:
+        kept: int
+
+    class Holder:
+        def __init__(self):
+            self._held = 1
+
+        def method(self):
+            return self._held
+
+    assert describe(Value, ["kept", "gone"])["attributes"] == ["kept"]
+    described = describe(Holder, ["_held", "_gone", "method"])
+    assert described == {"methods": {"method": "(self)"}, "abstract": [], "attributes": ["_held"]}
 
 
 def test_many_differences_are_summed_up():

@@ -9,6 +9,7 @@ import pytest
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError, TransportError
+from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay import run
 from kvoffload_async.replay.fleet.plan import UnboundedCache
 from kvoffload_async.replay.run import ReplayOptions, replay
@@ -285,11 +286,9 @@ class TestAsync:
 
     def test_no_room_for_anything(self, command, monkeypatch):
         monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous._ROOM_S", 0.01)
-        config = command.config(accept_prefix=False)
+        monkeypatch.setattr(TieringOffloadingSpec, "accepts_prefixes", False)
         trace = command.trace([range(10)])
-        report = command.figures(
-            trace, "--primary-blocks", 4, "--config", config, "--engine", "async"
-        )
+        report = command.figures(trace, "--primary-blocks", 4, "--engine", "async")
         assert report["stores_refused"] == 1
         assert_sound(report)
 

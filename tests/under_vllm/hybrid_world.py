@@ -28,7 +28,11 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvoffload_async.integrations.vllm.spec import KVOffloadSpec
-from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
+from kvoffload_async.types import (
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
 
 BLOCK = 16
 WINDOW = 2 * BLOCK
@@ -106,6 +110,7 @@ class Hybrid:
         self._numbers_of = {GARBAGE: 0}
         self.texts = {}
         self.deferred = {}
+        self._loading = {}
         self.wrong_reads = 0
         self.loaded_blocks = 0
         self.compared = 0
@@ -132,15 +137,15 @@ class Hybrid:
     def step(self):
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
-        received = set()
         for job_id, job in self.deferred.items():
             self.worker.submit_store(job_id, job.src_spec, job.dst_spec)
         for job_id, job in meta.load_jobs.items():
             self.worker.submit_load(job_id, job.src_spec, job.dst_spec)
             self.loaded_blocks += len(job.dst_spec.block_ids)
-            received.add(job.req_id)
-        self.worker.wait({*self.deferred, *meta.load_jobs})
+            self._loading[job_id] = job.req_id
+        self.worker.wait(self.deferred)
         ended = {result.job_id: 1 for result in self.worker.get_finished()}
+        received = {self._loading.pop(job_id) for job_id in ended if job_id in self._loading}
         self.deferred = dict(meta.store_jobs)
         sampled = {}
         for req_id, count in output.num_scheduled_tokens.items():
@@ -203,6 +208,14 @@ class Hybrid:
             self._numbers_of[content] = len(self._contents)
             self._contents.append(content)
         return self._numbers_of[content]
+
+    def stored_in_tier(self, text, group):
+        """Tell which of a text's whole blocks the first tier has, first block first."""
+        (tier, *_) = self.connector.manager.manager.planner.tiers
+        names = {known: name for name, known in self.texts.items()}
+        ends = range(BLOCK, len(text) + 1, BLOCK)
+        keys = [make_offload_key(names[tuple(text[:end])], group) for end in ends]
+        return [not tier.lacks([key]) for key in keys]
 
     def close(self):
         self._rows = None

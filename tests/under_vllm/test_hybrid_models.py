@@ -6,10 +6,16 @@ vLLM 0.32 itself offers blocks that their requests no longer have; see `KVOffloa
 
 import os
 import random
+import time
 
 import pytest
+from facade.gated_tiers import DEADLINE_S, new_gates
 from hybrid_world import BLOCK, Hybrid
 from sweeps import sizes
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.v1.request import RequestStatus
 
 from kvoffload_async.types import get_offload_block_hash, get_offload_group_idx
 
@@ -38,6 +44,22 @@ def hybrid(tmp_path):
 def connector(request):
     """vLLM's own connector, and this package's."""
     return request.param
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """The gate of `GATED`, shut."""
+    with new_gates(monkeypatch) as (gate, _):
+        gate.shut()
+        yield gate
+
+
+GATED = {"type": "GatedTier", "module_path": "facade.gated_tiers"}
+SLOT_BYTES = 4096
+
+
+def prompts(count, blocks):
+    return [range(1000 * n, 1000 * n + blocks * BLOCK + 5) for n in range(1, 1 + count)]
 
 
 def stored(world, group):
@@ -114,6 +136,69 @@ def test_a_chunk_of_which_a_window_has_let_a_block_go_is_not_stored(hybrid, conn
     assert "could not be stored" not in caplog.text
 
 
+def test_all_blocks_of_four_prompts_reach_a_tier_that_is_slow_at_first(hybrid, connector, gate):
+    """128 blocks of full attention, two prompts of which fit into the primary at once."""
+    world = hybrid(
+        connector, cpu_bytes_to_use=70 * SLOT_BYTES, num_blocks=200, secondary_tiers=[GATED]
+    )
+    assert world.primary.num_slots == 70
+    texts = prompts(4, blocks=31)
+    requests = [world.arrive(text, max_tokens=25) for text in texts]
+    for _ in range(8):
+        world.step()
+    assert not all(map(all, (world.stored_in_tier(text, FULL) for text in texts)))
+    gate.open()
+    manager = world.connector.manager.manager
+    while not all(request.is_finished() for request in requests):
+        manager.wait_for_progress(0.1)
+        world.step()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while world.scheduler.connector.has_pending_push_work():
+        assert time.monotonic() < deadline_s
+        manager.wait_for_progress(0.1)
+        world.step()
+    assert [world.stored_in_tier(text, FULL) for text in texts] == [[True] * 31] * 4
+    assert [world.stored_in_tier(text, WINDOW)[-2:] for text in texts] == [[True] * 2] * 4
+    counters = manager.planner.tiers[0].counters
+    assert counters.dropped_blocks == 0
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    again = [world.arrive(text) for text in texts]
+    while not all(request.is_finished() for request in again):
+        manager.wait_for_progress(0.01)
+        world.step()
+    assert world.loaded_blocks == 4 * (31 + 2)
+    assert world.wrong_reads == 0
+
+
+def test_what_ends_while_the_tier_hangs_takes_the_place_of_what_the_tier_lacks(hybrid, gate):
+    world = hybrid(cpu_bytes_to_use=14 * SLOT_BYTES, secondary_tiers=[GATED], cascade_fraction=0.1)
+    first, second = prompts(2, blocks=12)
+    world.run(world.arrive(first))
+    last = world.arrive(second[: 3 * BLOCK + 5], max_tokens=10)
+    while not last.is_finished():
+        world.step()
+        assert len(stored(world, FULL)) == 12, "it may be offered again"
+    world.step()
+    world.step()
+    texts = [world.texts[get_offload_block_hash(key)] for key, _, _ in world.primary.resident()]
+    assert {len(text) for text in texts if text[0] == second[0]} == {BLOCK, 2 * BLOCK, 3 * BLOCK}
+    assert world.connector.manager.take_left_out() == {}
+
+
+def test_without_vllms_private_names_the_connector_does_what_vllms_does(
+    hybrid, monkeypatch, caplog
+):
+    monkeypatch.delattr(OffloadingConnectorScheduler, "_sliding_window_lookup")
+    world = hybrid(cpu_bytes_to_use=6 * SLOT_BYTES)
+    assert not world.connector.manager.offers_again
+    assert "_maximal_prefix_lookup" not in vars(world.connector)
+    (warned,) = [r.message for r in caplog.records if "is left out" in r.message]
+    assert "offering again what had no room, and looking blocks up in batches" in warned
+    monkeypatch.undo()
+    world.run(world.arrive(TEXT))
+    assert stored(world, FULL) == [], "a store that does not fit is refused as a whole"
+
+
 @sizes("schedules", 8, 300)
 def test_no_schedule_of_vllms_scheduler_stores_bytes_that_are_not_those_of_their_key(
     hybrid, schedules
@@ -123,6 +208,8 @@ def test_no_schedule_of_vllms_scheduler_stores_bytes_that_are_not_those_of_their
         draw = random.Random(seed)
         world = hybrid(
             retained=draw.choice((0, BLOCK, 2 * BLOCK)),
+            cpu_bytes_to_use=draw.choice((12, 24, 1024)) * SLOT_BYTES,
+            secondary_tiers=draw.choice(([], [{"type": "example"}])),
             interval=draw.choice((0, None, 4 * BLOCK)),
             blocks_per_chunk=draw.choice((1, 2, 4)),
             num_blocks=draw.choice((48, 80)),
@@ -134,6 +221,9 @@ def test_no_schedule_of_vllms_scheduler_stores_bytes_that_are_not_those_of_their
                 text += [draw.randrange(1000) for _ in range(draw.choice((0, 0, 5, 40)))]
                 world.arrive(text, draw.choice((1, 1, 1, 60)))
             world.step()
+            if world.scheduler.requests and draw.random() < 0.1:
+                victim = draw.choice(list(world.scheduler.requests))
+                world.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
             if draw.random() < 0.2:
                 world.scheduler.reset_prefix_cache(reset_connector=draw.random() < 0.3)
         compared += world.compared

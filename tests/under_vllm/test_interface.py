@@ -104,6 +104,10 @@ def test_vllm_is_named_in_the_integration_alone():
     assert all(name.startswith("integrations/vllm/") for name in naming)
 
 
+def test_the_installed_version_has_the_private_names_that_are_used():
+    assert CONTRACT.has_private_names("this test")
+
+
 @pytest.mark.skipif(not vllm.__version__.startswith("0.33"), reason="recorded from 0.33")
 def test_the_recorded_signatures_are_vllms():
     assert CONTRACT.read() == CONTRACT.recorded()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from engine_world import EXAMPLE, canonical, failing, faults
 from vllm.v1.kv_offload import base
-from vllm_world import keys_of
+from vllm_world import DEADLINE_S, keys_of
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import ConfigError, TransportError
@@ -49,6 +49,31 @@ def test_a_load_that_fails_ends_the_engine_of_vllms_connector_with_the_remedy(pa
     failing(here, Direction.LOAD)
     with pytest.raises(TransportError, match="KVOffloadConnector"):
         here.load(keys_of(0), [[4]])
+
+
+def test_a_step_reports_its_own_load_although_threads_copy_it(pair, monkeypatch):
+    monkeypatch.setattr("kvoffload_async.facade.connector.worker._AWAIT_LOADS_S", DEADLINE_S)
+    here = pair()
+    here.fill(1)
+    here.store(keys_of(0), [[3]])
+    request = here.request()
+    assert here.lookups(keys_of(0), request) == ["HIT"]
+    slots = here.manager.prepare_load(keys_of(0), request)
+    (worker,) = here.workers
+    is_awaited = threading.Event()
+    faults(here, Direction.LOAD)[0].before_copy = lambda _copies: is_awaited.wait(DEADLINE_S)
+    wait = worker._copies.wait
+
+    def waiting(job_ids, timeout):
+        if 7 in job_ids:
+            is_awaited.set()
+        return wait(job_ids, timeout)
+
+    monkeypatch.setattr(worker._copies, "wait", waiting)
+    assert worker.submit_load(7, slots, here.device([[4]]))
+    worker.wait(())  # before the step's computation: there is nothing to flush
+    assert not is_awaited.is_set()
+    assert [result.job_id for result in worker.get_finished()] == [7]
 
 
 def test_a_load_that_fails_is_told_to_who_asks(pair):

@@ -78,6 +78,28 @@ def test_chunks_are_counted_until_their_request_is_scheduled(pair):
     assert data[TIERING + "chunk_hits"] == {("0:primary",): 1}
 
 
+def test_chunks_of_a_prompt_that_is_looked_up_at_once_are_counted_likewise(pair):
+    here = pair([*EXAMPLE, *EXAMPLE])
+    here.fill(1)
+    here.store(keys_of(0, 1), [[3, 5]])
+    here.settle()
+    here.manager.reset_cache()
+    here.manager.on_reset_flushed()
+    here.manager.get_stats()
+    here.store(keys_of(7), [[6]])
+    request = here.request()
+    for _ in range(2):
+        here.until(lambda: here.manager.lookup_prefix(keys_of(7, 0, 1, 2), request) == (3, False))
+    queries, hits = figures_of(here, "chunk_queries", "chunk_hits")
+    assert queries == {"0:primary": 4, "1:example": 3, "2:example": 1}
+    assert hits == {"0:primary": 1, "1:example": 2}
+    other = here.request()
+    answers = here.manager.lookup_many(keys_of(7, 3), other)
+    assert [answer.name for answer in answers] == ["HIT", "MISS"]
+    queries, hits = figures_of(here, "chunk_queries", "chunk_hits")
+    assert (queries["0:primary"], hits["0:primary"]) == (2, 1)
+
+
 def test_what_is_still_being_written_is_neither_hit_nor_miss(pair):
     here = pair()
     assert here.manager.prepare_store(keys_of(0), here.request()) is not None

@@ -37,20 +37,14 @@ def test_eviction_follows_the_positions_that_vllm_gives(pair):
     assert output.evicted_keys == keys_of(3)
 
 
-def test_the_head_that_fits_is_granted_and_the_tail_counted(pair):
-    here = pair(slots=2)
-    output = here.manager.prepare_store(keys_of(0, 1, 2), here.request())
-    assert list(output.keys_to_store) == keys_of(0, 1)
-    assert here.manager.get_stats().reduce()["vllm:kvoffload_async_lost_tails"] == 1
-
-
-def test_of_several_groups_a_batch_that_does_not_fit_changes_nothing(pair):
-    here = pair(slots=2, groups=((0,), (1,)))
-    assert here.store(keys_of(0, 1, 2), [[1, 2], [3]]) is None
+@pytest.mark.parametrize("groups", [((0, 1),), ((0,), (1,))])
+def test_a_connector_that_does_not_offer_the_rest_again_gets_a_whole_store_or_none(pair, groups):
+    here = pair(slots=2, groups=groups)
+    assert here.manager.prepare_store(keys_of(0, 1, 2), here.request()) is None
     assert here.lookups(keys_of(0, 1, 2)) == ["MISS"] * 3
     assert "vllm:kvoffload_async_lost_tails" not in here.manager.get_stats().reduce()
 
 
-def test_several_groups_and_heads_exclude_each_other(pair):
-    with pytest.raises(ConfigError, match="accept_prefix: true is for models of one"):
-        pair(groups=((0,), (1,)), extra={"accept_prefix": True})
+def test_accept_prefix_is_no_option(pair):
+    with pytest.raises(ConfigError, match="accept_prefix"):
+        pair(extra={"accept_prefix": True})

@@ -514,7 +514,7 @@ class OffloadingConnectorScheduler:
         offer = offer_store(state, self.geometry, self._contents, tokens, new_room)
         left_out: Sequence[OffloadKey] = ()
         if offer.keys:
-            granted = self.manager.prepare_store(offer.keys, state.ctx)
+            granted = self.manager.prepare_store(offer.keys, state.ctx, is_last=state.has_ended)
             if granted is None:
                 self.counters.stores_refused += 1
                 watch.blocks_left_out(self.manager.room_made)

@@ -25,6 +25,8 @@ from kvoffload_async.types import JobId, TransferResult
 
 logger = logging.getLogger(__name__)
 
+_AWAIT_LOADS_S = 0.1
+"""Seconds for which the end of a step waits for the step's loads into host memory."""
 _FOLLOW_S = 0.5
 """Seconds that `wait` gives the loop to report transfers that have ended."""
 
@@ -43,6 +45,10 @@ class OffloadingConnectorWorker:
     Calls per step: `handle_preemptions(meta)`, before device blocks are overwritten;
     `start_kv_transfers(meta)`; the forward pass; `prepare_store_kv(meta)`, which defers this step's
     stores to the next step, so that they do not compete with sampling; `build_output()`.
+
+    If the KV cache is in host memory, `build_output` and `get_finished` wait up to 0.1 s for the
+    loads of their step: a load that ended a moment later would be seen a whole step later. They
+    never wait for a device.
 
     A failed copy is reported as a result and raises no exception.
 
@@ -63,6 +69,8 @@ class OffloadingConnectorWorker:
         self._deferred: dict[JobId, TransferJobSpec] = {}
         self._overrun: set[JobId] = set()
         """Stores whose device blocks may have been overwritten before they were copied."""
+        self._new_loads: set[JobId] = set()
+        """Loads into host memory since the last step's end."""
         self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
         self._tasks: dict[asyncio.Task[TransferOutcome], None] = {}
@@ -91,10 +99,17 @@ class OffloadingConnectorWorker:
             StateError: A job with this id is running.
         """
         self._submit(job_id, spec, Direction.LOAD)
+        if self.transport.is_on_host:
+            self._new_loads.add(job_id)
         if expedited:
             self.wait({job_id}, self._flush_timeout_s)
 
     def get_finished(self) -> list[TransferResult]:
+        """At the end of a step, return the jobs that ended since the last call, once each."""
+        self._await_new_loads()
+        return self.poll_finished()
+
+    def poll_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, once each. Non-blocking."""
         return [report.result for report in self._take_reports()]
 
@@ -153,6 +168,7 @@ class OffloadingConnectorWorker:
 
     def build_output(self) -> tuple[ConnectorOutput, set[str]]:
         """Return the ended jobs since the last call, and the ids of requests with ended loads."""
+        self._await_new_loads()
         reports = self._take_reports()
         results = [report.result for report in reports]
         output = ConnectorOutput(
@@ -232,6 +248,11 @@ class OffloadingConnectorWorker:
         """Cancel all tasks. Runs on the loop's thread."""
         for task in self._tasks:
             task.cancel()
+
+    def _await_new_loads(self) -> None:
+        if self._new_loads:
+            loads, self._new_loads = self._new_loads, set()
+            self.wait(loads, _AWAIT_LOADS_S)
 
     def _have_ended(self, job_ids: Collection[JobId]) -> bool:
         self._collect()

@@ -19,8 +19,6 @@ from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
 
-_FINAL: Final = {LookupResult.HIT, LookupResult.MISS}
-
 _COUNTERS: Final = {
     TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES: (
         "Promotions refused because the primary had no room."
@@ -29,7 +27,7 @@ _COUNTERS: Final = {
         "Blocks dropped because a worker failed to copy them to the primary, or vLLM only in part."
     ),
     "vllm:kvoffload_async_lost_tails": (
-        "Blocks of prompts that did not fit in the primary after a stored prefix; not stored."
+        "Blocks of requests that ended before the primary had room for them."
     ),
     "vllm:kvoffload_async_expired_deferrals": (
         "Requests computed because they had waited too long for blocks."
@@ -125,7 +123,8 @@ class LookupCounts:
         self._labels = [("0:primary",), *map(_label, range(len(planner.tiers)), planner.tiers)]
         self._open: dict[str, list[set[OffloadKey]]] = {}
         """Unscheduled request -> keys already counted, per tier, primary first."""
-        self._has_asked = False
+        self._asked: set[OffloadKey] = set()
+        """Keys that a tier was asked for since the last call of `looked_up`."""
         self.totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
         planner.sources[:] = [
             _Observed(source, partial(self._answered, index))
@@ -141,28 +140,62 @@ class LookupCounts:
         for req_id in req_ids:
             self._open.pop(req_id, None)
 
-    def looked_up(self, key: OffloadKey, req_id: str, answer: LookupResult) -> None:
-        """Record the engine's answer and derive the primary's from it."""
-        has_asked, self._has_asked = self._has_asked, False
-        if has_asked:
-            answer = LookupResult.MISS  # a tier was asked, so the primary missed
-        elif answer is not LookupResult.HIT:
-            answer = self._primary.lookup(key)
-        self._count(0, key, req_id, answer)
-
-    def _answered(self, index: int, key: OffloadKey, req_id: str, answer: LookupResult) -> None:
-        self._has_asked = True
-        self._count(index, key, req_id, answer)
-
-    def _count(self, index: int, key: OffloadKey, req_id: str, answer: LookupResult) -> None:
-        counted = self._open.get(req_id)
-        if counted is None or answer not in _FINAL or key in counted[index]:
+    def looked_up(
+        self, keys: Sequence[OffloadKey], req_id: str, answers: Sequence[LookupResult]
+    ) -> None:
+        """Record the engine's answers and derive the primary's from them."""
+        asked, self._asked = self._asked, set()
+        if req_id not in self._open:
             return
-        counted[index].add(key)
-        label = self._labels[index]
-        self.totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] += 1
-        if answer is LookupResult.HIT:
-            self.totals[TieringOffloadingMetrics.CHUNK_HITS, label] += 1
+        hits: list[OffloadKey] = []
+        misses: list[OffloadKey] = []
+        for key, answer in zip(keys, answers, strict=False):
+            if key in asked:  # so the primary missed
+                misses.append(key)
+            elif answer is LookupResult.HIT:
+                hits.append(key)
+            elif self._primary.lookup(key) is LookupResult.MISS:
+                misses.append(key)
+        self._count(0, req_id, hits, misses)
+
+    def looked_up_prefix(
+        self, keys: Sequence[OffloadKey], req_id: str, found: int, *, is_deferred: bool
+    ) -> None:
+        """Record how many blocks of a prompt precede the first one that was missed.
+
+        While that is deferred, only what the tiers were asked for is counted.
+        """
+        if is_deferred:
+            keys = tuple(self._asked)
+            self.looked_up(keys, req_id, [LookupResult.MISS] * len(keys))
+        else:
+            self.looked_up(keys, req_id, [*[LookupResult.HIT] * found, LookupResult.MISS])
+
+    def _answered(
+        self,
+        index: int,
+        keys: Sequence[OffloadKey],
+        req_id: str,
+        answers: Sequence[LookupResult],
+    ) -> None:
+        """Record a tier's answers."""
+        pairs = list(zip(keys, answers, strict=False))
+        self._asked.update(key for key, _ in pairs)
+        hits = [key for key, answer in pairs if answer is LookupResult.HIT]
+        self._count(index, req_id, hits, [k for k, answer in pairs if answer is LookupResult.MISS])
+
+    def _count(
+        self, index: int, req_id: str, hits: Iterable[OffloadKey], misses: Iterable[OffloadKey]
+    ) -> None:
+        counted = self._open.get(req_id)
+        if counted is None:
+            return
+        known, label = counted[index], self._labels[index]
+        num_known = len(known)
+        known.update(hits)
+        self.totals[TieringOffloadingMetrics.CHUNK_HITS, label] += len(known) - num_known
+        known.update(misses)
+        self.totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] += len(known) - num_known
 
 
 class _Observed:
@@ -171,7 +204,9 @@ class _Observed:
     __slots__ = ("_answered", "_source")
 
     def __init__(
-        self, source: TierLookup, answered: Callable[[OffloadKey, str, LookupResult], None]
+        self,
+        source: TierLookup,
+        answered: Callable[[Sequence[OffloadKey], str, Sequence[LookupResult]], None],
     ) -> None:
         self._source = source
         self._answered = answered
@@ -180,8 +215,7 @@ class _Observed:
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
     ) -> list[LookupResult]:
         answers = self._source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
-        for key, answer in zip(keys, answers, strict=False):
-            self._answered(key, req_context.req_id, answer)
+        self._answered(keys, req_context.req_id, answers)
         return answers
 
 
@@ -192,7 +226,7 @@ class EngineCounts:
         lookups: See `LookupCounts`; updated by the caller.
         allocations: Blocks granted per `prepare_store`; appended by the caller.
         failed_stores: Blocks that could not be stored; incremented by the caller.
-        lost_tails: Blocks that did not fit after a stored prefix; incremented by the caller.
+        lost_tails: Blocks left out of a store and not offered again; incremented by the caller.
     """
 
     def __init__(self, manager: TieringOffloadingManager) -> None:

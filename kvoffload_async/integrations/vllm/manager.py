@@ -18,6 +18,7 @@ from kvoffload_async.integrations.vllm.engine_metrics import EngineCounts
 from kvoffload_async.integrations.vllm.positions import take_positions
 from kvoffload_async.integrations.vllm.worker import FAILED
 from kvoffload_async.types import (
+    LookupResult,
     Medium,
     OffloadingEvent,
     OffloadKey,
@@ -70,6 +71,8 @@ class KVOffloadManager(base.OffloadingManager):
 
     Attributes:
         manager: The adapted manager, for tests and inspection.
+        offers_again: Whether the connector offers again what `take_left_out` returns.
+        ended: Ids of the requests whose next store is their last; set by such a connector.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class KVOffloadManager(base.OffloadingManager):
         slot_flags: memoryview,
         close: Callable[[], None],
         window_groups: Collection[int] = (),
+        *,
+        offers_again: bool = False,
     ) -> None:
         """Create the adapter.
 
@@ -86,12 +91,17 @@ class KVOffloadManager(base.OffloadingManager):
             slot_flags: See `SharedBuffer`; the workers flag the slots of failed stores.
             close: Closes the manager and the resources below it.
             window_groups: Indices of the KV-cache groups whose requests let blocks go as they run.
+            offers_again: Whether the connector offers again what a store has left out, until the
+                request ends.
         """
         self.manager = manager
         self._slot_flags = slot_flags
         self._close = close
         self._is_closed = False
         self._window_groups = frozenset(window_groups)
+        self.offers_again = offers_again
+        self.ended: Collection[str] = ()
+        self._left_out: dict[str, Sequence[OffloadKey]] = {}
         self._running: dict[str, ReqContext] = {}
         self._stale_until: dict[str, int] = {}
         """Prompt position at the last reset, by request that was running then."""
@@ -123,8 +133,26 @@ class KVOffloadManager(base.OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
         """Look a block up; a hit in a secondary tier queues its promotion."""
         answer = self.manager.lookup(key, convert.request_of(req_context))
-        self._counts.lookups.looked_up(key, req_context.req_id, answer)
+        self._counts.lookups.looked_up((key,), req_context.req_id, (answer,))
         return convert.lookup_result(answer)
+
+    def lookup_many(
+        self, keys: Sequence[OffloadKey], req_context: base.ReqContext
+    ) -> Sequence[LookupResult]:
+        """Look blocks up; return this package's answers, in the order of `keys`."""
+        answers = self.manager.lookup_many(keys, convert.request_of(req_context))
+        self._counts.lookups.looked_up(keys, req_context.req_id, answers)
+        return answers
+
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: base.ReqContext
+    ) -> tuple[int, bool]:
+        """Look a prompt's blocks up; see `OffloadingManager.lookup_prefix`."""
+        found, is_deferred = self.manager.lookup_prefix(keys, convert.request_of(req_context))
+        self._counts.lookups.looked_up_prefix(
+            keys, req_context.req_id, found, is_deferred=is_deferred
+        )
+        return found, is_deferred
 
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
@@ -162,7 +190,9 @@ class KVOffloadManager(base.OffloadingManager):
     ) -> base.PrepareStoreOutput | None:
         """Reserve slots for the missing ones of `keys`; None if there is no room.
 
-        If only a prefix fits, the rest is never stored: vLLM's scheduler does not offer it again.
+        vLLM's scheduler offers a refused store again in the next step, but not the rest of one of
+        which a prefix was granted. So a prefix is granted only to a connector that does. At the end
+        of a request, what does not fit is lost.
 
         After a reset, vLLM's scheduler offers the blocks of running requests again, also those
         that a sliding window has let go of, and that belong to other requests since. None of the
@@ -178,16 +208,28 @@ class KVOffloadManager(base.OffloadingManager):
                 if get_offload_group_idx(key) not in self._window_groups
                 or request.key_positions.get(key, 0) > until
             ]
-        output = self.manager.prepare_store(ordered, request)
+        is_last = request.req_id in self.ended
+        output = self.manager.prepare_store(ordered, request, is_last=is_last)
         if output is None:
+            if is_last:
+                found = self.manager.planner.primary.lookup_many(ordered)
+                self._counts.lost_tails += found.count(LookupResult.MISS)
             return None
         self._counts.allocations.append(len(output.keys_to_store))
-        self._counts.lost_tails += len(output.keys_left_out)
+        if not self.offers_again or is_last:
+            self._counts.lost_tails += len(output.keys_left_out)
+        elif output.keys_left_out:
+            self._left_out[request.req_id] = output.keys_left_out
         if output.keys_to_store:
             self._jobs_in_flight += 1
             for slot in output.store_spec.block_ids.tolist():
                 self._slot_flags[slot] = 0
         return convert.prepare_store_output(output)
+
+    def take_left_out(self) -> Mapping[str, Sequence[OffloadKey]]:
+        """Return what the stores since the last call have left out, by request."""
+        left_out, self._left_out = self._left_out, {}
+        return left_out
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext, success: bool = True

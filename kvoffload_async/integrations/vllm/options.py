@@ -37,7 +37,8 @@ VLLMS_OWN: Final = frozenset(
 )
 """Keys of `kv_connector_extra_config` that vLLM reads."""
 
-OFFLOADING_CONNECTORS: Final = ("OffloadingConnector", "KVOffloadConnector")
+OWN_CONNECTOR: Final = "KVOffloadConnector"
+OFFLOADING_CONNECTORS: Final = ("OffloadingConnector", OWN_CONNECTOR)
 """Values of `kv_connector`: vLLM's connector that takes a spec, and this package's."""
 
 DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")

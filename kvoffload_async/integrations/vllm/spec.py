@@ -42,6 +42,7 @@ from kvoffload_async.integrations.vllm.identity import (
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
+    OWN_CONNECTOR,
     IdentityOptions,
     engine_options,
     own_tier,
@@ -54,6 +55,7 @@ from kvoffload_async.integrations.vllm.row_layout import (
 )
 from kvoffload_async.integrations.vllm.surroundings import require_one_host, surroundings_of
 from kvoffload_async.integrations.vllm.tier_adapter import adapted
+from kvoffload_async.integrations.vllm.version import CONTRACT
 from kvoffload_async.integrations.vllm.worker import SCHEDULER, KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.log_level import show_log
@@ -111,6 +113,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             TimeoutError: The process that creates the mapping did not do so in time.
         """
         if self._manager is None:
+            self._engine.accepts_prefixes = self._is_offered_again()
             self._warn_of_failed_loads()
             self._warn_of_incomplete_chunks()
             manager = self._engine.get_manager()
@@ -119,6 +122,7 @@ class KVOffloadSpec(base.OffloadingSpec):
                 self._engine.slot_flags,
                 self._engine.shutdown,
                 self._groups_with_windows(),
+                offers_again=self._engine.accepts_prefixes,
             )
         return self._manager
 
@@ -207,6 +211,14 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._process_folders.pop().close()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _is_offered_again(self) -> bool:
+        """Return whether the connector offers again what a store has left out."""
+        around = self._surroundings
+        connector = None if around is None else around.vllm_config.kv_transfer_config.kv_connector
+        return connector == OWN_CONNECTOR and CONTRACT.has_private_names(
+            "KVOffloadConnector: offering again what had no room, and looking blocks up in batches,"
+        )
 
     def _warn_of_failed_loads(self) -> None:
         """Warn if vLLM does not compute the blocks of a failed load itself."""
@@ -307,11 +319,6 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["block_size"] = min(self.tokens_per_block)
         options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
-        has_groups = len(self.config.groups) > 1  # vLLM never offers the remaining blocks again
-        if options.setdefault("accept_prefix", not has_groups) and has_groups:
-            raise ConfigError(
-                "accept_prefix: true is for models of one KV-cache group; leave it out"
-            )
         tiers = options.get("secondary_tiers")
         if isinstance(tiers, list | tuple):
             options["secondary_tiers"] = own_tiers = []

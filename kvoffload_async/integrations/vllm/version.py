@@ -9,6 +9,7 @@ from kvoffload_async.integrations.host_contract import HostContract
 
 _OFFLOAD: Final = "vllm.v1.kv_offload"
 _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1"
+_SCHEDULER: Final = f"{_CONNECTOR}.offloading.scheduler"
 
 CONTRACT: Final = HostContract(
     module="vllm",
@@ -22,6 +23,7 @@ CONTRACT: Final = HostContract(
         f"{_OFFLOAD}.base:OffloadingWorker": (),
         f"{_OFFLOAD}.tiering.base:SecondaryTierManager": (),
         f"{_CONNECTOR}.offloading_connector:OffloadingConnector": (
+            "build_connector_meta",
             "get_transfer_results",
             "register_kv_caches",
             "start_load_kv",
@@ -50,6 +52,18 @@ CONTRACT: Final = HostContract(
         (),
     ),
     recording=Path(__file__).with_name("contract.json"),
+    private={
+        f"{_SCHEDULER}:OffloadingConnectorScheduler": (
+            "_events_tracker",
+            "_maximal_prefix_lookup",
+            "_req_status",
+            "_sliding_window_lookup",
+        ),
+        f"{_SCHEDULER}:RequestGroupState": ("next_stored_chunk_idx", "offload_keys"),
+        f"{_SCHEDULER}:RequestOffloadState": ("group_states",),
+        f"{_CONNECTOR}.offloading.events:OffloadingEventsTracker": ("self_describing_enabled",),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids",),
+    },
 )
 
 SUPPORTED: Final = CONTRACT.supported

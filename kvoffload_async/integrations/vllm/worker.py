@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from vllm.v1.kv_offload import base
@@ -127,12 +127,15 @@ class KVOffloadWorker(base.OffloadingWorker):
         return True
 
     def get_finished(self) -> list[base.TransferResult]:
-        """Return the jobs that ended since the last call. Non-blocking.
+        """Return the jobs that ended since the last call.
+
+        For a KV cache in host memory, waits up to 0.1 s for the loads of this step, which vLLM's
+        own worker copies synchronously. Never waits for a device.
 
         Raises:
             TransportError: A load failed, and the connector does not call `take_failed_loads`.
         """
-        self._collect()
+        self._collect(self._copies.get_finished())
         ended, self._ended = self._ended, []
         return [convert.transfer_result(result) for result in ended]
 
@@ -153,7 +156,7 @@ class KVOffloadWorker(base.OffloadingWorker):
                 f"copies of the jobs {sorted(job_ids)} have not ended within {self._timeout_s} s: "
                 "the device hangs, or drain_timeout_s is too short"
             )
-        self._collect()
+        self._collect(self._copies.poll_finished())
 
     def shutdown(self) -> None:
         """Wait for running copies, then unmap the memory; idempotent."""
@@ -180,9 +183,9 @@ class KVOffloadWorker(base.OffloadingWorker):
             )
         self._shares_with_scheduler = True
 
-    def _collect(self) -> None:
-        """Collect finished copies and handle failed ones."""
-        for result in self._copies.get_finished():
+    def _collect(self, finished: Iterable[TransferResult]) -> None:
+        """Keep the results of finished copies, and handle failed ones."""
+        for result in finished:
             slots = self._slots.pop(result.job_id, None)
             was_expedited = result.job_id in self._expedited
             self._expedited.discard(result.job_id)

@@ -57,10 +57,10 @@ class RequestLevelManager:
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
         """Reserve slots, and note whether there was room."""
-        granted = self._manager.prepare_store(keys, req_context)
+        granted = self._manager.prepare_store(keys, req_context, is_last=is_last)
         if granted is None:
             self.refused.add(req_context.req_id)
         else:
