@@ -160,7 +160,6 @@ parse_rate = number(
     lambda value: 0 < value <= _MAX_RATE, f"a number above 0 and at most {_MAX_RATE:g}, or left out"
 )
 parse_fraction = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
-parse_part = number(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 
 
 def parse_bool(value: object, key: str) -> bool:
@@ -455,18 +454,6 @@ class OffloadConfig(Options):
     """Keys whose offers are counted for `store_threshold`."""
     enable_kv_cache_events: bool = option(parse_bool, default=False)
     """Record events for `take_events`."""
-    reserved_fraction: float = option(parse_part, 0.25)
-    """Fraction of the primary that tier transfers and blocks retained for waiting requests never
-    occupy. The rest is divided equally among the tiers. Within its share, a tier reserves this
-    fraction for each direction."""
-    promotion_fraction: float = option(parse_fraction, 0.5)
-    """Fraction of the primary that promotions, and blocks retained for waiting requests, may occupy
-    until they are loaded, while several requests wait; a request that waits alone may occupy all
-    but `reserved_fraction`. One tier's promotions under way are also limited by the tier's
-    share."""
-    cascade_fraction: float = option(parse_fraction, 0.5)
-    """Fraction of the primary that may be cascading to one tier at once, also limited by the tier's
-    share; further blocks wait."""
     write_back: str | None = option(or_none(one_of(WriteBack)), None)
     """Applies when a store can only evict blocks that a tier has not stored yet. "wait": it does
     not; `OffloadEngine` waits for the tiers, up to the store's deadline, and a scheduler's manager

@@ -92,8 +92,7 @@ REMEDIES: Final[Mapping[Situation, Mapping[str, str]]] = {
         "mooncake": _SERVER + "if it is only slow, raise io_timeout_s",
     },
     JobNotStartedError: {
-        ANY: "the tier works, but more slowly than jobs arrive: make it faster, or lower "
-        "cascade_fraction and promotion_fraction",
+        ANY: "the tier works, but more slowly than jobs arrive: make it faster",
     },
     RepeatedKeyError: {ANY: "a bug of the caller: name each key once"},
     UnknownSlotError: {ANY: "a bug of the caller: name slots of the primary"},

@@ -35,8 +35,8 @@ BUCKET_BOUNDS_S: Final = (
 MissReason = Literal["absent", "skipped", "no_room", "paused", "expired"]
 MISS_REASONS: Final[tuple[MissReason, ...]] = get_args(MissReason)
 """Why a lookup missed. `absent`: no tier has the block. `skipped`: a tier that was not asked may
-have it. `no_room`: a tier has it, but the primary cannot free a slot, or `promotion_fraction` of it
-is in use. `paused`: a reset is in progress. `expired`: the request was deferred for longer than
+have it. `no_room`: a tier has it, but the primary has no room for it, or for a block before it.
+`paused`: a reset is in progress. `expired`: the request was deferred for longer than
 `deferral_timeout_s`."""
 
 SkipReason = Literal["unavailable", "suspended", "filtered", "failed", "too_few"]

@@ -81,9 +81,9 @@ class LookupResult(enum.Enum):
     """Result of looking up one key.
 
     `HIT`: readable in the primary. `MISS`: in no tier, or not to be promoted now. `HIT_PENDING`:
-    still being written to the primary; counts as a hit and defers the request. `RETRY`: not known
-    yet (an existence probe is in flight), or in a tier while the primary has no slot for it yet;
-    not a hit, and defers the request.
+    still being written to the primary, or in a tier and not promoted yet; counts as a hit and
+    defers the request. `RETRY`: not known yet (an existence probe is in flight); not a hit, and
+    defers the request.
     """
 
     HIT = enum.auto()

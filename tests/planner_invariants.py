@@ -571,8 +571,8 @@ def nothing_is_in_use(rest: Rest) -> Iterator[str]:
             yield f"block {key.hex()} is {state.name}"
     if primary.counts["held"]:
         yield f"slots {primary.pool.retained_slots()} are held"
-    if rest.planner.promotions.outstanding_slots:
-        yield f"{rest.planner.promotions.outstanding_slots} slots count as promotions"
+    if rest.planner.room.named:
+        yield f"{rest.planner.room.named} slots are named by tickets and promotions"
 
 
 def nothing_is_lost(rest: Rest) -> Iterator[str]:
@@ -597,7 +597,7 @@ def nothing_is_lost(rest: Rest) -> Iterator[str]:
 def nothing_is_pending(rest: Rest) -> Iterator[str]:
     """P23: with room for it, and a tier in order."""
     for index, queue in enumerate(rest.planner.cascades.queues):
-        if queue.count and not queue.is_shut and rest.planner.shares.room_to_store(index):
+        if queue.count and not queue.is_shut and rest.planner.room.room_to_store(index):
             yield f"tier {index} has pending {queue.count} blocks, and has room"
 
 

@@ -8,15 +8,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, Self, TypeVarTuple
+from typing import Self, TypeVarTuple
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.types import OffloadKey, ReqContext, as_block_ids
+from kvoffload_async.types import OffloadKey, ReqContext
 from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
 
-NO_BLOCKS: Final = as_block_ids(())
 Args = TypeVarTuple("Args")
 
 
@@ -163,9 +162,7 @@ class EngineRequest:
     Attributes:
         ctx: The request's context.
         keys: The keys of its full blocks, head to tail.
-        prefix_blocks: Number of pinned blocks of the prefix, ready to be loaded.
-        slots: Primary slots of the pinned blocks.
-        primary_generation: Generation of the primary when pinned; a reset makes the slots stale.
+        prefix_blocks: Number of blocks of the prefix that the last lookup has pinned; see `lookup`.
         left_out: Keys of the last `store` that found no room, a suffix of its keys.
         is_invalidated: Whether a reset or `invalidate` has dropped the last lookup's prefix.
     """
@@ -174,8 +171,6 @@ class EngineRequest:
         self.ctx = ctx
         self.keys = keys
         self.prefix_blocks = 0
-        self.slots = NO_BLOCKS
-        self.primary_generation = 0
         self.left_out: Sequence[OffloadKey] = ()
         self.is_invalidated = False
         self._waiters = waiters
@@ -281,7 +276,7 @@ class EngineRequest:
 
     def invalidate(self) -> None:
         """Drop the pinned prefix; a later `load` raises InvalidatedError until the next lookup."""
-        self.prefix_blocks, self.slots = 0, NO_BLOCKS
+        self.prefix_blocks = 0
         self.is_invalidated = True
 
     @contextmanager

@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.lifecycle import EngineLifecycle
-from kvoffload_async.async_engine.request import NO_BLOCKS, EngineRequest, Waiter
+from kvoffload_async.async_engine.request import EngineRequest, Waiter
+from kvoffload_async.core.tier_state import TURN_S
 from kvoffload_async.errors import InvalidatedError, StateError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.types import (
-    CPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -173,8 +174,9 @@ class OffloadEngine(EngineLifecycle):
         by then.
 
         Returns:
-            The number of blocks of the prefix; they stay pinned until `load`, the next `lookup`, or
-            the request's end.
+            The number of blocks of the prefix; they stay pinned until the next `load`, `store` or
+            `lookup`, or the request's end. While others wait for room, only for a second: then
+            `load` loads those that are still resident.
 
         Raises:
             StateError: The request has ended, or `timeout_s` is negative or not finite.
@@ -187,16 +189,22 @@ class OffloadEngine(EngineLifecycle):
             search = PrefixSearch(self._manager, request, waiter)
             while True:
                 found = search.settled()
-                if found is None and self._loop.time() >= deadline_s:
+                is_late = self._loop.time() >= deadline_s
+                if found is None and is_late:
                     found = search.readable()
+                count = None if found is None else self._pin(request, found)
                 self._steps.schedule()
-                if found is not None:
-                    return self._pin(request, found)
+                if count is not None:
+                    return count
+                if is_late:
+                    self._unpin(request)
+                    return 0
+                asks_again_s = self._loop.time() + TURN_S / 2  # else its place in the queue ends
                 try:
-                    changed = await waiter.wait(min(deadline_s, limit_s))
+                    changed = await waiter.wait(min(deadline_s, limit_s, asks_again_s))
                     self._steps.ensure_open()
                 except BaseException:
-                    self._stop_waiting(request)
+                    self._unpin(request)
                     raise
                 if self._loop.time() >= limit_s:
                     limit_s, changed = limit_s + self._config.deferral_timeout_s, {}
@@ -218,7 +226,8 @@ class OffloadEngine(EngineLifecycle):
             timeout_s: Seconds until the call raises TimeoutError.
 
         Returns:
-            The number of blocks loaded.
+            The number of blocks loaded: fewer than asked for if the prefix was pinned no longer, as
+            others waited for room for over a second.
 
         Raises:
             StateError: The device blocks do not match the prefix, a block is given twice,
@@ -238,22 +247,27 @@ class OffloadEngine(EngineLifecycle):
         if not count:
             self._unpin(request)
             return 0
-        claimed, generation = request.slots, request.primary_generation
         with await self._transfers.permit(Direction.LOAD, deadline_s, request.ctx) as permit:
             await self._steps.ready(deadline_s)
             self._require_valid(request)
-            if request.slots is not claimed:
+            if request.prefix_blocks < count:
                 raise StateError("the prefix was let go while the load waited for a permit")
-            keys, rest = request.keys[:count], request.keys[count : request.prefix_blocks]
-            request.prefix_blocks, request.slots = 0, NO_BLOCKS  # now owned by the copy
-            self._manager.complete_load(rest, request.ctx, generation)
+            count = self._resident(request.keys[:count])
+            request.prefix_blocks = 0  # now owned by the copy
+            if not count:
+                self._unpin(request)
+                return 0
+            keys, blocks = request.keys[:count], blocks[: count * self._config.blocks_per_chunk]
+            spec = self._manager.prepare_load(keys, request.ctx)
+            self._steps.schedule()
+            release = request.occupy(blocks)
             await self._transfers.run(
                 Direction.LOAD,
                 blocks,
-                CPULoadStoreSpec(claimed[:count]),
+                spec,
                 ctx=request.ctx,
                 permit=permit,
-                ended=partial(self._load_ended, keys, request, generation, request.occupy(blocks)),
+                ended=partial(self._load_ended, keys, request, spec.generation, release),
                 deadline_s=deadline_s,
             )
         if not self._manager.generation.has(keys[0]):
@@ -408,26 +422,27 @@ class OffloadEngine(EngineLifecycle):
             raise StateError(f"device_blocks: {twice} is given twice; give each block once")
         return blocks, len(blocks) // per_chunk
 
-    def _pin(self, request: EngineRequest, count: int) -> int:
-        self._unpin(request)  # a concurrent lookup may have pinned a prefix
+    def _pin(self, request: EngineRequest, found: int) -> int | None:
+        """Pin the prefix that a lookup has found; None if the request must wait for room."""
         request.is_invalidated = False
-        if count:
-            spec = self._manager.prepare_load(request.keys[:count], request.ctx)
-            request.slots, request.primary_generation = spec.block_ids, spec.generation
-        request.prefix_blocks = count
-        self._stop_waiting(request)
+        if not found:
+            self._unpin(request)
+            return 0
+        request.prefix_blocks = 0
+        count = self._manager.hold(request.keys[:found], request.ctx)
+        request.prefix_blocks = count or 0
         return count
 
-    def _stop_waiting(self, request: EngineRequest) -> None:
-        if self._manager.on_request_scheduled(request.ctx):
-            self._steps.note_progress()
+    def _resident(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many leading keys are readable."""
+        answers = self._manager.planner.primary.lookup_many(keys)
+        hits = takewhile(lambda answer: answer is LookupResult.HIT, answers)
+        return sum(1 for _ in hits)
 
     def _unpin(self, request: EngineRequest) -> None:
-        count, request.prefix_blocks, request.slots = request.prefix_blocks, 0, NO_BLOCKS
-        if count:
-            self._manager.complete_load(
-                request.keys[:count], request.ctx, request.primary_generation
-            )
+        """End a request's pins, or its wait for room."""
+        request.prefix_blocks = 0
+        if self._manager.on_request_scheduled(request.ctx):
             self._steps.note_progress()
 
     def _load_ended(

@@ -1,6 +1,6 @@
 """Cascades: copies of stored blocks to the secondary tiers, and reports of their use.
 
-A block without room in a tier's share is *pending* for the tier; it is queued by its slot.
+A block without room in the copies to a tier is *pending* for the tier; it is queued by its slot.
 
     unmarked --add--> pending --began--> under way --succeeded, or given up--> unmarked
     pending --forget (evicted)--> unmarked         under way --failed--> pending, at the tail
@@ -19,7 +19,7 @@ from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.tier_state import Shares, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
@@ -325,7 +325,7 @@ class Cascades:
         self,
         primary: Primary,
         tiers: Sequence[TierState],
-        shares: Shares,
+        room_to_store: Callable[[int], int],
         own: EngineContext,
         submit: Submit,
     ) -> None:
@@ -334,13 +334,13 @@ class Cascades:
         Args:
             primary: The primary tier.
             tiers: The secondary tiers.
-            shares: Bounds the number of blocks in cascade to each tier.
+            room_to_store: Returns how many more blocks may be copied to a tier now.
             own: The request of late cascades.
             submit: See `Submit`.
         """
         self._primary = primary
         self._tiers = tiers
-        self._shares = shares
+        self._room_to_store = room_to_store
         self._own = own
         self._submit = submit
         self.queues = [
@@ -365,7 +365,7 @@ class Cascades:
         if self.parking:
             return True
         return any(
-            queue.count and not queue.is_shut and self._shares.room_to_store(index)
+            queue.count and not queue.is_shut and self._room_to_store(index)
             for index, queue in enumerate(self.queues)
         )
 
@@ -384,7 +384,7 @@ class Cascades:
         for index, queue in enumerate(self.queues):
             if queue.heeding_from is not None:
                 return 0.0
-            if queue.count and self._shares.room_to_store(index):
+            if queue.count and self._room_to_store(index):
                 wait_s = max(0.0, queue.paused_until_s - now_s)
                 soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
         return soonest_s
@@ -429,7 +429,7 @@ class Cascades:
         queue = self.queues[index]
         taken = keys[:0]
         if not queue.count:  # new blocks must not overtake the pending ones
-            room = self._shares.room_to_store(index)
+            room = self._room_to_store(index)
             if room and self._takes_store(index, now_s):
                 taken = keys[:room]
         if taken:
@@ -590,7 +590,7 @@ class Cascades:
 
     def _send_pending_to(self, index: int, most: int, now_s: float) -> None:
         queue = self.queues[index]
-        room = self._shares.room_to_store(index)
+        room = self._room_to_store(index)
         if not room or not self._takes_store(index, now_s):
             return
         slots = queue.oldest(min(room, most))

@@ -133,16 +133,6 @@ class TierCounters:
     dropped: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     failed_jobs_by_error: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def loads_in_flight(self) -> int:
-        """Number of loads without a result."""
-        return self.submitted_loads - self.finished_loads
-
-    @property
-    def stores_in_flight(self) -> int:
-        """Number of stores without a result."""
-        return self.submitted_jobs - self.finished_jobs - self.loads_in_flight
-
     def submit(self, job: JobMetadata) -> None:
         """Count a submitted job."""
         self.submitted_jobs += 1

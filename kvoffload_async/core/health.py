@@ -188,23 +188,12 @@ class TierHealth:
         self.now_s: float | None = None
         self._probes_begun_s: dict[int, float] = {}
         self._is_closing = False
-        self._try_is_reserved = False
-        """Whether the trial of `loads` is a promotion that has a slot but is not submitted yet."""
 
-    def promotion_reserved(self) -> None:
-        """Record a reserved promotion; it is the trial if one is due."""
-        if self.loads.state is not BreakerState.CLOSED:  # fast path: runs for each promoted block
-            self.loads.note(BreakerEvent.TRIED, self.now_s or 0.0)
-            self._try_is_reserved = True
-
-    def promotion_submitted(self) -> None:
-        """Record that a promotion was submitted; its result now decides the trial."""
-        self._try_is_reserved = False
-
-    def store_submitted(self, job: JobMetadata) -> None:
-        """Record a submitted cascade; it is the trial if one is due."""
-        if self.stores.state is not BreakerState.CLOSED:
-            self.stores.note(BreakerEvent.TRIED, job.submit_time)
+    def job_submitted(self, job: JobMetadata) -> None:
+        """Record a submitted job; it is its direction's trial if one is due."""
+        breaker = self.loads if job.is_promotion else self.stores
+        if breaker.state is not BreakerState.CLOSED:
+            breaker.note(BreakerEvent.TRIED, job.submit_time)
 
     def job_ended(self, job: JobMetadata, result: JobResult, now_s: float) -> None:
         """Record the result of a job."""
@@ -249,12 +238,6 @@ class TierHealth:
             return
         self.loads.note(event, self.now_s or 0.0, begun_s=begun_s, error=answer.error)
 
-    def reset(self) -> None:
-        """After a reset of the primary, end a trial whose promotion was dropped by the reset."""
-        if self._try_is_reserved:
-            self._try_is_reserved = False
-            self.loads.note(BreakerEvent.UNDECIDED, self.now_s or 0.0)
-
     def close(self) -> None:
         """Record that the tier is closing; later failures do not count as faults."""
         self._is_closing = True
@@ -270,8 +253,6 @@ class TierHealth:
         loads = [job.submit_time for job in jobs if job.is_promotion]
         stores = [job.submit_time for job in jobs if not job.is_promotion]
         loads += self._probes_begun_s.values()
-        if self._try_is_reserved:
-            loads.append(math.inf)
         tries = (("loads", self.loads, loads), ("stores", self.stores, stores))
         return [name for name, breaker, begun_s in tries if breaker.is_stuck(begun_s)]
 

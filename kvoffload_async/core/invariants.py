@@ -14,7 +14,13 @@ from typing import Generic, TypeVar
 
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.errors import InvariantError
-from kvoffload_async.types import ENGINE_REQ_ID, JobMetadata, OffloadKey, block_text
+from kvoffload_async.types import (
+    ENGINE_REQ_ID,
+    JobMetadata,
+    LookupResult,
+    OffloadKey,
+    block_text,
+)
 
 S = TypeVar("S")
 
@@ -40,25 +46,24 @@ class Invariant(Generic[S]):
             raise InvariantError(f"{self.name} ({self.statement}): {'; '.join(found)}")
 
 
-def lines_are_kept(planner: Planner) -> Iterator[str]:
-    """P26: requests without room are in line; those behind others retain no blocks."""
-    lines = planner.promotions.lines.waiting()
-    live = set(planner.requests.values())
-    own = Counter(job.req_context for job in _writers(planner) for _ in job.keys)
-    for request in live.union(*lines):
+def tickets_are_true(planner: Planner) -> Iterator[str]:
+    """P26: tickets and the queue are as the law of room says."""
+    room, primary = planner.room, planner.primary
+    queue = room.queue
+    for request in {*planner.requests.values(), *queue}:
         name = f"request {request.ctx.req_id!r}"
-        where = {tier for tier, line in enumerate(lines) if request in line}
-        if where != {tier for tier, keys in request.refused.items() if keys}:
-            yield f"{name} is in the lines {where}, but waits for {request.refused}"
-        if where and (request not in live or not request.waits or request.is_expired):
-            yield f"{name} is in line, but waits no more"
-        if request.is_behind != any(lines[tier][0] is not request for tier in where):
-            yield f"{name}: is_behind is {request.is_behind}"
-        if request.is_behind and request.retained:
-            yield f"{len(request.retained)} blocks are retained for {name}, which is behind others"
-        promoting = request.unflushed_promotions + own[request.ctx]
-        if request in live and request.promoting != promoting:
-            yield f"{name} counts {request.promoting} promotions, but has {promoting}"
+        if request.is_queued != (request in queue):
+            yield f"{name} counts as queued: {request.is_queued}"
+        if request.is_queued and request.ticket:
+            yield f"{name} is in the queue, but has a ticket"
+        answers = zip(request.ticket, primary.lookup_many(list(request.ticket)), strict=True)
+        states = Counter(answer for _, answer in answers)
+        if states[LookupResult.MISS]:
+            yield f"{states[LookupResult.MISS]} blocks of the ticket of {name} are absent"
+        if states[LookupResult.HIT_PENDING] != request.awaits:
+            yield f"{name} awaits {request.awaits} blocks of its ticket, of {states}"
+        if not request.ticket.keys() <= request.wants.keys():
+            yield f"the ticket of {name} names blocks that it does not want"
 
 
 def jobs_are_counted(planner: Planner) -> Iterator[str]:
@@ -140,53 +145,48 @@ def slots_are_partitioned(planner: Planner) -> Iterator[str]:
 def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
     """P4: each pin, each write and each job's slot is accounted for."""
     blocks = {key: (slot, refs) for key, slot, refs in planner.primary.resident()}
-    yield from _pins(planner, {key: max(refs, 0) for key, (_, refs) in blocks.items()})
+    yield from _pins(planner, {key: refs for key, (_, refs) in blocks.items() if refs >= 0})
     yield from _writes(planner, {key for key, (_, refs) in blocks.items() if refs < 0})
     yield from _slots_of_jobs(planner, {key: slot for key, (slot, _) in blocks.items()})
 
 
-def promotions_are_single_and_capped(planner: Planner) -> Iterator[str]:
-    """P7: a key has at most one promotion under way; promotions stay within the cap."""
+def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
+    """P7: a key has at most one promotion under way; with tickets they stay within the budget."""
     for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
             yield f"{block_text(key)} has {count} promotions under way"
-    retained = {key for request in planner.requests.values() for key in request.retained}
-    under_way = sum(1 for _ in _promoted_keys(planner))
-    counted = planner.promotions.outstanding_slots
-    if counted != under_way + len(retained):
-        yield f"{counted} slots are counted, {under_way} promoted and {len(retained)} retained"
-    cap = max(planner.limits.promotion_slots, planner.shares.total)
-    if counted > cap:
-        yield f"{counted} promotion slots exceed the cap of {cap}"
+    room = planner.room
+    in_flight = set(_promoted_keys(planner))
+    if in_flight != set(room.in_flight):
+        yield f"{len(room.in_flight)} promotions are counted, but {len(in_flight)} are under way"
+    tickets = {key for request in planner.requests.values() for key in request.ticket}
+    if len(tickets) != room.named_blocks or room.named != len(tickets | in_flight):
+        yield f"{room.named} slots are named, not {len(tickets | in_flight)}"
+    if room.named > planner.primary.num_slots - room.reserved:
+        yield f"{room.named} slots are named, and {room.reserved} reserved for stores"
 
 
-def what_is_retained_is_waited_for(planner: Planner) -> Iterator[str]:
-    """P22: blocks are retained only for requests that wait."""
-    for ctx, request in planner.requests.items():
-        if request.retained and not planner.retention.has_reason(request):
-            count = len(request.retained)
-            yield f"{count} blocks are retained for request {ctx.req_id!r}, which does not wait"
-
-
-def shares_are_true_and_kept(planner: Planner) -> Iterator[str]:
-    """P21: each tier's slots are counted, and the tiers stay within their shares."""
-    shares = planner.shares
-    promised = Counter(tier for tier, _, _ in planner.promotions.unflushed())
-    for index, tier in enumerate(planner.tiers):
-        loads, stores = promised[index], 0
+def copies_are_true_and_bounded(planner: Planner) -> Iterator[str]:
+    """P21: each tier's slots are counted, and its copies of stores stay within their bound."""
+    for tier in planner.tiers:
+        loads, stores = 0, 0
         for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.orphaned())):
             loads += len(job.keys) if job.is_promotion else 0
             stores += 0 if job.is_promotion else len(job.keys)
         counted = (tier.promotion_slots, tier.cascading_blocks)
         if counted != (loads, stores):
             yield f"tier {tier.name!r} counts {counted} slots, but occupies {(loads, stores)}"
-        bounds = (shares.promotions, shares.cascades)
-        if loads + stores > shares.each or loads > bounds[0] or stores > bounds[1]:
-            yield f"tier {tier.name!r} occupies {counted} slots of {bounds}, {shares.each} in all"
-    if shares.occupied > shares.total:
-        yield f"tiers and waiting requests occupy {shares.occupied} slots of {shares.total}"
-    if shares.retained_slots != planner.retention.retained_slots:
-        yield f"{shares.retained_slots} retained slots are counted, not as many as are retained"
+        if stores > planner.room.copies_each:
+            yield f"{stores} blocks are stored in {tier.name!r}, not {planner.room.copies_each}"
+
+
+def who_has_a_right_to_room_waits(planner: Planner) -> Iterator[str]:
+    """P22: only a request that waits, or loads in this step, has a ticket or is in the queue."""
+    room = planner.room
+    for request in {*planner.requests.values(), *room.queue}:
+        loads = not request.is_finished and room.is_used(request)
+        if (request.ticket or request.is_queued) and not (request.waits or loads):
+            yield f"request {request.ctx.req_id!r} has a ticket or is in the queue, but waits not"
 
 
 def finished_requests_wait_for_something(planner: Planner) -> Iterator[str]:
@@ -224,7 +224,7 @@ def pending_work_is_known(planner: Planner) -> Iterator[str]:
         tier.name
         for i, tier in enumerate(planner.tiers)
         if cascades.queues[i].count
-        and planner.shares.room_to_store(i)
+        and planner.room.room_to_store(i)
         and not cascades.queues[i].is_shut
     ]
     if planner.has_pending_work != bool(planner.jobs or parked or takers):
@@ -266,8 +266,10 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
     reasons = planner.primary.loads()
     for job in _readers(planner):
         reasons.update(job.keys)
-    reasons.update({key for request in planner.requests.values() for key in request.retained})
-    reasons.update(planner.retention.guarded)
+    reasons.update(
+        {key for request in planner.requests.values() for key in request.ticket if key in pins}
+    )
+    reasons.update(planner.room.guarded)
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"{block_text(key)} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
@@ -299,7 +301,6 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
         for job in chain(_readers(planner), _writers(planner))
         for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True)
     ]
-    named += [("a reservation", key, slot) for _, key, slot in planner.promotions.unflushed()]
     for who, key, slot in named:
         if slots.get(key) != slot:
             yield f"{who} names slot {slot}, but {block_text(key)} is in {slots.get(key)}"
@@ -322,8 +323,7 @@ def _writers(planner: Planner) -> Iterator[JobMetadata]:
 
 
 def _promoted_keys(planner: Planner) -> Iterator[OffloadKey]:
-    yield from chain.from_iterable(job.keys for job in _writers(planner))
-    yield from (key for _, key, _ in planner.promotions.unflushed())
+    return chain.from_iterable(job.keys for job in _writers(planner))
 
 
 STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
@@ -338,8 +338,8 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P7",
-        "at most one promotion per key is in flight; with retained blocks they stay within the cap",
-        promotions_are_single_and_capped,
+        "at most one promotion per key is in flight; with tickets they leave slots to stores",
+        promotions_are_single_and_bounded,
     ),
     Invariant(
         "P10",
@@ -359,13 +359,13 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P21",
-        "each tier occupies what it counts and no more than its share, and the reserve is kept",
-        shares_are_true_and_kept,
+        "each tier occupies what it counts, and no more than its part for stores",
+        copies_are_true_and_bounded,
     ),
     Invariant(
         "P22",
-        "requests with retained blocks are waiting",
-        what_is_retained_is_waited_for,
+        "only a request that waits, or loads in this step, has a ticket or a place in the queue",
+        who_has_a_right_to_room_waits,
     ),
     Invariant(
         "P23",
@@ -381,8 +381,8 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P26",
-        "who waits for room for promotions is in line, and holds nothing while behind others",
-        lines_are_kept,
+        "a ticket names blocks that are there or on their way, and who waits for one holds nothing",
+        tickets_are_true,
     ),
 )
 

@@ -15,9 +15,10 @@ from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
 from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.promotions import Promotions, TierSearch
-from kvoffload_async.core.requests import Lines, RequestState, Retention
-from kvoffload_async.core.tier_state import PlannerLimits, Shares, TierLookup, TierState
+from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.room import Room
+from kvoffload_async.core.search import TierSearch, Verdict
+from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.statistics import MissReason
 from kvoffload_async.tables.keymap import require_keys
@@ -36,6 +37,7 @@ from kvoffload_async.types import (
 _HIT: Final = LookupResult.HIT
 _PENDING: Final = LookupResult.HIT_PENDING
 _MISS: Final = LookupResult.MISS
+_RETRY: Final = LookupResult.RETRY
 _KEYS_AT_ONCE: Final = 256
 """Maximum number of keys per batch of a lookup; limits the keys looked up beyond a miss."""
 
@@ -49,26 +51,27 @@ class Planner:
         now_s: Time of the current step's start, in seconds.
     """
 
-    def __init__(self, primary: Primary, tiers: Sequence[TierState], limits: PlannerLimits) -> None:
-        """Start with an empty primary; lookups query `tiers` in the given order."""
+    def __init__(self, primary: Primary, tiers: Sequence[TierState], deferral_s: float) -> None:
+        """Start with an empty primary.
+
+        Args:
+            primary: The primary tier.
+            tiers: The secondary tiers; lookups query them in this order.
+            deferral_s: Total seconds that a request may be deferred, without its time behind others
+                in the queue for room; then pending counts as missing.
+        """
         self.primary = primary
         self.tiers = tuple(tiers)
         primary.may_decline = not self.tiers  # unless the admission says what they do not store
-        self.limits = limits
+        self.deferral_s = deferral_s
         self.counters = PlannerCounters()
-        self.shares = Shares(
-            primary.num_slots,
+        self._search = TierSearch(self.tiers)
+        self.room = Room(
+            primary,
             self.tiers,
-            promotion_slots=limits.promotion_slots,
-            cascade_blocks=limits.cascade_blocks,
-            reserved_fraction=limits.reserved_fraction,
+            lambda key, request: self._search.find(key, request, self.now_s),
+            partial(self._submit, is_promotion=True),
         )
-        lines = Lines(len(self.tiers))
-        self.retention = Retention(
-            primary, self.shares, lines, limits.promotion_slots, limits.deferral_s
-        )
-        self.promotions = Promotions(primary, self.tiers, self.shares, self.retention, lines)
-        self._search = TierSearch(self.tiers, self.promotions, self.counters)
         self.requests: dict[ReqContext, RequestState] = {}
         self._newest: dict[str, RequestState] = {}
         """Request id -> the newest live request with that id."""
@@ -77,13 +80,13 @@ class Planner:
         self.cascades = Cascades(
             primary,
             self.tiers,
-            self.shares,
+            self.room.room_to_store,
             self.own,
             partial(self._submit, is_promotion=False),
         )
         self._touches = Touches(self.tiers, self.cascades, self.own)
         self._asking: RequestState | None = None
-        self._found = self.retention.found
+        self._found = self.room.found
         self._next_job_id: JobId = 0
         self.begin_step(0.0)
 
@@ -113,8 +116,7 @@ class Planner:
         self.cascades.end_request(request, self.now_s)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
-        self._decide(request)
-        self.retention.proceed(request)
+        self._proceed(request)
         self._end_if_done(request)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
@@ -126,13 +128,43 @@ class Planner:
             return self._count_lookups((key,), (_HIT,), (_HIT,), request)[0]
         return self.lookup_many((key,), ctx, stop_at_miss=True)[0]
 
+    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> tuple[int, bool]:
+        """Look up a prompt's blocks, up to the first that is nowhere.
+
+        Costs no time per block while the request waits for room or for its promotions.
+
+        Returns:
+            The number of blocks before that one, and whether the lookup is deferred: then some of
+            the blocks are not readable yet, or their number is not known: repeat it in the next
+            step.
+
+        Raises:
+            StateError: See `lookup_many`.
+        """
+        request = self._live_request(ctx)
+        if request is not self._asking:
+            self._begin_round(request)
+        if (request.is_queued or request.awaits) and self._defer(request):
+            self.counters.lookups += 1
+            self.counters.pending_hits += 1
+            return 0, True
+        # Most prompts are new: their first block alone tells.
+        answers = self.lookup_many(keys[:1], ctx, stop_at_miss=True)
+        if answers and answers[0] is not _MISS:
+            answers += self.lookup_many(keys[1:], ctx, stop_at_miss=True)
+        length = len(answers) - answers.count(_MISS)
+        return length, answers.count(_HIT) < length
+
     def lookup_many(
         self, keys: Sequence[OffloadKey], ctx: ReqContext, *, stop_at_miss: bool = False
     ) -> list[LookupResult]:
-        """Look up blocks in all tiers; may reserve slots and queue promotions.
+        """Look up blocks in all tiers; those found in a secondary tier are promoted.
+
+        HIT_PENDING: the block is being written, or a tier has it and the request waits for room.
+        RETRY: a tier has not resolved the key yet.
 
         Args:
-            keys: The keys; earlier keys get slots for promotion first.
+            keys: The keys.
             ctx: The request.
             stop_at_miss: Whether the answers end with the first MISS; later keys are not looked up.
 
@@ -157,21 +189,25 @@ class Planner:
         """Pin keys that were HIT in this step; return their slots, in key order."""
         request = self._live_request(ctx)
         slots = self.primary.prepare_load(ctx, keys)
-        self.retention.load(request, keys)
         self._asking = None
         self._decide(request)
+        self.room.use(request)
         return slots
+
+    def hold(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> int | None:
+        """Give a request a ticket for keys that were HIT in this step; see `Room.hold`."""
+        return self.room.hold(self._live_request(ctx), keys)
 
     def on_request_scheduled(self, ctx: ReqContext) -> bool:
         """End a request's wait for loads; a request that has ended is ignored.
 
         Returns:
-            Whether blocks were retained for the request until now.
+            Whether the request had a ticket or a place in the queue until now.
         """
         request = self.requests.get(ctx)
         if request is None:
             return False
-        had_some = bool(request.retained)
+        had_some = bool(request.ticket) or request.is_queued
         self._proceed(request)
         return had_some
 
@@ -192,10 +228,15 @@ class Planner:
         require_keys(keys)
         self._proceed(request)
         if len(keys) > self.primary.pool.unused.count:
-            self.retention.guard_from_store()
-        output = self.primary.prepare_store(ctx, keys)
+            self.room.guard_hits()
+        output = self.primary.prepare_store(
+            ctx, keys, self._room_for_store if self.room.queue else None
+        )
         if output is None:
+            self.room.store_refused()
             return None
+        if output.keys_left_out:
+            self.room.store_refused()
         request.writing.update(output.keys_to_store)
         if request.request_level_tiers:
             new = frozenset(output.keys_to_store)
@@ -213,6 +254,10 @@ class Planner:
         """End the write of keys that `prepare_store` granted; on success they cascade."""
         written = self.primary.complete_store(ctx, keys, success=success, generation=generation)
         request = self.requests.get(ctx)
+        if success:
+            self.room.written(written)
+        else:
+            self.room.unwritten(written)
         if request is None or not written:
             return
         if success:
@@ -230,13 +275,14 @@ class Planner:
     # -- steps and jobs -------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
-        """Begin a scheduler step at `now_s` seconds."""
+        """Begin a scheduler step at `now_s` seconds, or go on with it at a later time."""
         self.now_s = now_s
+        self.room.begin_step(now_s)
         for tier in self.tiers:
             tier.health.now_s = now_s
 
     def collect(self) -> None:
-        """Apply the job results and slot releases queued in the tier states."""
+        """Apply the job results and slot releases queued in the tier states; serve the queue."""
         for index, tier in enumerate(self.tiers):
             if not (tier.jobs.ended or tier.jobs.released):
                 continue
@@ -244,11 +290,11 @@ class Planner:
                 self._job_ended(index, job, result)
             for record in tier.jobs.take_released():
                 self._job_released(index, record)
+        if self.room.queue:
+            self.room.serve_first()
 
     def end_step(self, scheduled: Iterable[str] = ()) -> None:
-        """End a step: submit promotions and pending cascades, and report used blocks to the tiers.
-
-        Also releases the retained blocks that no request waits for any more.
+        """End a step: grant tickets, submit pending cascades, report used blocks to the tiers.
 
         Args:
             scheduled: Ids of requests whose computation began in this step.
@@ -256,10 +302,6 @@ class Planner:
         for req_id in scheduled:
             if req_id in self._newest:
                 self._proceed(self._newest[req_id])
-        if self.promotions.batches:
-            for tier, request, keys, slots in self.promotions.flush():
-                self._submit(tier, request.ctx, keys, slots, is_promotion=True)
-                self._end_if_done(request)
         if self.cascades.parking:
             for request in self.cascades.retry_parked(self.now_s):
                 self._end_if_done(request)
@@ -267,11 +309,9 @@ class Planner:
             self._touches.flush(self.now_s)
         if self._search.has_unknown:
             self._search.end_step(self.now_s)
-        self.cascades.send_pending(self.now_s)
         self._asking = None
-        self.retention.end_step(self.now_s)
-        if self.promotions.lines.num_places:
-            self.promotions.serve(self.now_s)
+        self.room.end_step()
+        self.cascades.send_pending(self.now_s)
 
     @property
     def has_pending_work(self) -> bool:
@@ -300,7 +340,7 @@ class Planner:
         """
         if jobs := self.jobs:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
-        self.promotions.reset()
+        self.room.reset()
         self.cascades.forget()
         reading = [record for record in self.orphaned.values() if not record.holds_slots]
         for record in reading:
@@ -318,8 +358,8 @@ class Planner:
         """Resume promotions; call when all copies that started before the reset have ended."""
         self.promotions_paused = False
 
-    def release_retained(self) -> None:
-        """Release the blocks retained for all requests; none will load them."""
+    def end_tickets(self) -> None:
+        """End all tickets: no request will load any more."""
         for request in self.requests.values():
             self._proceed(request)
 
@@ -347,18 +387,14 @@ class Planner:
             good = frozenset()  # the copy still runs, so no block is complete yet
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
-        request = self.requests.get(job.req_context)
-        if request is not None:
-            request.promoting -= len(job.keys)
-        if result.orphaned:
-            self.promotions.orphan(failed)
-        else:
-            self.promotions.land(index, landed, request)
-            if failed:
-                self.promotions.fail(index, failed)
+        if failed:
+            self.room.fail(index, failed, orphaned=result.orphaned)
+            request = self.requests.get(job.req_context)
+            if request is not None:
+                request.failed.update(zip(repeat(index), failed))
+        if landed:
+            self.room.land(landed)
             self.cascades.offer_faster(index, landed, self.now_s)
-        if request is not None:
-            request.failed.update(zip(repeat(index), failed))
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:
@@ -382,16 +418,22 @@ class Planner:
         outcomes: list[LookupResult | MissReason] = list(in_primary)
         if _MISS in in_primary:
             outcomes = self._look_below(keys, in_primary, request, stop_at_miss=stop_at_miss)
-        else:
-            self._found += [key for key, found in zip(keys, outcomes, strict=True) if found is _HIT]
-        if (_PENDING in outcomes or LookupResult.RETRY in outcomes) and not self._search.defer(
-            request, self.now_s, self.limits.deferral_s
-        ):
+        if request.ticket and _PENDING in in_primary:
+            behind = request.wants.keys() - request.ticket.keys()
+            outcomes = [
+                "no_room" if each is _PENDING and key in behind else each
+                for key, each in zip(keys, outcomes, strict=False)
+            ]
+        if (_PENDING in outcomes or _RETRY in outcomes) and not self._defer(request):
             outcomes = [
                 each if each is _HIT or isinstance(each, str) else "expired" for each in outcomes
             ]
-            if stop_at_miss:
-                outcomes = outcomes[: outcomes.index("expired") + 1]
+        if stop_at_miss:
+            missing = next((i for i, each in enumerate(outcomes, 1) if isinstance(each, str)), None)
+            outcomes = outcomes[:missing]
+        self._found += [
+            key for key, each in zip(keys, outcomes, strict=False) if not isinstance(each, str)
+        ]
         return self._count_lookups(keys, in_primary, outcomes, request)
 
     def _look_below(
@@ -404,34 +446,64 @@ class Planner:
     ) -> list[LookupResult | MissReason]:
         """Look up keys in the tiers that the primary lacks; return the answers for all `keys`.
 
+        A request in the queue, or with a ticket, is not looked up again: what the ticket leaves out
+        is a miss.
+
         Args:
             keys: The keys, at least one of which the primary lacks.
             in_primary: The primary's answers.
             request: The request.
-            stop_at_miss: See `lookup_many`.
+            stop_at_miss: Whether answers behind the first miss are of no use.
         """
         absent = [key for key, found in zip(keys, in_primary, strict=True) if found is _MISS]
-        verdicts = self._search.ask(
-            absent,
-            request,
-            self.now_s,
-            is_paused=self.promotions_paused,
-            stop_at_miss=stop_at_miss,
-        )
-        last, verdict = next(reversed(verdicts.items()))
-        if stop_at_miss and isinstance(verdict, str):
-            keys = keys[: keys.index(last) + 1]
-        # Before the promotions are reserved: they must not evict the hits of this step.
-        if _HIT in in_primary:
-            found_now = zip(keys, in_primary, strict=False)
-            self._found += [key for key, found in found_now if found is _HIT]
-        below = self._search.promote(verdicts, request, stop_at_miss=stop_at_miss)
-        outcomes: list[LookupResult | MissReason] = []
-        for key, found in zip(keys, in_primary, strict=False):
-            outcomes.append(below[key] if found is _MISS else found)
-            if stop_at_miss and isinstance(outcomes[-1], str):
-                break
-        return outcomes
+        known: dict[OffloadKey, LookupResult | MissReason] = {}
+        if request.is_queued:
+            known = {key: _PENDING for key in absent if key in request.wants}
+        elif request.ticket:
+            known = {key: "no_room" for key in absent if key in request.wants}
+        if request.elsewhere:
+            known.update({key: _PENDING for key in absent if key in request.elsewhere})
+        if known:
+            absent = [key for key in absent if key not in known]
+        if absent:
+            verdicts = self._search.ask(
+                absent,
+                request,
+                self.now_s,
+                is_paused=self.promotions_paused,
+                stop_at_miss=stop_at_miss,
+            )
+            outcomes = {key: self._outcome(each, request) for key, each in verdicts.items()}
+            request.elsewhere.update(key for key, each in outcomes.items() if each is _PENDING)
+            known.update(outcomes)
+        answers = zip(keys, in_primary, strict=True)
+        # Behind a miss, the search has no verdict.
+        return [known.get(key, "absent") if found is _MISS else found for key, found in answers]
+
+    def _outcome(self, verdict: Verdict, request: RequestState) -> LookupResult | MissReason:
+        """Return the answer for a key that the primary lacks."""
+        if isinstance(verdict, str):
+            return verdict
+        if verdict is _RETRY:
+            request.is_undecided = True
+            return _RETRY
+        if request.is_refused or not self.room.budget:
+            self.counters.promotions_refused += 1
+            return "no_room"
+        return _PENDING
+
+    def _defer(self, request: RequestState) -> bool:
+        """Record a deferred lookup; return whether its request may still be deferred."""
+        counts = not request.is_queued or self.room.is_head(request)
+        self.counters.deferrals_expired += request.defer(self.now_s, self.deferral_s, counts=counts)
+        return not request.is_expired
+
+    def _room_for_store(self, count: int, *, is_whole: bool) -> int:
+        """Return how many of `count` slots a store may take; see `Room.room_for_store`."""
+        waiting = zip(self.cascades.queues, self.tiers, strict=True)
+        pending = [tier.cascading_blocks + queue.count for queue, tier in waiting]
+        num_stored = self.primary.stored_now + max(pending, default=0)
+        return self.room.room_for_store(count, is_whole=is_whole, num_stored=num_stored)
 
     def _count_lookups(
         self,
@@ -457,7 +529,7 @@ class Planner:
         counters.lookups += len(answers)
         counters.hits += len(hits)
         counters.pending_hits += answers.count(_PENDING)
-        counters.retries += answers.count(LookupResult.RETRY)
+        counters.retries += answers.count(_RETRY)
         if hits:
             counters.block_hits += request.decides(hits)
         if missing:
@@ -468,7 +540,7 @@ class Planner:
     def _begin_round(self, request: RequestState) -> None:
         """Begin a request's series of lookups; the previous request's series ends."""
         self._asking = request
-        self.retention.begin_round(request, self.now_s)
+        self.room.begin_round(request, self.now_s)
 
     def _decide(self, request: RequestState) -> bool:
         """Record how long a request waited for its lookups; return whether it was waiting."""
@@ -479,9 +551,10 @@ class Planner:
         return True
 
     def _proceed(self, request: RequestState) -> None:
+        waited = request.waits
         self._decide(request)
-        if request.waits or request.retained:
-            self.retention.proceed(request)
+        if waited or request.ticket:
+            self.room.leave(request)
             self._asking = None
 
     def _live_request(self, ctx: ReqContext) -> RequestState:

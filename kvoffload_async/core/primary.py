@@ -23,7 +23,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.counters import PrimaryCounters
@@ -209,10 +209,6 @@ class RecencyLog:
         self._rank(ctx, ordered)
         return [key for key, reused in ordered if reused]
 
-    def live_requests(self) -> set[ReqContext]:
-        """Return the live requests."""
-        return set(self._accesses)
-
 
 _FREE, _TAKEN, _HELD = range(3)
 
@@ -236,11 +232,6 @@ class SlotPool:
         self._states = bytearray(num_slots)
         self.unused = FreeNumbers(num_slots)
         self.holds: dict[int, int] = {}
-
-    @property
-    def retained_count(self) -> int:
-        """Number of held slots, which wait for an orphaned copy."""
-        return len(self.holds)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` slots.
@@ -617,6 +608,14 @@ class ResidentBlocks:
         self._policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
+class Allowed(Protocol):
+    """Bounds a store, for the sake of requests that wait for room."""
+
+    def __call__(self, count: int, *, is_whole: bool) -> int:
+        """Return how many of `count` slots a store may take, which takes all or none if whole."""
+        ...
+
+
 class BlockState(enum.Enum):
     """State of a key in the primary tier."""
 
@@ -753,11 +752,16 @@ class Primary(ResidentBlocks):
     # -- writing --------------------------------------------------------------------------------
 
     def prepare_store(
-        self, ctx: ReqContext, keys: Sequence[OffloadKey]
+        self, ctx: ReqContext, keys: Sequence[OffloadKey], allowed: Allowed | None = None
     ) -> PrepareStoreOutput | None:
         """Reserve slots for the absent ones of `keys`, evicting other blocks if needed.
 
         Duplicate keys count once. Keys that are readable count as used by the request.
+
+        Args:
+            ctx: The request.
+            keys: Keys of the blocks to store.
+            allowed: Bounds the slots that the store takes, beside what is evictable; see `Allowed`.
 
         Returns:
             The granted keys and slots; None if there is no room, and then nothing has changed.
@@ -772,6 +776,10 @@ class Primary(ResidentBlocks):
         wanted, declined = self._admitted(ctx, keys, missing, unpinned)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
+        if wanted and allowed is not None:
+            wanted, left_out = self._cut(
+                wanted, ctx, allowed(len(wanted), is_whole=not self._accept_prefix)
+            )
         if self._accept_prefix and len(wanted) > self.pool.unused.count:
             used = self._recency.used_by(ctx)
             is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
@@ -779,11 +787,11 @@ class Primary(ResidentBlocks):
             if len(wanted) > idle - len(used):  # too few may be left besides its own prefix
                 unpinned |= self._sorted_out([key for key in used if is_own_prefix(key)])[2]
                 is_own_prefix = None
-                room = self._room_beside(unpinned)
-                wanted, left_out = longest_fitting_prefix(wanted, ctx.key_positions, room)
-                if not wanted:
-                    self.counters.refused_stores += 1
-                    return None
+                wanted, cut = self._cut(wanted, ctx, self._room_beside(unpinned))
+                left_out = [*cut, *left_out]
+        if left_out and not wanted:
+            self.counters.refused_stores += 1
+            return None
         granted = self._reserve_beside(unpinned, wanted, ctx, is_own_prefix)
         if granted is None:
             self.counters.refused_stores += 1
@@ -798,6 +806,14 @@ class Primary(ResidentBlocks):
         self.counters.declined_blocks += len(declined)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
+
+    def _cut(
+        self, wanted: Sequence[OffloadKey], ctx: ReqContext, room: int
+    ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
+        """Return what a store of `wanted` takes of `room` slots, and what it leaves out."""
+        if self._accept_prefix:
+            return longest_fitting_prefix(wanted, ctx.key_positions, room)
+        return (wanted, ()) if len(wanted) <= room else ((), wanted)
 
     def _admitted(
         self,
@@ -846,6 +862,12 @@ class Primary(ResidentBlocks):
     def protected_blocks(self) -> int:
         """Number of unpinned blocks that are protected because they are pending for tiers."""
         return self._protected
+
+    def room_beside(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many slots can be reserved without evicting these readable blocks."""
+        refs = self._refs
+        found = (slot for slot in self._blocks.find(keys) if slot is not None)
+        return self._room_beside({slot for slot in found if not refs[slot] & PINS})
 
     def _room_beside(self, unpinned: Collection[int]) -> int:
         """Return how many slots can be reserved without evicting the blocks in `unpinned`."""

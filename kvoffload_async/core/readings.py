@@ -203,7 +203,7 @@ _PRIMARY: Final = _FigureSet(
 _PLANNER: Final = _FigureSet(
     PlannerCounters,
     "counters.",
-    gauges={"retained_blocks": "shares.retained_slots"},
+    gauges={"retained_blocks": "room.named_blocks"},
     given=["requests"],
 )
 _TIER: Final = _FigureSet(

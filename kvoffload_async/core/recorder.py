@@ -21,7 +21,7 @@ from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.tier_state import PlannerLimits, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import text_of
 from kvoffload_async.statistics import MissReason
 from kvoffload_async.timeline import (
@@ -458,7 +458,7 @@ class RecordingPlanner(Planner):
         self,
         primary: Primary,
         tiers: Sequence[TierState],
-        limits: PlannerLimits,
+        deferral_s: float,
         recorder: RequestRecorder,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -466,7 +466,7 @@ class RecordingPlanner(Planner):
         self.recorder = recorder
         self._clock = clock
         self._names = tuple(tier.label for tier in tiers)
-        super().__init__(primary, tiers, limits)
+        super().__init__(primary, tiers, deferral_s)
         labels = [(PRIMARY, "hit"), (PRIMARY, "pending"), (PRIMARY, "miss")]
         for name, tier in zip(self._names, tiers, strict=True):
             answers = ("hit", "miss", "undecided", *tier.counters.skipped_lookups)
@@ -627,8 +627,8 @@ class RecordingPlanner(Planner):
             return "the tier is not open, or its breaker is"
         if has_others:
             return "others wait before them"
-        if not self.shares.room_to_store(index):
-            return "its share of the primary is used up"
+        if not self.room.room_to_store(index):
+            return "its part of the primary is used up"
         return "the tier is slower than what is stored"
 
     def _lookup_figures(self) -> Sequence[int]:

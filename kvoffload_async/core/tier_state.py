@@ -1,24 +1,13 @@
 """One tier on the owner's side: its jobs, its index, its breakers, its counters, its effects.
 
-`Shares` bounds the primary slots that each tier's transfers may occupy, per direction. A promotion
-occupies its slots from their reservation until the blocks land or are given up. A cascade occupies
-the slots of its blocks. Both occupy them until the copy ends, however late. So a hung tier blocks
-its own share only:
-
-    primary = reserved | share of tier 0 | share of tier 1 | ...
-    share   = left to the other direction | limit of this direction
-
-`reserved_fraction` applies to the primary, and again to each direction of a share; at least one
-slot can always be transferred. Blocks retained for waiting requests belong to no tier's share, but
-stay out of the reserved part too.
+A tier with a copy that is overdue, or that was given up, gets no new slots until a copy of it ends:
+promotions and cascades occupy their slots until the copy ends, however late.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvoffload_async.abc.events import (
     AnnouncementRefused,
@@ -64,7 +53,13 @@ from kvoffload_async.types import (
     ReqContext,
 )
 
+TURN_S: Final = 1.0
+"""The time constant of the law of room, in seconds: for a turn, and for silence; see `Room`."""
+
 _GONE = (BlockMissingError, CorruptBlockError)
+_PRESUMED_BYTES_PER_S: Final = 100e6
+"""Speed of a tier that has not ended a load yet."""
+_WEIGHT_OF_NEWEST: Final = 0.25
 
 
 class TierLookup(Protocol):
@@ -91,14 +86,16 @@ class TierState:
         index: The known contents of the tier.
         cost_gated: The index, if it probes only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
-        promotion_slots: Slots occupied by promotions: from the reservation until the block has
-            landed, or the promotion was given up and its copy has ended.
+        promotion_slots: Slots occupied by promotions: until the block has landed, or the promotion
+            was given up and its copy has ended.
         counters: Counts of submitted jobs and of results.
         observed: Statistics from the tier's own events.
         effects: Effects queued for `take_effects`.
         event_log: Events for `take_events`.
         health: The breakers, which suspend a failing tier.
         is_available: Whether the tier is open.
+        is_silent: Whether others waited for room while no copy ended for too long, and none has
+            ended since. Set by `Room`.
         may_probe: Whether a step's end may start a probe.
     """
 
@@ -141,6 +138,11 @@ class TierState:
         self.effects: list[TierEffect] = []
         self.is_available = True
         self._closed = False
+        self.is_silent = False
+        self._quiet_since_s = 0.0
+        """When a copy last ended, or began while none was in flight."""
+        self._load_seconds = slot_bytes / _PRESUMED_BYTES_PER_S
+        """Measured seconds per loaded block, a moving average."""
         self.may_probe = self.cost_gated is not None or not index.is_exact
 
     # -- queries --------------------------------------------------------------------------------
@@ -179,12 +181,23 @@ class TierState:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether the tier accepts pending blocks: open, store breaker closed, no orphaned copy.
-
-        Orphaned loads count too, because overdue copies may occupy the tier's whole share.
-        """
+        """Whether the tier accepts pending blocks: open, store breaker closed, no overdue copy."""
         works = self.is_available and self.health.stores.state is BreakerState.CLOSED
-        return works and not self.jobs.orphaned_count
+        return works and self.takes_slots
+
+    @property
+    def takes_slots(self) -> bool:
+        """Whether the tier may get slots: it is not silent, and no copy of it is overdue."""
+        return not (self.is_silent or self.jobs.orphaned_count)
+
+    def falls_silent(self, now_s: float) -> bool:
+        """Return whether copies are in flight and none has ended for too long.
+
+        Too long is `TURN_S`, plus twice the time that the tier's measured rate gives for the blocks
+        in flight.
+        """
+        blocks = self.promotion_slots + self.cascading_blocks
+        return blocks > 0 and now_s - self._quiet_since_s > TURN_S + 2 * self._load_seconds * blocks
 
     @property
     def is_exact(self) -> bool:
@@ -205,14 +218,8 @@ class TierState:
 
     # -- notifications from the planner ---------------------------------------------------------
 
-    def reserve_slots(self, count: int) -> None:
-        """Count slots as reserved for a promotion."""
-        self.promotion_slots += count
-        self.health.promotion_reserved()
-
     def reset(self) -> None:
-        """Reset the breakers and back-pressure after a reset of the primary."""
-        self.health.reset()
+        """Reset the back-pressure after a reset of the primary."""
         if self.backpressure is not None:
             self.backpressure.clear()
 
@@ -233,28 +240,20 @@ class TierState:
         Raises:
             StateError: The numbers of keys and block ids differ; the job was not accepted.
         """
-        # Keys and slots are validated by the actor, off this thread: it costs time per block.
-        if len(job.block_ids) != len(job.keys):
-            raise StateError(
-                f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
-            )
-        self.counters.submit(job)
-        if not self.jobs.accept(job):
-            return
-        if self._closed:
-            error = TierClosedError(f"job {job.job_id} came after the shutdown")
-            self.jobs.handle(JobAbandoned(job.job_id, error))
-        else:
-            self.effects.append(StartJob(job))
+        _require_slots(job)
+        self._start(job)
 
     def take_on(self, job: JobMetadata) -> None:
-        """Submit a job of the planner; count it in the breakers and in the tier's share."""
+        """Submit a job like `submit`; count it in the breakers and in the tier's slots."""
+        _require_slots(job)
+        if not (self.promotion_slots or self.cascading_blocks):
+            self._quiet_since_s = job.submit_time
+        self.health.job_submitted(job)
         if job.is_promotion:
-            self.health.promotion_submitted()
+            self.promotion_slots += len(job.keys)
         else:
-            self.health.store_submitted(job)
             self.cascading_blocks += len(job.keys)
-        self.submit(job)
+        self._start(job)
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
         """Forward a use of blocks to the tier, if it is open."""
@@ -356,9 +355,20 @@ class TierState:
 
     # -- internal -------------------------------------------------------------------------------
 
+    def _start(self, job: JobMetadata) -> None:
+        self.counters.submit(job)
+        if not self.jobs.accept(job):
+            return
+        if self._closed:
+            error = TierClosedError(f"job {job.job_id} came after the shutdown")
+            self.jobs.handle(JobAbandoned(job.job_id, error))
+        else:
+            self.effects.append(StartJob(job))
+
     def _settle(self, event: JobSettled) -> None:
         job = self.jobs.handle(event)
         self.observed.settled(job, event)
+        self.is_silent, self._quiet_since_s = False, self.health.now_s or 0.0
         if event.job_error is not None:
             if job.is_promotion:
                 self.index.vanished(job.keys, surely=False)
@@ -374,8 +384,11 @@ class TierState:
             self.event_log.add(stored, removed=False)
             return
         if not failures:
-            if self._break_even is not None and job.keys:
-                self._break_even.load_ended(len(job.keys), event.seconds)
+            if job.keys:
+                per_block_s = event.seconds / len(job.keys)
+                self._load_seconds += _WEIGHT_OF_NEWEST * (per_block_s - self._load_seconds)
+                if self._break_even is not None:
+                    self._break_even.load_ended(len(job.keys), event.seconds)
             return
         failed = {job.keys[i]: error for i, error in failures.items()}
         gone = [key for key, error in failed.items() if isinstance(error, _GONE)]
@@ -403,6 +416,7 @@ class TierState:
             return
         self.health.job_ended(job, result, now_s)
         if job.is_promotion:
+            self.promotion_slots -= 0 if result.orphaned else len(job.keys)
             return
         if not result.orphaned:
             self.cascading_blocks -= len(job.keys)
@@ -423,83 +437,9 @@ class TierState:
             self.cascading_blocks -= len(record.job.keys)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerLimits:
-    """The planner's bounds.
-
-    Attributes:
-        promotion_slots: Primary slots that promotions under way and blocks retained for waiting
-            requests may occupy together while several requests wait.
-        cascade_blocks: Blocks in cascade to one tier at once; further blocks are queued.
-        deferral_s: Total seconds that a request may be deferred; then pending counts as missing.
-        reserved_fraction: Part of the primary, 0 to 1, that tiers never occupy; see `Shares`.
-    """
-
-    promotion_slots: int
-    cascade_blocks: int
-    deferral_s: float
-    reserved_fraction: float = 0.0
-
-
-class Shares:
-    """Bounds the primary slots that tiers occupy, from the counts in their states.
-
-    Not thread-safe; call only from the owner's thread.
-
-    Attributes:
-        total: Slots that all tiers' transfers and retained blocks may occupy together.
-        each: Slots that one tier's transfers may occupy.
-        promotions: Slots that one tier's promotions may occupy.
-        cascades: Blocks that may be in cascade to one tier.
-        retained_slots: Blocks retained for requests; written by `Retention`.
-    """
-
-    def __init__(
-        self,
-        num_slots: int,
-        tiers: Sequence[TierState],
-        *,
-        promotion_slots: int,
-        cascade_blocks: int,
-        reserved_fraction: float,
-    ) -> None:
-        """Divide `num_slots` equally among tiers; the two limits further bound each direction."""
-        self._tiers = tiers
-        self.total = num_slots - _part_of(num_slots, reserved_fraction)
-        self.each = max(1, self.total // max(1, len(tiers)))
-        self.retained_slots = 0
-        one_direction = self.each - _part_of(self.each, reserved_fraction)
-        self.promotions = min(promotion_slots, one_direction)
-        self.cascades = min(cascade_blocks, one_direction)
-
-    @property
-    def occupied(self) -> int:
-        """Slots occupied by tiers or retained; a block with several uses counts once for each."""
-        occupied = self.retained_slots
-        for tier in self._tiers:
-            occupied += tier.promotion_slots + tier.cascading_blocks
-        return occupied
-
-    @property
-    def spare_slots(self) -> int:
-        """Slots of `total` that are not occupied; negative if more are occupied."""
-        return self.total - self.occupied
-
-    def room_to_load(self, tier: int) -> int:
-        """Return how many more slots may be reserved for promotions from a tier."""
-        state = self._tiers[tier]
-        return self._room(state, self.promotions - state.promotion_slots)
-
-    def room_to_store(self, tier: int) -> int:
-        """Return how many more blocks may cascade to a tier."""
-        state = self._tiers[tier]
-        return self._room(state, self.cascades - state.cascading_blocks)
-
-    def _room(self, state: TierState, in_direction: int) -> int:
-        room = min(in_direction, self.each - state.promotion_slots - state.cascading_blocks)
-        return max(0, min(room, self.spare_slots))
-
-
-def _part_of(slots: int, fraction: float) -> int:
-    """Return a fraction of `slots`, rounded up, but less than all."""
-    return min(slots - 1, math.ceil(slots * fraction))
+def _require_slots(job: JobMetadata) -> None:
+    # Keys and slots are validated by the actor, off this thread: it costs time per block.
+    if len(job.block_ids) != len(job.keys):
+        raise StateError(
+            f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
+        )

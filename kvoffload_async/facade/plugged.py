@@ -277,9 +277,6 @@ class _Port:
         if not jobs.ended and not jobs.released:
             return
         ended = jobs.take_ended()
-        for job, result in ended:
-            if job.is_promotion and not result.orphaned:  # else the release has counted them
-                self.state.promotion_slots -= len(job.keys)
         yield from self.overdue.take(ended, jobs.take_released())
 
 
@@ -661,8 +658,6 @@ class PluggedTiers:
         )
         transfer.add_job()
         port.transfers[job.job_id] = transfer, following
-        if following:
-            port.state.reserve_slots(len(job.keys))
         port.state.take_on(job)
         if port.state.jobs.ended:  # it was refused
             self._wake()

@@ -21,7 +21,7 @@ from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Snapshot, read_planner, take_snapshot
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.core.tier_state import PlannerLimits, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
@@ -308,9 +308,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         secondary_tiers: Sequence[SecondaryTierManager | UnopenedTier],
         *,
         bridge: Bridge | None = None,
-        reserved_fraction: float = 0.25,
-        promotion_fraction: float = 0.5,
-        cascade_fraction: float = 0.5,
         write_back: str | None = None,
         deferral_timeout_s: float = 30.0,
         breaker: BreakerSettings | None = None,
@@ -329,10 +326,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             secondary_tiers: The tiers, in lookup order.
             bridge: The bridge that the tiers share, if any; for `wait_for_progress`, and to
                 write pending blocks back at shutdown.
-            reserved_fraction: Fraction of the primary kept free of tier traffic; see `Shares`.
-            promotion_fraction: Fraction for promotions and blocks retained for waiting requests;
-                see `OffloadConfig`.
-            cascade_fraction: Fraction that cascades to one tier may occupy.
             write_back: "wait", "drop", or None: drop only for a request's last store; see
                 `OffloadConfig`.
             deferral_timeout_s: Maximum total seconds that a request is deferred.
@@ -356,18 +349,11 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         chosen = None if write_back is None else one_of(WriteBack)(write_back, "write_back")
         primary.core.drops_pending = chosen is WriteBack.DROP
         self._last_drops_pending = chosen is not WriteBack.WAIT
-        slots = primary.core.num_slots
         self._tiers = TierGroup(
             secondary_tiers, breaker or BreakerSettings(), primary.row_bytes, clock
         )
         self.recorder = RequestRecorder(explain_requests) if explain_requests else None
-        limits = PlannerLimits(
-            promotion_slots=max(1, int(slots * promotion_fraction)),
-            cascade_blocks=max(1, int(slots * cascade_fraction)),
-            deferral_s=deferral_timeout_s,
-            reserved_fraction=reserved_fraction,
-        )
-        parts = (primary.core, self._tiers.states, limits)
+        parts = (primary.core, self._tiers.states, deferral_timeout_s)
         self.planner: Planner = (
             Planner(*parts)
             if self.recorder is None
@@ -442,6 +428,15 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
                 break
         return answers
 
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> tuple[int, bool]:
+        """See the base class; costs no time per block while the request waits."""
+        self.begin_step()
+        if len(self.generation.current(keys)) < len(keys):
+            return super().lookup_prefix(keys, req_context)
+        return self.planner.lookup_prefix(keys, req_context)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self.begin_step()
         if not self.generation.has(key):
@@ -453,13 +448,24 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         slots = self.planner.prepare_load(keys, req_context)
         return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
 
+    def hold(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
+        """Pin blocks that were HIT in this step until the request loads, for drivers that await.
+
+        The pins end if they are unused for a second while others wait for room.
+
+        Returns:
+            The number of blocks, of which the first are pinned, as far as there is room for pins;
+            None if the request must wait for room: then repeat its lookups.
+        """
+        return self.planner.hold(keys, req_context)
+
     def on_request_scheduled(self, req_context: ReqContext) -> bool:
         """Record that a request no longer waits for loads, or has ended.
 
         Needed only if steps are ended without a `ScheduleEndContext`, which lists such requests.
 
         Returns:
-            Whether the call released blocks that were retained for the request.
+            Whether the request had a ticket, or a place in the queue for one, until now.
         """
         return self.planner.on_request_scheduled(req_context)
 
@@ -594,7 +600,8 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due that no notification triggers."""
         pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
-        return min(math.inf if pending_s is None else pending_s, self._tiers.polls_in_s())
+        due_s = math.inf if pending_s is None else pending_s
+        return min(due_s, self.planner.room.wakes_in_s(), self._tiers.polls_in_s())
 
     def invalidate(self, generation: int | str) -> None:
         """Begin another generation after a change of weights, between steps. Non-blocking.
@@ -660,7 +667,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._closed = True
         self._polled_this_step = self._polled_for_stores = False
         deadline_s = self._clock() + timeout_s
-        self.planner.release_retained()
+        self.planner.end_tickets()
         try:
             self._tiers.store_pending(self.planner, self._bridge, timeout_s / 2)
         except OffloadError as error:  # such as a closed event loop; the shutdown must continue

@@ -17,12 +17,13 @@ async def check_work_beside_the_hung_tier(world, calls, first_block):
     else:
         raise AssertionError("a call does not end")
     (tier,) = world.healthy.values()
-    primary, shares = world.core.primary, world.core.shares
-    left = primary.num_slots - shares.each
+    primary = world.core.primary
+    hung = [tier for index, tier in enumerate(world.core.tiers) if index not in world.healthy]
     for text in STORED:
         if not primary.drops_pending:
             await jump()  # until it is overdue, the one that hangs is waited for
             await world.calm()
+        left = primary.num_slots - sum(t.promotion_slots + t.cascading_blocks for t in hung)
         assert primary.counts["free"] + primary.counts["idle"] >= left
         await _check_store(world, tier, text[:left], first_block)
         await jump()  # what has begun in the one that hangs is overdue

@@ -11,7 +11,6 @@ from async_engine.worlds import (
     SCRIPTED,
     content,
     hashes,
-    jump,
     key,
     on_loop,
     opened,
@@ -67,16 +66,13 @@ async def test_chunks_of_several_device_blocks():
 
 @on_loop
 async def test_a_request_that_ends_in_mid_flight_keeps_its_pins_until_the_copy_has_landed():
-    async with opened(slots=2) as world:
+    async with opened(slots=3) as world:
         await world.put("ab")
         async with world.engine.request("r", hashes("ab")) as request:
             await world.engine.lookup(request)
             task = asyncio.create_task(world.engine.load(request, [8, 9]))
             await turns()
-        assert world.counts == {"pinned": 2}
-        async with world.engine.request("s", hashes("xy")) as request:
-            with pytest.raises(BusyError):
-                await world.engine.store(request, [0, 1], 0, 0)
+        assert world.counts == {"pinned": 2, "free": 1}
         world.settle_everything()
         assert await task == 2
         await world.check_rest()
@@ -140,12 +136,16 @@ async def test_a_store_is_readable_when_it_returns_and_not_before():
 
 @on_loop
 async def test_a_store_waits_for_room():
-    async with opened(slots=2) as world:
+    async with opened(slots=3) as world:
         await world.put("ab")
         async with world.engine.request("r", hashes("ab")) as reader:
             await world.engine.lookup(reader)
             async with world.engine.request("w", hashes("xy")) as writer:
                 storing = asyncio.create_task(world.engine.store(writer, [4, 5]))
+                await turns()
+                (copy,) = world.parked
+                assert len(copy.parts[0].slots) == 1, "the slot that tickets leave to stores"
+                world.transport.settle()
                 await turns()
                 assert not world.parked
                 assert await world.during(world.engine.load(reader, [8, 9])) == 2
@@ -155,19 +155,20 @@ async def test_a_store_waits_for_room():
 
 @on_loop
 async def test_without_room_until_the_deadline_the_store_is_refused():
-    async with opened(slots=2) as world:
+    async with opened(slots=3) as world:
         await world.put("ab")
         async with (
             world.engine.request("r", hashes("ab")) as reader,
-            world.engine.request("w", hashes("xy")) as writer,
+            world.engine.request("w", hashes("x")) as writer,
+            world.engine.request("v", hashes("yz")) as other,
         ):
             await world.engine.lookup(reader)
-            storing = asyncio.create_task(world.engine.store(writer, [4, 5], 0, FAR_S))
+            held = asyncio.create_task(world.engine.store(writer, [4], 0, FAR_S))
             await turns()
-            await jump()
             with pytest.raises(BusyError, match="no room"):
-                await storing
-            assert world.counts == {"pinned": 2}
+                await world.engine.store(other, [5, 6], 0, 0.5)
+            assert world.counts == {"pinned": 2, "writing": 1}
+            assert await world.during(held) == 1
         await world.check_rest()
 
 

@@ -79,7 +79,7 @@ async def check_contents(world, text):
 
 @on_loop
 async def test_a_cancelled_store_goes_on_and_its_slot_is_not_given_away():
-    async with opened(slots=2) as world:
+    async with opened(slots=2, reserved=0) as world:
         world.fill(hashes("ab"), [0, 1])
         async with world.engine.request("r", hashes("ab")) as request:
             task = asyncio.create_task(world.engine.store(request, [0, 1]))
@@ -99,7 +99,7 @@ async def test_a_cancelled_store_goes_on_and_its_slot_is_not_given_away():
 
 @on_loop
 async def test_a_cancelled_load_keeps_its_pins_until_the_bytes_have_stopped():
-    async with opened(slots=2) as world:
+    async with opened(slots=2, reserved=0) as world:
         await world.put("ab")
         async with world.engine.request("r", hashes("ab")) as request:
             await world.engine.lookup(request)

@@ -122,7 +122,7 @@ async def test_there_are_no_events_of_a_closed_engine():
 @on_loop
 async def test_closing_ends_every_call_under_way():
     bounds = EngineBounds(concurrent_stores=1, concurrent_loads=1)
-    async with opened(slots=4, tiers=[SCRIPTED], bounds=bounds) as world:
+    async with opened(slots=4, tiers=[SCRIPTED], bounds=bounds, reserved=0) as world:
         await seed(world)
         engine = world.engine
         async with (
@@ -131,14 +131,16 @@ async def test_closing_ends_every_call_under_way():
             engine.request("s", hashes("stuv")) as storing,
         ):
             await engine.lookup(loading)
+            looking = asyncio.create_task(engine.lookup(promoting, FAR_S))
+            await turns()
             calls = {
                 "load": asyncio.create_task(engine.load(loading, [8, 9])),
-                "lookup": asyncio.create_task(engine.lookup(promoting, FAR_S)),
+                "lookup": looking,
                 "no room": asyncio.create_task(engine.store(storing, [0, 1, 2, 3], 0, FAR_S)),
                 "in line": asyncio.create_task(engine.store(storing, [0], 0, FAR_S)),
             }
             await turns()
-            assert not any(task.done() for task in calls.values())
+            assert not [name for name, task in calls.items() if task.done()]
             closing = [asyncio.create_task(engine.close(DEADLINE_S)) for _ in range(2)]
             await turns()
             world.settle_everything()
@@ -448,7 +450,7 @@ async def test_closing_starts_no_thread_and_a_failed_start_keeps_none(monkeypatc
 
 @on_loop
 async def test_several_engines_share_a_loop():
-    async with opened(tiers=[SCRIPTED]) as one, opened(slots=2) as two:
+    async with opened(tiers=[SCRIPTED]) as one, opened(slots=3) as two:
         assert await one.put("abc") == 3
         assert await two.put("xy") == 2
         for world, text, found in (

@@ -106,11 +106,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.has_worked = False
 
     @initialize(
-        reserved_fraction=st.sampled_from([0.0, 0.2]),
         write_back=st.sampled_from(["wait", "drop"]),
         closes_early=st.booleans(),
     )
-    def open(self, reserved_fraction, write_back, closes_early):
+    def open(self, write_back, closes_early):
         self.closes_early = closes_early
         bounds = EngineBounds(concurrent_loads=2, concurrent_stores=2, waiting_calls=3)
         self.opening = opened(
@@ -119,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
             bounds=bounds,
             device_blocks=DEVICE_BLOCKS,
             shutdown_timeout_s=CLOSING_S,
-            reserved_fraction=reserved_fraction,
+            copies_each=None,
             write_back=write_back,
         )
         self.world = self.run(self.opening.__aenter__())

@@ -57,7 +57,7 @@ async def below(world, texts):
 
 @on_loop
 async def test_requests_that_wait_for_room_are_served_in_their_order_and_nobody_else_is_woken():
-    async with opened(slots=4, tiers=[SCRIPTED], promotion_fraction=0.5) as world:
+    async with opened(slots=3, tiers=[SCRIPTED]) as world:
         texts = [letter * 2 for letter in "abcdefgh"]
         await below(world, texts)
         served = []
@@ -85,8 +85,8 @@ async def test_requests_that_wait_for_room_are_served_in_their_order_and_nobody_
 
 @on_loop
 async def test_a_lookup_waits_for_room_no_longer_than_a_request_may_be_deferred():
-    config = {"promotion_fraction": 0.5, "deferral_timeout_s": 5.0}
-    async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
+    config = {"deferral_timeout_s": 5.0}
+    async with opened(slots=3, tiers=[SCRIPTED], **config) as world:
         await below(world, ["aa", "bb"])
         async with (
             world.engine.request("first", hashes("aa")) as first,
@@ -105,7 +105,7 @@ async def test_a_lookup_waits_for_room_no_longer_than_a_request_may_be_deferred(
 
 @on_loop
 async def test_a_lookup_that_is_cancelled_gives_its_place_to_the_next_one():
-    async with opened(slots=4, tiers=[SCRIPTED], promotion_fraction=0.5) as world:
+    async with opened(slots=5, tiers=[SCRIPTED]) as world:
         await below(world, ["aa", "bb", "cc"])
         async with (
             world.engine.request("first", hashes("aa")) as first,
@@ -128,7 +128,7 @@ async def test_a_lookup_that_is_cancelled_gives_its_place_to_the_next_one():
 
 @on_loop
 async def test_a_promotion_waits_for_room_where_the_tier_is_pending_all_of_the_primary():
-    async with opened(slots=4, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
+    async with opened(slots=4, tiers=[SCRIPTED], copies_each=1) as world:
         await below(world, ["a"])
         world.fill(hashes("wxyz"), range(4))
         async with world.engine.request("full", hashes("wxyz")) as request:

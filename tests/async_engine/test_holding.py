@@ -3,7 +3,16 @@
 import asyncio
 
 import pytest
-from async_engine.worlds import FAR_S, PROBED, hashes, jump, on_loop, opened, turns
+from async_engine.worlds import (
+    FAR_S,
+    SCRIPTED,
+    hashes,
+    jump,
+    on_loop,
+    only_in_the_tier,
+    opened,
+    turns,
+)
 
 from kvoffload_async.errors import BusyError
 
@@ -11,7 +20,7 @@ LONG = "abcdefghij"
 
 
 def retained(world):
-    return world.engine.manager.planner.retention.retained_slots
+    return world.engine.manager.planner.room.named_blocks
 
 
 @on_loop
@@ -82,9 +91,9 @@ async def test_a_refused_store_says_what_occupies_the_primary():
 
 @on_loop
 async def test_a_lookup_that_is_cancelled_lets_go_of_what_it_held():
-    async with opened(tiers=(PROBED,)) as world:
-        await world.put("ab")
-        async with world.engine.request("r", hashes("abc")) as request:
+    async with opened(slots=4, tiers=[SCRIPTED]) as world:
+        await only_in_the_tier(world, "ab")
+        async with world.engine.request("r", hashes("ab")) as request:
             looking = asyncio.create_task(world.engine.lookup(request, FAR_S))
             await turns()
             assert not looking.done()

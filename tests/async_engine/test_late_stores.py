@@ -22,7 +22,6 @@ def config_over(root):
         "cpu_bytes_to_use": (BLOCKS + 64) * 4096,
         "block_bytes": 64,
         "model": "test",
-        "cascade_fraction": 480 / (BLOCKS + 64),
         "secondary_tiers": [{"type": "slab", "root_dir": str(root), "capacity_bytes": "64MiB"}],
     }
 
@@ -46,13 +45,13 @@ def test_all_blocks_of_a_store_reach_the_slab_before_the_engine_is_closed(tmp_pa
 
     counters = asyncio.run(store())
     assert (counters.stored_blocks, counters.dropped_blocks) == (BLOCKS, 0)
-    assert counters.late_blocks >= BLOCKS - 480
+    assert counters.late_blocks >= BLOCKS - (BLOCKS + 64) // 2
     assert asyncio.run(open_again()) == BLOCKS
 
 
 @on_loop
 async def test_late_blocks_go_on_although_nobody_asks_the_engine_anything():
-    async with opened(slots=8, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
+    async with opened(slots=8, tiers=[SCRIPTED], copies_each=2) as world:
         blocks = list(range(6))
         world.fill(hashes("abcdef"), blocks)
         async with world.engine.request("r", hashes("abcdef")) as request:

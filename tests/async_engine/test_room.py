@@ -26,7 +26,7 @@ def storing(world, request, blocks, first=0):
 
 @on_loop
 async def test_a_store_of_what_is_present_needs_nothing_that_stores_without_room_wait_for():
-    async with opened(slots=2) as world:
+    async with opened(slots=2, reserved=0) as world:
         await world.put("ab")
         async with (
             world.engine.request("r", hashes("ab")) as reader,
@@ -65,7 +65,7 @@ async def test_a_store_of_what_is_present_or_on_its_way_waits_for_no_copy():
 
 @on_loop
 async def test_a_store_that_finds_room_does_not_wait_for_one_that_finds_none():
-    async with opened(slots=2, bounds=EngineBounds(concurrent_stores=1)) as world:
+    async with opened(slots=2, reserved=0, bounds=EngineBounds(concurrent_stores=1)) as world:
         await world.put("ab")
         async with (
             world.engine.request("r", hashes("a")) as reader,
@@ -89,7 +89,7 @@ async def test_a_store_that_finds_room_does_not_wait_for_one_that_finds_none():
 
 @on_loop
 async def test_stores_that_wait_for_room_are_bounded_and_served_in_their_order():
-    async with opened(slots=2, bounds=EngineBounds(waiting_calls=3)) as world:
+    async with opened(slots=2, reserved=0, bounds=EngineBounds(waiting_calls=3)) as world:
         await world.put("ab")
         async with (
             world.engine.request("r", hashes("ab")) as reader,
@@ -114,7 +114,7 @@ async def test_stores_that_wait_for_room_are_bounded_and_served_in_their_order()
 
 @on_loop
 async def test_room_wakes_those_who_can_take_it_and_no_others():
-    async with opened(slots=2, bounds=EngineBounds(waiting_calls=100)) as world:
+    async with opened(slots=2, reserved=0, bounds=EngineBounds(waiting_calls=100)) as world:
         await world.put("ab")
         async with (
             world.engine.request("r", hashes("ab")) as reader,
@@ -168,7 +168,7 @@ async def test_a_store_that_goes_away_when_it_is_its_turn_passes_the_room_on():
 
 @on_loop
 async def test_closing_ends_stores_that_wait_for_room_beside_copies_that_hang():
-    async with opened(slots=2, bounds=EngineBounds(concurrent_stores=1)) as world:
+    async with opened(slots=2, reserved=0, bounds=EngineBounds(concurrent_stores=1)) as world:
         async with (
             world.engine.request("w", hashes("ab")) as writer,
             world.engine.request("v", hashes("xyz")) as other,

@@ -54,7 +54,7 @@ async def crowded(world, text="abcd"):
 
 @on_loop
 async def test_a_store_waits_until_the_tier_has_taken_what_it_is_pending():
-    async with opened(slots=4, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
+    async with opened(slots=4, tiers=[SCRIPTED], copies_each=1) as world:
         await crowded(world)
         world.fill(hashes("x"), [9])
         async with world.engine.request("r", hashes("x")) as request:
@@ -73,7 +73,7 @@ async def test_a_store_waits_until_the_tier_has_taken_what_it_is_pending():
 
 @on_loop
 async def test_a_store_waits_no_longer_than_its_deadline():
-    async with opened(slots=4, tiers=[SCRIPTED], cascade_fraction=0.25) as world:
+    async with opened(slots=4, tiers=[SCRIPTED], copies_each=1) as world:
         await crowded(world)
         async with world.engine.request("r", hashes("x")) as request:
             task = asyncio.create_task(world.engine.store(request, [9], timeout_s=5.0))
@@ -88,7 +88,7 @@ async def test_a_store_waits_no_longer_than_its_deadline():
 
 @on_loop
 async def test_a_store_does_not_wait_for_a_tier_that_has_failed():
-    config = {"cascade_fraction": 0.25, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
+    config = {"copies_each": 1, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
     async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
         await crowded(world)
         async with world.engine.request("r", hashes("x")) as request:
@@ -104,7 +104,7 @@ async def test_a_store_does_not_wait_for_a_tier_that_has_failed():
 
 @on_loop
 async def test_a_store_that_may_drop_waits_for_no_tier():
-    config = {"cascade_fraction": 0.25, "write_back": "drop"}
+    config = {"copies_each": 1, "write_back": "drop"}
     async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
         await crowded(world)
         async with world.engine.request("r", hashes("x")) as request:
@@ -127,7 +127,7 @@ def test_an_unknown_way_is_refused_with_the_nearest_one():
 @on_loop
 async def test_a_store_goes_on_when_the_last_slot_of_a_failed_tier_is_looked_at(monkeypatch):
     monkeypatch.setattr("kvoffload_async.core.cascades._SLOTS_A_STEP", 1)
-    config = {"cascade_fraction": 0.25, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
+    config = {"copies_each": 1, "breaker_fault_threshold": 1, "breaker_retry_s": 50.0}
     monkeypatch.setattr(TieringOffloadingSpec, "accepts_prefixes", False)
     async with opened(slots=4, tiers=[SCRIPTED], **config) as world:
         await crowded(world)

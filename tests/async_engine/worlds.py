@@ -283,7 +283,17 @@ class World:
 
 
 @asynccontextmanager
-async def opened(slots=8, tiers=(), bounds=None, device_blocks=64, per_chunk=1, **config):
+async def opened(
+    slots=8,
+    tiers=(),
+    bounds=None,
+    device_blocks=64,
+    per_chunk=1,
+    *,
+    copies_each=1_000,
+    reserved=None,
+    **config,
+):
     """Open an engine; at the end it is closed, and must have left nothing behind."""
     tensor = torch.zeros(device_blocks, PAGE_BYTES, dtype=torch.uint8)
     layout = register_kv_caches({"l": tensor}, blocks_per_chunk=per_chunk)
@@ -300,9 +310,6 @@ async def opened(slots=8, tiers=(), bounds=None, device_blocks=64, per_chunk=1, 
         "model": "test",
         "check_invariants": True,
         "secondary_tiers": list(tiers),
-        "reserved_fraction": 0.0,
-        "cascade_fraction": 1.0,
-        "promotion_fraction": 1.0,
         "enable_kv_cache_events": True,
         "shutdown_timeout_s": 2.0,
         **config,
@@ -310,6 +317,10 @@ async def opened(slots=8, tiers=(), bounds=None, device_blocks=64, per_chunk=1, 
     Tier.made.clear()
     async with OffloadEngine(settings, create, bounds) as engine:
         world = World(engine, made[0], list(Tier.made), tensor.numpy(), tensor)
+        if copies_each is not None:
+            world.core.room.copies_each = copies_each
+        if reserved is not None:
+            world.core.room.reserved = reserved
         try:
             yield world
         finally:

@@ -151,8 +151,10 @@ class EngineRequests:
         if self.mode == "refused":
             for number in range(SLOTS // CHAIN):
                 await self.store(number)
-                request = self.engine.request("pins", chain(number))
-                await self.engine.lookup(await self.pinning.enter_async_context(request))
+                context = self.engine.request("pins", chain(number))
+                request = await self.pinning.enter_async_context(context)
+                await self.engine.lookup(request)
+                self.engine.manager.prepare_load(request.keys, request.ctx)
 
     async def halves(self):
         taken = []

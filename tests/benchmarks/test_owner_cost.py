@@ -55,8 +55,6 @@ def manager():
     config = {
         "cpu_bytes_to_use": NUM_BLOCKS * 4096,
         "block_bytes": 4096,
-        "cascade_fraction": 1.0,
-        "reserved_fraction": 0.0,  # all of NUM_KEYS cascades at once, to both tiers
         "secondary_tiers": [{"type": "example"}, {"type": "example"}],
     }
     with TieringOffloadingSpec(config) as spec:
@@ -147,7 +145,7 @@ def test_reading_the_statistics(benchmark, manager):
     fill(manager)
     read = benchmark(manager.stats)
     assert read.primary.stored_blocks == NUM_KEYS
-    assert [tier.cascading_blocks for tier in read.tiers] == [NUM_KEYS, NUM_KEYS]
+    assert [tier.cascading_blocks for tier in read.tiers] == 2 * [NUM_BLOCKS // 4]
 
 
 def test_the_floor_of_reading_the_statistics(benchmark, manager):

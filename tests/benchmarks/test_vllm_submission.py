@@ -1,6 +1,6 @@
-"""What a job costs vLLM's scheduler to submit to one of our tiers, over the floor.
+"""What a job costs vLLM's scheduler to submit to one of our tiers, over the baseline.
 
-The floor is a job object made of what vLLM gives: the same keys, a copy of the slots. Both sides
+The baseline is a job object made of what vLLM gives: the same keys, a copy of the slots. Both sides
 alternate in one process, so the ratio hardly depends on the machine: about 3, and 14 with a check
 of each key and a conversion of each slot. Nothing is asserted about time.
 
@@ -57,12 +57,12 @@ def test_submitting_a_job_of_256_keys_over_the_floor(serving, request, is_promot
     from vllm.v1.kv_offload.tiering.base import TransferJob
     from vllm_world import keys_of
 
-    tier, ours = serving.tier, ReqContext("floor")
+    tier, ours = serving.tier, ReqContext("baseline")
     keys, slots = tuple(keys_of(*range(NUM_KEYS))), np.arange(NUM_KEYS, dtype=np.int32)
     context = serving.request()
     submit = tier.submit_load if is_promotion else tier.submit_store
 
-    def floor(job):
+    def baseline(job):
         JobMetadata(job.job_id, job.keys, job.chunk_ids.copy(), job.is_promotion, ours, 1.0)
 
     if is_promotion:
@@ -72,9 +72,9 @@ def test_submitting_a_job_of_256_keys_over_the_floor(serving, request, is_promot
         tier.drain_jobs()
         assert all(result.success for result in tier.get_finished_jobs())
         job = TransferJob(number, keys, slots, is_promotion, context, time.monotonic())
-        calls = (submit, floor) if number % 2 else (floor, submit)
+        calls = (submit, baseline) if number % 2 else (baseline, submit)
         took = {call: seconds(call, job) for call in calls}
-        pairs.append((took[submit], took[floor]))
+        pairs.append((took[submit], took[baseline]))
         tier.on_schedule_end(None)
     tier.drain_jobs()
     (last,) = tier.get_finished_jobs()

@@ -20,7 +20,6 @@ VALID = {
     "block_size": 16,
     "model": "org/model",
     "deferral_timeout_s": 3.0,
-    "promotion_fraction": 0.5,
     "eviction_policy": "arc",
     "secondary_tiers": [
         {"type": "example", "custom_param": 1, "n_read_threads": 1},

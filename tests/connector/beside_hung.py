@@ -49,8 +49,8 @@ def _check_promotion(serving, index, tier):
     serving.arrive(prompt, max_tokens=1)
     before = serving.tally["loaded"]
     _rest(serving, index)
-    shares, limit = serving.world.manager.planner.shares, serving.geometry.max_load_tokens
-    if limit is None and len(keys) <= shares.promotions:
+    room, limit = serving.world.manager.planner.room, serving.geometry.max_load_tokens
+    if limit is None and len(keys) <= room.budget:
         assert serving.tally["loaded"] - before == len(prompt) - 1
 
 

@@ -17,7 +17,7 @@ def test_hundreds_of_steps_go_by_beside_a_tier_that_hangs_for_ever():
         num_blocks=24,
         num_slots=SLOTS,
         tiers=(EXCLUSIVE, EXCLUSIVE),
-        limits={"cascade_fraction": 0.25, "io_timeout_s": 5.0},
+        limits={"copies_each": SLOTS // 4, "io_timeout_s": 5.0},
     )
     world = serving.world
     begun_s = world.runner.now_s()

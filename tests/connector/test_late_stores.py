@@ -12,7 +12,7 @@ TEXT = "abcdefghijklmnopqrst"
 
 
 def late_world():
-    return World(EXCLUSIVE, num_slots=32, cascade_fraction=2 / 32)
+    return World(EXCLUSIVE, num_slots=32, copies_each=2)
 
 
 def test_all_blocks_reach_a_slow_tier_after_their_request_has_gone():
@@ -55,7 +55,7 @@ def store_four_prompts(write_back):
 
     The tier takes a block a step; the requests run for long after that.
     """
-    world = World(EXCLUSIVE, num_slots=64, cascade_fraction=1 / 64, write_back=write_back)
+    world = World(EXCLUSIVE, num_slots=64, copies_each=1, write_back=write_back)
     desk = Desk(manager=world.manager)
     texts = [letter + string.ascii_letters[:31] for letter in "WXYZ"]
     requests = [Request(f"r{n}", text) for n, text in enumerate(texts)]
@@ -85,7 +85,7 @@ def test_what_has_no_room_is_offered_until_the_tier_has_taken_what_is_before_it(
 
 @pytest.mark.parametrize(("write_back", "lost"), [(None, False), ("wait", True)])
 def test_what_ends_without_room_takes_it_from_blocks_that_the_tier_lacks(write_back, lost):
-    world = World(EXCLUSIVE, num_slots=4, cascade_fraction=0.25, write_back=write_back)
+    world = World(EXCLUSIVE, num_slots=4, copies_each=1, write_back=write_back)
     desk = Desk(manager=world.manager)
     desk.store("abcd", [1, 2, 3, 4, 5], req_id="first")
     request = Request("second", "xy")

@@ -25,7 +25,6 @@ SETUPS = st.fixed_dictionaries(
         "num_blocks": st.sampled_from([24, 16, 12]),
         "num_slots": st.sampled_from([16, 8, 4]),
         "tiers": st.sampled_from([(), (EXCLUSIVE,), (PROBED,), (REQUEST_LEVEL,), *PAIRS, *PAIRS]),
-        "reserved_fraction": st.sampled_from([0.0, 0.25]),
         "num_workers": st.integers(1, min(2, MAX_WORKERS)),
         "blocks_per_chunk": st.sampled_from([1, 1, 2]),
         "offload_prompt_only": st.booleans(),
@@ -49,8 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(setup=SETUPS)
     def build(self, setup):
-        limits = {"reserved_fraction": setup.pop("reserved_fraction")}
-        self.serving = Serving(setup.pop("groups"), limits=limits, **setup)
+        self.serving = Serving(setup.pop("groups"), limits={"copies_each": None}, **setup)
         self.has_worked = False
         for text in ("abcdabc", "abcdab", "ababab"):
             self.serving.arrive(text)

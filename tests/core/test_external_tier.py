@@ -44,8 +44,8 @@ def test_a_stray_pending_hit_of_a_tier_is_a_retry_46363(stray):
 def test_its_manager_hears_of_the_end_of_a_request_behind_the_last_job():
     world, ctx = stored_below(names="a", **FOREIGN)
     world.lookup(ctx, "a")
-    world.finish(ctx)
     world.planner.end_step()
+    world.planner.on_request_finished(world.live.pop("r"))
     effects = world.planner.tiers[0].effects
     assert [type(effect) for effect in effects] == [StartJob, FinishRequest]
     world._absorb()

@@ -7,7 +7,6 @@ from planner_invariants import JobAccepted, RequestClosed, RequestOpened
 
 from kvoffload_async.core.cascades import LATE_BLOCKS_A_STEP, WriteBackQueue
 from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import (
     CorruptBlockError,
     StateError,
@@ -22,7 +21,7 @@ def narrow(num_slots=16, bound=2, **options):
     """A world whose tiers take few blocks at once."""
     world = World(
         num_slots,
-        limits=PlannerLimits(num_slots, cascade_blocks=bound, deferral_s=100.0),
+        copies_each=bound,
         **options,
     )
     return world, world.begin()
@@ -95,6 +94,7 @@ def test_a_promotion_that_evicts_what_is_pending_counts_too():
     world.fill(0, ks("x"))
     world.store(ctx, "ab")
     assert world.lookup(ctx, "x") is PENDING
+    world.step()
     assert counters(world).dropped_blocks == 1
     world.wind_down()
 

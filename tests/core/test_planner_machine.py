@@ -20,7 +20,6 @@ from planner_invariants import (
 
 from kvoffload_async.core.health import BreakerSettings, BreakerState
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
 from kvoffload_async.types import ALL_TIERS, Locality, TierMatcher
 
@@ -46,10 +45,7 @@ SETUPS = st.fixed_dictionaries(
         "num_slots": st.integers(1, 8),
         "tiers": st.sampled_from([2, 1, 3, 0]),
         "policy": st.sampled_from(["lru", "arc", "hd"]),
-        "cap": st.sampled_from([4, 1, 2, 8, 0]),
-        "cascade_blocks": st.sampled_from([1_000, 4, 1]),
         "faults": st.sampled_from([1_000, 2, 1]),
-        "reserved": st.sampled_from([0.25, 0.0, 0.5]),
         "accept_prefix": st.booleans(),
         "drops_pending": st.booleans(),
         "request_level": st.sets(st.integers(0, 2), max_size=2),
@@ -86,9 +82,8 @@ class PlannerMachine(RuleBasedStateMachine):
             setup["num_slots"],
             tiers,
             policy=setup["policy"],
-            limits=PlannerLimits(
-                setup["cap"], setup["cascade_blocks"], DEFERRAL_S, setup["reserved"]
-            ),
+            deferral_s=DEFERRAL_S,
+            copies_each=None,
             breaker=BreakerSettings(setup["faults"], retry_after_s=3.0),
             request_level=sorted(setup["request_level"] & set(range(tiers))),
             pressed_tier=1,
@@ -113,18 +108,17 @@ class PlannerMachine(RuleBasedStateMachine):
             self.begin(ALL_TIERS, CHAINS[0])
 
     def serve_in_order(self):
-        """See that room goes to the first in line, unless that one has not asked for it."""
-        promotions = self.world.planner.promotions
-        lines, reserve = promotions.lines, promotions.reserve
+        """See that only the head of the queue gets a ticket, for all that it wants or its head."""
+        room = self.world.planner.room
+        grant = room._grant
 
-        def watched(tier, request, keys):
-            first = lines.first(tier)
-            may_pass = first in {None, request} or lines.has_stalled(tier, self.world.now_s)
-            answer = reserve(tier, request, keys)
-            assert may_pass or answer == (0, RETRY)
-            return answer
+        def watched(request, run, absent):
+            assert room.is_head(request)
+            assert not request.ticket
+            assert list(run) == list(request.wants)[: len(run)]
+            return grant(request, run, absent)
 
-        promotions.reserve = watched
+        room._grant = watched
 
     def request(self, data):
         live = self.world.live
@@ -266,36 +260,22 @@ class PlannerMachine(RuleBasedStateMachine):
             self.world.check()
 
     @invariant()
-    def the_primary_keeps_its_reserve(self):
+    def copies_leave_slots_to_stores(self):
         if hasattr(self, "world"):
             copies = (*self.world.running.values(), *self.world.late.values())
-            occupied = {slot for _, job in copies for slot in job.block_ids.tolist()}
-            assert len(occupied) <= self.world.planner.shares.total
-
-    @invariant()
-    def a_tier_beside_a_hung_one_keeps_its_share(self):
-        if not hasattr(self, "world"):
-            return
-        shares, limits = self.world.planner.shares, self.world.planner.limits
-        for index, tier in enumerate(self.world.planner.tiers):
-            if tier.promotion_slots or tier.cascading_blocks:
-                continue
-            if shares.each * len(self.world.tiers) <= shares.total:
-                left = shares.spare_slots  # what is retained is nobody's share
-                assert left + shares.retained_slots >= shares.each
-                assert bool(shares.room_to_load(index)) == bool(limits.promotion_slots and left)
-                assert bool(shares.room_to_store(index)) == bool(left)
+            loading = {s for _, job in copies if job.is_promotion for s in job.block_ids.tolist()}
+            room = self.world.planner.room
+            assert len(loading) <= self.world.primary.num_slots - room.reserved
 
     @invariant()
     def one_is_tried(self):
         if not hasattr(self, "world"):
             return
         planner = self.world.planner
-        reserved = [tier for tier, _ in planner.promotions.batches]  # a batch is one job
-        for index, tier in enumerate(planner.tiers):
+        for tier in planner.tiers:
             for breaker, is_promotion in (tier.health.loads, True), (tier.health.stores, False):
                 if breaker.state is BreakerState.HALF_OPEN:
-                    tries = reserved.count(index) if is_promotion else 0
+                    tries = 0
                     for job in tier.jobs.unreported():
                         is_new = job.submit_time >= breaker._tried_at_s
                         tries += job.is_promotion is is_promotion and is_new

@@ -4,7 +4,6 @@ from core.terms import MISS, PENDING, k, ks
 from core.world import World, stored_below
 
 from kvoffload_async.core.primary import BlockState
-from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import TierFullError
 
 # -- storing ------------------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def test_of_a_partly_failed_cascade_the_blocks_that_landed_are_counted():
 
 def test_what_is_over_the_bound_of_a_tier_waits_its_turn_50031_50045():
     """50031, 50045: cascades to a slow tier piled up without bound."""
-    world = World(8, limits=PlannerLimits(8, cascade_blocks=3, deferral_s=100.0))
+    world = World(8, copies_each=3)
     ctx = world.begin()
     world.store(ctx, "ab")
     world.store(ctx, "cde")

@@ -9,7 +9,6 @@ from core.world import World
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import BlockMissingError
 from kvoffload_async.timeline import JobEnded, JobStarted, LookupEvent, Note
 from kvoffload_async.types import ReqContext
@@ -37,7 +36,7 @@ def test_the_tiers_may_have_names_that_tell_them_apart():
     tiers[1].event_log.ownership = "fs-2"
     primary = Primary(2, POLICIES["lru"](2))
     recorder = RequestRecorder(1)
-    limits = PlannerLimits(2, 2, 9.0)
+    limits = 9.0
     planner = RecordingPlanner(primary, tiers, limits, recorder)
     ctx = ReqContext("r")
     planner.on_new_request(ctx)
@@ -143,18 +142,14 @@ def test_what_is_evicted_to_make_room():
 
 
 @pytest.mark.parametrize(
-    ("limits", "breaker", "reasons"),
+    ("breaker", "reasons"),
     [
-        (
-            PlannerLimits(9, 1, 9.0),
-            9,
-            ["its share of the primary is used up", "others wait before them"],
-        ),
-        (PlannerLimits(9, 9, 9.0), 1, 2 * ["the tier is not open, or its breaker is"]),
+        (9, ["its part of the primary is used up", "others wait before them"]),
+        (1, 2 * ["the tier is not open, or its breaker is"]),
     ],
 )
-def test_why_a_tier_gets_blocks_later(limits, breaker, reasons):
-    world = world_of(8, 1, limits=limits, breaker=BreakerSettings(breaker, 60.0))
+def test_why_a_tier_gets_blocks_later(breaker, reasons):
+    world = world_of(8, 1, copies_each=1, breaker=BreakerSettings(breaker, 60.0))
     first = world.begin("first")
     world.refusing = {0} if breaker == 1 else set()
     world.store(first, "a")
@@ -194,19 +189,18 @@ def test_a_load_that_fails_and_one_that_is_given_up():
 
 
 def test_why_a_tier_was_not_asked_and_why_a_hit_was_not_used():
-    world = world_of(4, 1, limits=PlannerLimits(1, 9, 3.0))
-    world.fill(0, ks("abc"))
+    world = world_of(4, 1, deferral_s=3.0)
+    world.fill(0, ks("abcd"))
     ctx = world.begin(load_tier_filter=frozenset())
     world.lookup(ctx, "a")
     assert events_of(world)[-1].answers["tier0"] == {"filtered": 1}
     late = world.begin("late")
-    assert [world.lookup(late, name) for name in "ab"] == [PENDING, MISS]
-    assert events_of(world, "late")[-1].answers["planner"] == {"no_room": 1}
+    assert [world.lookup(late, name) for name in "abcd"] == [PENDING] * 4
     world.step(5.0)
-    world.lookup(late, "a")
+    assert [world.lookup(late, name) for name in "da"] == [MISS, MISS]
     assert events_of(world, "late")[-1].answers == {
-        "primary": {"pending": 1},
-        "planner": {"expired": 1},
+        "primary": {"pending": 1, "miss": 1},
+        "planner": {"no_room": 1, "expired": 1},
     }
 
 

@@ -1,15 +1,12 @@
-"""Recency, admission, event log, promotions and the requests' state."""
+"""Recency, admission, event log and the requests' state."""
 
 import pytest
-from core.terms import MISS, PENDING, k, ks
+from core.terms import k, ks
 
 from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import ExactIndex
-from kvoffload_async.core.primary import AdmissionFilter, Primary, RecencyLog
-from kvoffload_async.core.promotions import Promotions
-from kvoffload_async.core.requests import Lines, RequestState, Retention
-from kvoffload_async.core.tier_state import Shares, TierState
+from kvoffload_async.core.primary import AdmissionFilter, RecencyLog
+from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
@@ -37,7 +34,7 @@ def test_the_head_of_a_prompt_ends_most_recent_and_unplaced_keys_rank_behind():
     log.note(ctx, ks("a"), reused=True)
     log.commit(ctx)
     assert list(policy.resident()) == ks("cdba")
-    assert log.live_requests() == set()
+    assert not log.knows(ctx)
 
 
 def test_the_first_use_decides_how_a_key_counts():
@@ -217,82 +214,31 @@ def test_a_disabled_log_collects_nothing():
     assert taken(log) == []
 
 
-# -- promotions ---------------------------------------------------------------------------------
-
-
-def promotions_of(cap_slots):
-    primary = Primary(8, LruPolicy(8))
-    tiers = [
-        TierState(name, ExactIndex(), 1, EventLog(Medium.STORAGE, enabled=False)) for name in "pq"
-    ]
-    shares = Shares(8, tiers, promotion_slots=8, cascade_blocks=8, reserved_fraction=0.0)
-    lines = Lines(len(tiers))
-    retention = Retention(primary, shares, lines, cap_slots, 1.0)
-    return Promotions(primary, tiers, shares, retention, lines), retention
-
-
-def test_reservations_are_batched_by_tier_and_request():
-    promotions = promotions_of(8)[0]
-    first, second = request("r"), request("s")
-    for tier, who, name in (0, first, "a"), (1, first, "b"), (0, second, "c"), (0, first, "d"):
-        assert promotions.reserve(tier, who, ks(name)) == (1, PENDING)
-    assert list(promotions.unflushed()) == [
-        (0, k("a"), 0),
-        (0, k("d"), 3),
-        (1, k("b"), 1),
-        (0, k("c"), 2),
-    ]
-    assert first.unflushed_promotions == 3
-    batches = [(t, r.ctx.req_id, keys, slots) for t, r, keys, slots in promotions.flush()]
-    assert batches == [
-        (0, "r", ks("ad"), [0, 3]),
-        (1, "r", ks("b"), [1]),
-        (0, "s", ks("c"), [2]),
-    ]
-    assert first.unflushed_promotions == 0
-    assert list(promotions.flush()) == []
-
-
-def test_the_cap_counts_what_is_under_way_and_what_waits_to_be_read():
-    promotions, retention = promotions_of(2)
-    waiting = request()
-    retention.begin_round(request("other"), 0.0)
-    retention.begin_round(waiting, 0.0)
-    assert promotions.reserve(0, waiting, ks("abc")) == (2, MISS)
-    promotions.land(0, ks("a"), waiting)
-    assert promotions.reserve(0, waiting, ks("c")) == (0, MISS)
-    retention.load(waiting, ks("ax"))
-    assert promotions.reserve(0, waiting, ks("c")) == (1, PENDING)
-    promotions.fail(0, ks("b"))
-    assert promotions.orphan(ks("c")) == [2]
-    assert promotions.outstanding_slots == 0
-
-
-def test_nothing_is_kept_for_a_request_that_is_gone_or_does_not_wait():
-    promotions, _ = promotions_of(8)
-    for name, who in ("a", None), ("b", request()):
-        promotions.reserve(0, request(), ks(name))
-        promotions.land(0, ks(name), who)
-    assert promotions.outstanding_slots == 0
-
-
 # -- requests -----------------------------------------------------------------------------------
 
 
 def test_deferral_adds_up_over_rounds_49829_53087():
     """49829, 53087: every failed round began a new deadline, so that none ever passed."""
     waiting = request()
-    assert not waiting.defer(10.0, 3.0)
-    assert not waiting.defer(12.0, 3.0)
+    assert not waiting.defer(10.0, 3.0, counts=True)
+    assert not waiting.defer(12.0, 3.0, counts=True)
     waiting.proceed()
-    assert not waiting.defer(50.0, 3.0)
-    assert waiting.defer(51.0, 3.0)
+    assert not waiting.defer(50.0, 3.0, counts=True)
+    assert waiting.defer(51.0, 3.0, counts=True)
     assert waiting.is_expired
-    assert not waiting.defer(60.0, 3.0)
+    assert not waiting.defer(60.0, 3.0, counts=True)
+
+
+def test_time_behind_others_in_the_queue_is_no_deferral():
+    waiting = request()
+    assert not waiting.defer(10.0, 3.0, counts=True)
+    assert not waiting.defer(12.0, 3.0, counts=False)
+    assert not waiting.defer(90.0, 3.0, counts=True)
+    assert waiting.defer(91.0, 3.0, counts=True)
 
 
 def test_a_clock_that_goes_back_defers_nobody():
     waiting = request()
-    waiting.defer(10.0, 1.0)
-    assert not waiting.defer(5.0, 1.0)
-    assert not waiting.defer(5.5, 1.0)
+    waiting.defer(10.0, 1.0, counts=True)
+    assert not waiting.defer(5.0, 1.0, counts=True)
+    assert not waiting.defer(5.5, 1.0, counts=True)

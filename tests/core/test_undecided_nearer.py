@@ -8,11 +8,11 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import AskedIndex, CostGatedIndex, ProbedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.tier_state import PlannerLimits, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import Locality, Medium, ReqContext
 
-LIMITS = PlannerLimits(promotion_slots=100, cascade_blocks=100, deferral_s=10.0)
+DEFERRAL_S = 10.0
 
 
 class Chain:
@@ -33,7 +33,7 @@ class Chain:
         self.told = []
         self.index.watch(self.told.extend)
         primary = Primary(100, LruPolicy(100))
-        self.planner = Planner(primary, [self.near, self.far], LIMITS)
+        self.planner = Planner(primary, [self.near, self.far], DEFERRAL_S)
         self.now_s = 0.0
 
     def begin(self, name="r"):
@@ -164,7 +164,7 @@ def test_a_request_waits_no_longer_than_it_may_be_deferred(chain):
     chain.answer(chain.near, chain.step()["near"])
     while chain.look_up(ctx, "abcde") != [MISS]:
         chain.step()
-    assert chain.now_s == LIMITS.deferral_s
+    assert chain.now_s == DEFERRAL_S
 
 
 def test_a_request_that_ends_while_the_near_tier_is_asked_leaves_nothing_behind(chain):

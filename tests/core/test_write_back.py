@@ -7,7 +7,6 @@ from core.world import DOWN, World
 from kvoffload_async.core.cascades import _SLOTS_A_STEP
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.primary import BlockState, LastToGo
-from kvoffload_async.core.tier_state import PlannerLimits
 
 NOT_YET = "abcd"
 
@@ -17,7 +16,7 @@ def crowded(num_slots=4, tiers=1, *, waits=False, names=NOT_YET, **options):
     world = World(
         num_slots,
         tiers,
-        limits=PlannerLimits(num_slots, cascade_blocks=1, deferral_s=100.0),
+        copies_each=1,
         **options,
     )
     world.primary.drops_pending = not waits

@@ -38,18 +38,15 @@ from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.ledger import StartJob, StartProbe, TouchBlocks
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.tier_state import PlannerLimits
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     JobMetadata,
     Locality,
-    LookupResult,
     OffloadKey,
     ReqContext,
 )
 
-NO_LIMITS = PlannerLimits(promotion_slots=1_000, cascade_blocks=1_000, deferral_s=1_000.0)
 NEVER_OPENS = BreakerSettings(fault_threshold=1_000)
 DOWN = TierUnavailableError("scripted")
 
@@ -61,13 +58,13 @@ class WatchedPrimary(Primary):
         super().__init__(*args, **options)
         self.history = history
 
-    def prepare_store(self, ctx, keys):
+    def prepare_store(self, ctx, keys, allowed=None):
         in_use = frozenset(key for key, _, refs in self.resident() if refs)
         protected = set(self.keys_of(tuple(self.debts())))
         ordinary = {key for key, _, refs in self.resident() if not refs} - protected
         ordinary -= {*keys, *self._recency.used_by(ctx)}
         before = whole_state(self)
-        output = super().prepare_store(ctx, keys)
+        output = super().prepare_store(ctx, keys, allowed)
         if output is not None and protected.intersection(output.evicted_keys):
             assert self.drops_pending, "a store that waits has dropped what is pending for a tier"
             assert ordinary <= set(output.evicted_keys), "it went before what nobody is pending"
@@ -91,7 +88,8 @@ class World:
         tiers=1,
         *,
         policy="lru",
-        limits=NO_LIMITS,
+        deferral_s=1_000.0,
+        copies_each=1_000,
         request_level=(),
         breaker=NEVER_OPENS,
         pressed_tier=None,
@@ -118,7 +116,9 @@ class World:
             enable_events=True,
             **primary_options,
         )
-        self.planner = create_planner(self.primary, [tier.state for tier in self.tiers], limits)
+        self.planner = create_planner(self.primary, [tier.state for tier in self.tiers], deferral_s)
+        if copies_each is not None:
+            self.planner.room.copies_each = copies_each
         self.request_level = tuple(request_level)
         self.running: dict[int, tuple[int, JobMetadata]] = {}
         self.late: dict[int, tuple[int, JobMetadata]] = {}
@@ -145,11 +145,6 @@ class World:
         self.live[req_id] = ctx
         self.history.record(*(RequestOpened(i, req_id) for i in range(len(self.tiers))))
         return ctx
-
-    def crowd(self):
-        """Let another request make a lookup in this step, so that the cap on promotions holds."""
-        ctx = self.live.get("crowd") or self.begin("crowd")
-        assert self.lookup(ctx, "nowhere") is LookupResult.MISS
 
     def lookup(self, ctx, name):
         answer = self.planner.lookup(name if isinstance(name, bytes) else k(name), ctx)

@@ -40,7 +40,7 @@ class FullWorld(World):
         loose: The manager of the tier alone.
     """
 
-    def __init__(self, external, cascade_fraction=1.0, reserved_fraction=0.0):
+    def __init__(self, external, copies_each=None):
         self.example = ExampleTier()
         self.probed = ScriptedTier(PROBED, BOUNDS)
         self.whole = ScriptedTier(REQUEST_LEVEL, BOUNDS)
@@ -56,9 +56,7 @@ class FullWorld(World):
             pool=PooledScriptedIo,
             drain_timeout_s=1.0,
             deferral_timeout_s=20.0,
-            promotion_fraction=0.5,
-            cascade_fraction=cascade_fraction,
-            reserved_fraction=reserved_fraction,
+            copies_each=copies_each,
         )
         self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
         self.loose = Counting(

@@ -39,8 +39,8 @@ def quiet():
 
 
 class Facade(RuleBasedStateMachine):
-    def build(self, external, **fractions):
-        self.world = FullWorld(external, **fractions)
+    def build(self, external, copies_each=None):
+        self.world = FullWorld(external, copies_each)
         self.manager = self.world.manager
         self.runner = self.world.runner
         self.born = 0
@@ -51,12 +51,11 @@ class Facade(RuleBasedStateMachine):
         external=st.sampled_from([(), (0, 1, 2), (1,), (0, 2)]),
         num_requests=st.integers(1, 3),
         is_warm=st.sampled_from([True, True, False]),
-        cascade_fraction=st.sampled_from([1.0, 0.34, 0.17]),
-        reserved_fraction=st.sampled_from([0.0, 0.25]),
+        copies_each=st.sampled_from([None, 2, 1]),
     )
-    def start(self, external, num_requests, is_warm, **fractions):
+    def start(self, external, num_requests, is_warm, copies_each):
         """Begin with requests and, mostly, with blocks in the tiers, so that much can happen."""
-        self.build(external, **fractions)
+        self.build(external, copies_each)
         for _ in range(num_requests):
             self.begin(ALL_TIERS, 0)
         if is_warm:

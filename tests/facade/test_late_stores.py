@@ -48,7 +48,7 @@ class Contract(Hearing):
 
 def late_world(worlds, manager_class):
     """Four blocks are stored, of which the tier takes one at a time; their request has finished."""
-    world = worlds(manager_class=manager_class, num_slots=4, cascade_fraction=0.25)
+    world = worlds(manager_class=manager_class, num_slots=4, copies_each=1)
     world.begin("r")
     world.store(1, 2, 3, 4)
     world.finish("r")
@@ -118,7 +118,7 @@ def test_a_hook_that_raises_costs_the_third_party_nothing_but_itself(worlds, cap
 
 def test_shutting_down_stores_what_is_pending_first(worlds):
     tier = ExampleTier()
-    world = worlds(tier, num_slots=4, cascade_fraction=0.25)
+    world = worlds(tier, num_slots=4, copies_each=1)
     world.begin("r")
     world.store(1, 2, 3, 4)
     before_s = world.runner.now_s()
@@ -173,7 +173,7 @@ def test_shutting_down_ends_in_time_whatever_a_third_party_keeps_to_itself(world
 
 
 def test_tiers_that_share_no_bridge_are_not_waited_for():
-    world = World(EXCLUSIVE, num_slots=4, cascade_fraction=0.25)
+    world = World(EXCLUSIVE, num_slots=4, copies_each=1)
     world.manager._bridge = None
     world.begin("r")
     world.store(1, 2)
@@ -184,7 +184,7 @@ def test_tiers_that_share_no_bridge_are_not_waited_for():
 
 def test_losses_are_warned_of_at_once_and_then_once_a_minute(worlds, caplog):
     caplog.set_level(logging.WARNING)
-    world = worlds(num_slots=2, cascade_fraction=0.5, write_back="drop")
+    world = worlds(num_slots=2, copies_each=1, write_back="drop")
     numbers = itertools.count()
 
     def lose_some(rounds):
@@ -231,7 +231,7 @@ def not_open(tier):
     ],
 )
 def test_a_warning_of_losses_says_what_helps_a_tier_in_this_state(worlds, caplog, cause, remedy):
-    world = worlds(num_slots=2, cascade_fraction=0.5)
+    world = worlds(num_slots=2, copies_each=1)
     (tier,) = world.manager.planner.tiers
     cause(tier)
     tier.counters.drop("evicted", 5)

@@ -66,6 +66,10 @@ def test_a_hit_without_room_is_a_miss_for_want_of_room(world):
     here = world(EXCLUSIVE, num_slots=2)
     filled(here, 1, 2)
     here.prepare_store(3, 4)
+    for _ in range(3):
+        assert here.lookup(1) is PENDING
+        here.step()
+        here.runner.advance(0.5)
     assert here.lookup(1) is MISS
     assert read(here).planner.misses["no_room"] == read(here).planner.promotions_refused == 1
     here.complete_store(3, 4)
@@ -198,7 +202,7 @@ def test_a_job_that_never_began_has_neither_queue_nor_copy(world):
 
 
 def test_what_is_dropped_says_why(world):
-    here = world(EXCLUSIVE, num_slots=4, cascade_fraction=0.25, write_back="drop")
+    here = world(EXCLUSIVE, num_slots=4, copies_each=1, write_back="drop")
     here.store(1, 2, 3, 4)
     here.store(5)
     assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 0, "closed": 0}

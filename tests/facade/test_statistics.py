@@ -141,7 +141,7 @@ def test_loaded_blocks_are_counted_where_they_come_from(world):
 
 
 def test_what_a_tier_does_not_take_is_counted(world):
-    here = world(EXCLUSIVE, cascade_fraction=0.25)
+    here = world(EXCLUSIVE, copies_each=2)
     here.store(1, 2, 3)
     (tier,) = here.manager.stats().tiers
     assert (tier.pending_blocks, tier.dropped_blocks) == (1, 0)

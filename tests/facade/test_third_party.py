@@ -118,6 +118,7 @@ def test_a_tier_whose_lookups_fail_is_left_alone_and_goes_on_storing(worlds):
     world.store(9)
     world.step()
     assert world.parked()
+    world.settle_all()
     world.runner.advance(60.0)
     world.poll()
     assert world.lookup(1) is PENDING

@@ -152,12 +152,17 @@ def test_a_full_primary_refuses_a_store_and_changes_nothing(worlds):
     assert world.counts == before
 
 
-def test_a_promotion_does_not_wait_for_room_that_its_own_request_takes(worlds):
+def test_a_promotion_waits_a_second_for_room_that_nobody_frees(worlds):
     world = worlds(num_slots=2)
     filled(world, 1)
     world.begin("r")
     world.prepare_store(8, 9)
-    assert world.lookup(1) is MISS
+    answers = []
+    for _ in range(5):
+        answers.append(world.lookup(1))
+        world.step()
+        world.runner.advance(0.5)
+    assert answers == [PENDING] * 3 + [MISS, PENDING], "it would be computed now"
 
 
 # -- steps --------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ class World:
         manager_class=SecondaryTierManager,
         io_timeout_s=30.0,
         pool=UnpooledInlineIo,
+        copies_each=1_000,
         **options,
     ):
         self.host = FakeHost(pool)
@@ -105,12 +106,6 @@ class World:
             )
             for index, tier in enumerate(self.tiers)
         ]
-        options = {
-            "reserved_fraction": 0.0,
-            "promotion_fraction": 1.0,
-            "cascade_fraction": 1.0,
-            **options,
-        }
         self.manager = TieringOffloadingManager(
             self.primary,
             self.secondaries,
@@ -119,6 +114,8 @@ class World:
             check_invariants=True,
             **options,
         )
+        if copies_each is not None:
+            self.manager.planner.room.copies_each = copies_each
         self.contexts = {}
 
     # -- the scheduler ----------------------------------------------------------------------
@@ -196,9 +193,12 @@ class World:
         return is_pending or any(True for _ in (*jobs.unreported(), *jobs.orphaned()))
 
     def check_what_the_hung_tier_leaves(self):
-        """With nothing else under way: all but one share of the primary is there for stores."""
-        shares = self.manager.planner.shares
-        left = self.primary.core.num_slots - shares.each
+        """With nothing else under way: all is there for stores but the hung tier's copies."""
+        room, num_slots = self.manager.planner.room, self.primary.core.num_slots
+        hung = [tier for i, tier in enumerate(self.manager.planner.tiers) if i not in self.healthy]
+        assert all(tier.promotion_slots <= num_slots - room.reserved for tier in hung)
+        assert all(tier.cascading_blocks <= room.copies_each for tier in hung)
+        left = num_slots - sum(tier.promotion_slots + tier.cascading_blocks for tier in hung)
         assert self.counts["free"] + self.counts["idle"] >= left
         return left
 

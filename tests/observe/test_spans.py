@@ -53,6 +53,7 @@ def test_a_request_is_a_span_with_what_happened_and_its_copies_are_spans_in_it(w
     world.begin("r")
     filled(world, 1, 2)
     world.lookup(1)
+    world.step()
     finished(world, "r")
     filler, request = named(exporter, "kvoffload.request")
     assert filler.parent is request.parent is None

@@ -32,7 +32,7 @@ def whole(pair, tmp_path):
             blocks_per_chunk=blocks_per_chunk,
             num_tensors=tensors,
             groups=(tuple(range(tensors)),),
-            extra={"reserved_fraction": 0.0},  # of five slots, two tiers would have one each
+            extra={},
         )
         return Tracked(here.manager, here.until, blocks_per_chunk)
 

@@ -171,7 +171,8 @@ def test_all_blocks_of_four_prompts_reach_a_tier_that_is_slow_at_first(hybrid, c
 
 
 def test_what_ends_while_the_tier_hangs_takes_the_place_of_what_the_tier_lacks(hybrid, gate):
-    world = hybrid(cpu_bytes_to_use=14 * SLOT_BYTES, secondary_tiers=[GATED], cascade_fraction=0.1)
+    world = hybrid(cpu_bytes_to_use=14 * SLOT_BYTES, secondary_tiers=[GATED])
+    world.connector.manager.manager.planner.room.copies_each = 1
     first, second = prompts(2, blocks=12)
     world.run(world.arrive(first))
     last = world.arrive(second[: 3 * BLOCK + 5], max_tokens=10)

@@ -161,8 +161,8 @@ class KVOffloadManager(base.OffloadingManager):
         request = convert.request_of(req_context)
         keys = self._positioned(keys, req_context, request)
         state = self.manager.planner.requests.get(request)
-        retained = {} if state is None else state.retained
-        promoted = {key for key in keys if retained.get(key)}
+        ticket = {} if state is None else state.ticket
+        promoted = {key for key in keys if ticket.get(key)}
         spec = self.manager.prepare_load(keys, request)
         self._promoted[request.req_id] = promoted
         self._jobs_in_flight += 1

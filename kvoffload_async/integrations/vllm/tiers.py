@@ -367,25 +367,16 @@ class VllmTier(tiering.SecondaryTierManager):
             return
         try:
             # Not the manager's call, which checks the length of each key: these have vLLM's hashes.
-            self._state.submit(job)
+            self._state.take_on(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - expected
             self._report(job.keys, refused(job, error))
-            return
-        if job.is_promotion:
-            self._state.reserve_slots(len(job.keys))
-            health.promotion_submitted()
-        else:
-            self._state.cascading_blocks += len(job.keys)
-            health.store_submitted(job)
 
     def _collect(self) -> None:
         """Collect ended jobs; hold back an overdue job until its copy has ended."""
         self._tier.poll_tier()
         jobs = self._state.jobs
         for job, result, is_at_rest in self._overdue.take(jobs.take_ended(), jobs.take_released()):
-            if job.is_promotion and not result.orphaned:  # else the release has counted them
-                self._state.promotion_slots -= len(job.keys)
             if is_at_rest:
                 self._report(job.keys, result)
             else:

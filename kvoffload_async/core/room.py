@@ -1,0 +1,546 @@
+"""The law of room: which request gets primary slots for promotions, and when.
+
+A *ticket* is a request's right to its leading run: the first blocks, in prompt order, that are
+resident, being written, or in a tier. It pins them, and is granted whole or not at all, from one
+queue over all tiers. So no request holds room while it waits for room. `docs/architecture.md`
+states the law; `tests/core/law` explores it.
+
+    none --lookup finds blocks in a tier--> queued --room for the whole run--> ticket
+    queued --asks no more for TURN_S, or no part fits after TURN_S--> none
+    ticket --used, ended, or unused for TURN_S while others wait--> none
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import Final
+
+from kvoffload_async.core.ledger import JobAbandoned, JobState
+from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.tier_state import TURN_S, TierState
+from kvoffload_async.errors import TierTimeoutError
+from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
+
+_HIT: Final = LookupResult.HIT
+_MISS: Final = LookupResult.MISS
+
+Find = Callable[[OffloadKey, RequestState], int | None]
+"""Returns the nearest tier that has a block and may load it for a request; None if none does."""
+
+Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], object]
+"""Submits a promotion: tier index, request, keys, and their slots."""
+
+
+class Room:
+    """Grants tickets, and bounds the slots of promotions, stores and copies to tiers.
+
+    Tickets and promotions in flight together name at most `budget` slots, a block that several
+    name counting once; the rest, `reserved`, is left to stores. Copies to one tier read at most
+    `copies_each` blocks.
+
+    Not thread-safe; call only from the owner's thread.
+
+    Attributes:
+        reserved: Slots that tickets and promotions never occupy.
+        copies_each: Blocks that may be in copies to one tier.
+        found: Keys that this step's lookups did not miss, in lookup order; the planner appends to
+            it.
+        queue: Requests that wait for their ticket, oldest first. Read-only.
+        in_flight: Keys of the promotions in flight, without those given up. Read-only.
+        guarded: Hits of this step, pinned until its end. Read-only.
+    """
+
+    def __init__(
+        self, primary: Primary, tiers: Sequence[TierState], find: Find, submit: Submit
+    ) -> None:
+        """Start without tickets."""
+        slots = primary.num_slots
+        self.reserved = min(slots - 1, max(1, slots // 10))
+        self.copies_each = max(1, slots // (2 * max(1, len(tiers))))
+        self.found: list[OffloadKey] = []
+        self._primary = primary
+        self._tiers = tiers
+        self._find = find
+        self._submit = submit
+        self.queue: dict[RequestState, None] = {}
+        self._holders: dict[OffloadKey, int] = {}
+        """Key -> number of tickets that name it. It has one pin, once it is readable."""
+        self._awaited: dict[OffloadKey, list[RequestState]] = {}
+        """Key that is being written -> requests whose tickets name it."""
+        self.in_flight: set[OffloadKey] = set()
+        self._unnamed_in_flight = 0
+        """Number of keys of `in_flight` that no ticket names."""
+        self._landed: dict[RequestState, float] = {}
+        """Request whose ticket has landed -> `_contended_s` then."""
+        self._contended_s = 0.0
+        """Total time during which somebody waited for room."""
+        self._is_contended = False
+        """Whether, in the last step, a request asked from the queue or a store was refused."""
+        self._is_store_refused = False
+        """Whether a store of this step has found too little room."""
+        self._stepped_at_s = 0.0
+        self._rounds: list[tuple[RequestState, int]] = []
+        """Requests that made lookups in this step, each with the index in `found` of its first."""
+        self._used: list[RequestState] = []
+        """Requests that load blocks of their tickets in this step."""
+        self.guarded: list[OffloadKey] = []
+        self._num_examined = 0
+        """Length of the prefix of `found` that is guarded."""
+        self._version = 0
+        """Number of changes to tickets; with the primary's, tells whether the head may fit now."""
+        self._blocked_at: tuple[RequestState, int, int] | None = None
+        """The head that did not fit, and the versions then."""
+        self._searched_s = 0.0
+        """When the tiers were last asked for the whole run of a head that did not fit."""
+        self._head_needs = 0
+        """Slots to be left to the head of the queue, beside its readable blocks."""
+
+    # -- inspection -----------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> int:
+        """Slots that tickets and promotions in flight may name together."""
+        held = len(self._primary.pool.holds)
+        return max(0, self._primary.num_slots - self.reserved - held)
+
+    @property
+    def named(self) -> int:
+        """Slots that tickets and promotions in flight name."""
+        return len(self._holders) + self._unnamed_in_flight
+
+    @property
+    def named_blocks(self) -> int:
+        """Number of blocks that tickets name."""
+        return len(self._holders)
+
+    def is_head(self, request: RequestState) -> bool:
+        """Return whether a request is the first in the queue."""
+        return next(iter(self.queue), None) is request
+
+    def is_used(self, request: RequestState) -> bool:
+        """Return whether a request loads blocks of its ticket in this step. For invariants."""
+        return request in self._used
+
+    def wakes_in_s(self) -> float:
+        """Return the seconds until a wait of the law may end without an event; inf without one."""
+        return TURN_S / 2 if self.queue else math.inf
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def begin_round(self, request: RequestState, now_s: float) -> None:
+        """Begin a request's lookups: keys appended to `found` from now on are its own."""
+        self._rounds.append((request, len(self.found)))
+        request.begin_round(now_s)
+
+    def hold(self, request: RequestState, keys: Sequence[OffloadKey]) -> int | None:
+        """Give a request a ticket for readable blocks, without their promotion.
+
+        Args:
+            request: The request.
+            keys: The keys, in prompt order.
+
+        Returns:
+            The number of blocks; the ticket names the first ones, as far as the budget goes. None
+            if the request must wait for its ticket in the queue.
+        """
+        if request.ticket:
+            named = frozenset(keys)
+            self._release(request, [key for key in request.ticket if key not in named])
+            return len(keys)
+        if request.is_queued and list(request.wants) == list(keys):
+            return None
+        self.leave(request)
+        request.wants = dict.fromkeys(keys)
+        self._join(request)
+        if self.is_head(request):
+            self._serve(self._stepped_at_s)
+        if request.is_queued:
+            return None
+        return len(keys) if request.ticket else 0
+
+    def use(self, request: RequestState) -> None:
+        """Record that a request loads blocks of its ticket, which ends with the step.
+
+        The request may load more blocks in this step.
+        """
+        self._dequeue(request)
+        if request.ticket:
+            self._used.append(request)
+
+    def leave(self, request: RequestState) -> None:
+        """End a request's ticket, and its place in the queue; promotions in flight go on."""
+        self._dequeue(request)
+        if request.ticket:
+            self._release(request, list(request.ticket))
+
+    # -- stores ---------------------------------------------------------------------------------
+
+    def room_for_store(self, count: int, *, is_whole: bool, num_stored: int) -> int:
+        """Return how many of `count` slots a store may take while a request waits.
+
+        Stores get no slot that the head of the queue needs, unless they have fewer than `reserved`.
+
+        Args:
+            count: Slots that the store asks for.
+            is_whole: Whether it takes all or none.
+            num_stored: Blocks of stores: being written, pending for a tier, or in copies to one.
+        """
+        most = max(self.reserved - num_stored, self._primary.room - self._head_needs, 0)
+        return count if is_whole and most >= self.reserved else min(count, most)
+
+    def store_refused(self) -> None:
+        """Record that a store has found too little room: tickets that are unused give way."""
+        self._is_store_refused = True
+
+    def guard_hits(self) -> None:
+        """Pin the hits of this step until its end, as far as the budget goes.
+
+        Call before a store evicts blocks.
+        """
+        fresh = dict.fromkeys(self.found[self._num_examined :])
+        self._num_examined = len(self.found)
+        spare = max(0, self.budget - self.named - len(self.guarded))
+        known = set(self.guarded)
+        fresh_keys = [key for key in fresh if key not in self._holders and key not in known]
+        answers = zip(fresh_keys, self._primary.lookup_many(fresh_keys), strict=True)
+        hits = list(islice((key for key, answer in answers if answer is _HIT), spare))
+        self._primary.pin(hits)
+        self.guarded += hits
+
+    def room_to_store(self, tier: int) -> int:
+        """Return how many more blocks may be copied to a tier now."""
+        state = self._tiers[tier]
+        return max(0, self.copies_each - state.cascading_blocks) if state.takes_slots else 0
+
+    # -- ends of writes -------------------------------------------------------------------------
+
+    def land(self, keys: Sequence[OffloadKey]) -> None:
+        """Make promoted blocks readable, and pin those that tickets name."""
+        self._end_flight(keys)
+        self._primary.complete_write(keys, success=True)
+        self.written(keys)
+
+    def fail(self, tier: int, keys: Sequence[OffloadKey], *, orphaned: bool) -> None:
+        """End failed promotions: their keys become absent, for every ticket that names them.
+
+        Args:
+            tier: The tier that did not deliver the blocks.
+            keys: Their keys.
+            orphaned: Whether the copy still runs; then the slots are held until its end.
+        """
+        self._end_flight(keys)
+        if orphaned:
+            self._primary.orphan_write(keys)
+        else:
+            self._primary.complete_write(keys, success=False)
+        self.unwritten(keys, tier)
+
+    def written(self, keys: Sequence[OffloadKey]) -> None:
+        """Pin readable blocks that tickets name; a ticket without others awaited has landed."""
+        if not self._awaited:
+            return
+        named = [key for key in keys if key in self._awaited]
+        self._primary.pin(named)
+        for key in named:
+            for request in self._awaited.pop(key):
+                request.awaits -= 1
+                if not request.awaits:
+                    self._note_landed(request)
+
+    def unwritten(self, keys: Sequence[OffloadKey], tier: int | None = None) -> None:
+        """Cut the tickets that name blocks whose write has failed.
+
+        A ticket ends before the first of them. If another tier has one, the whole ticket ends,
+        and the request asks anew.
+
+        Args:
+            keys: The keys, which are absent now.
+            tier: The tier whose copy failed; None for a store.
+        """
+        absent = frozenset(keys)
+        waiting = [request for key in keys for request in self._awaited.get(key, ())]
+        for request in dict.fromkeys(waiting):
+            named = list(request.ticket)
+            first = next(index for index, key in enumerate(named) if key in absent)
+            if tier is not None:
+                request.failed.update((tier, key) for key in named if key in absent)
+            elsewhere = self._find(named[first], request) is not None
+            self._release(request, named if elsewhere else named[first:])
+            if request.ticket and not request.awaits:
+                self._note_landed(request)
+            self._tell(request)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def begin_step(self, now_s: float) -> None:
+        """Count the time since the last step, if somebody waited for room in it."""
+        if self._is_contended:
+            self._contended_s += max(0.0, now_s - self._stepped_at_s)
+        self._stepped_at_s = now_s
+
+    def serve_first(self) -> None:
+        """Serve the queue at the start of a step, before any lookup but after all ends."""
+        if self.queue:
+            self._serve(self._stepped_at_s)
+
+    def end_step(self) -> None:
+        """Queue the requests that were deferred in this step, and serve the queue."""
+        now_s = self._stepped_at_s
+        if self.guarded:
+            self._primary.unpin(self.guarded)
+            self.guarded.clear()
+        for request in self._used:
+            if not request.waits:  # unless a later lookup has made it wait again
+                self.leave(request)
+        self._used.clear()
+        if self._rounds:
+            self._end_rounds()
+        head = next(iter(self.queue), None)
+        if head is not None and now_s - head.asked_at_s > TURN_S:
+            self._dequeue(head)
+            head = None
+        self._is_contended = self._is_store_refused or head is not None
+        self._is_store_refused = False
+        if self._is_contended:
+            self._give_up_silent(now_s)
+        if self._is_contended or self.queue:
+            self._serve(now_s, counts=True)
+
+    def reset(self) -> None:
+        """Drop all tickets and the queue; call before `Primary.reset`."""
+        requests = {request for waiting in self._awaited.values() for request in waiting}
+        for request in requests.union(self.queue, self._landed):
+            request.wants, request.ticket = {}, {}
+            request.awaits, request.is_queued, request.blocked_since_s = 0, False, None
+        for table in (self.queue, self._holders, self._awaited, self.in_flight, self._landed):
+            table.clear()
+        for step in (self._rounds, self._used, self.guarded, self.found):
+            step.clear()
+        self._unnamed_in_flight = self._num_examined = 0
+        self._version += 1
+
+    # -- internal -------------------------------------------------------------------------------
+
+    def _end_rounds(self) -> None:
+        """Queue the requests whose lookups were deferred, with all that they asked for."""
+        ends = [start for _, start in self._rounds[1:]] + [len(self.found)]
+        asked: dict[RequestState, list[OffloadKey]] = {}
+        for (request, start), end in zip(self._rounds, ends, strict=True):
+            asked.setdefault(request, []).extend(self.found[start:end])
+        for request, keys in asked.items():
+            if request.is_expired:
+                self.leave(request)
+            elif request.waits and request.is_deferred and not request.is_undecided:
+                self._want(request, keys)
+            if not request.is_deferred:
+                request.lacking.clear()
+            request.elsewhere.clear()
+            request.is_deferred = request.is_undecided = request.is_refused = False
+        self._rounds.clear()
+        self.found.clear()
+        self._num_examined = 0
+
+    def _want(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
+        """Queue a request for what it has asked for, unless it waits for just that already."""
+        if not (request.ticket or request.is_queued):
+            request.wants = dict.fromkeys(request.ordered(keys))
+        elif any(key not in request.wants for key in keys):
+            self._release(request, list(request.ticket))
+            request.wants = dict.fromkeys(request.ordered([*request.wants, *keys]))
+        elif request.ticket:
+            return
+        if request.wants:
+            self._join(request)
+
+    def _join(self, request: RequestState) -> None:
+        self.queue.setdefault(request)
+        request.is_queued = True
+        self._version += 1
+
+    def _dequeue(self, request: RequestState) -> None:
+        if request.is_queued:
+            del self.queue[request]
+            request.is_queued, request.blocked_since_s = False, None
+
+    def _refuse(self, request: RequestState) -> None:
+        self._dequeue(request)
+        request.is_refused = True
+        self._tell(request)
+
+    def _serve(self, now_s: float, *, counts: bool = False) -> None:
+        """Grant tickets from the head of the queue, while they fit.
+
+        Args:
+            now_s: Time of the step, in seconds.
+            counts: Whether turns end, and the head's wait counts: at the end of a step.
+        """
+        while counts and self._landed:  # at a step's start, the holder has not had its chance yet
+            holder, since_s = next(iter(self._landed.items()))
+            if self._contended_s - since_s <= TURN_S:
+                break
+            self._release(holder, list(holder.ticket))
+            self._tell(holder)
+        while self.queue:
+            head = next(iter(self.queue))
+            is_starved = counts and self._is_starved(head, now_s)
+            is_as_before = self._blocked_at == (head, self._version, self._primary.room_made)
+            if is_as_before and not is_starved:
+                return
+            is_due = is_starved or now_s - self._searched_s >= TURN_S
+            run, absent = self._run_of(head, now_s, is_due=is_due)
+            if not run:
+                self._refuse(head)
+            elif self._fits(run, absent) and self._grant(head, run, absent):
+                self._blocked_at = None
+            elif is_starved:
+                self._grant_part(head, run, absent)
+            else:
+                self._blocked_at = (head, self._version, self._primary.room_made)
+                readable = [key for key in run if key not in absent]
+                beside = self._primary.room - self._primary.room_beside(readable)
+                self._head_needs = len(absent) + beside
+                return
+
+    def _run_of(
+        self, request: RequestState, now_s: float, *, is_due: bool
+    ) -> tuple[list[OffloadKey], dict[OffloadKey, int]]:
+        """Return the leading run that a request's ticket would name, and its absent keys' tiers.
+
+        A search in the tiers costs time per block, so a run that does not fit is searched only when
+        `is_due`; otherwise all that the request wants counts as found.
+        """
+        keys = list(islice(request.wants, self.budget))
+        answers = zip(keys, self._primary.lookup_many(keys), strict=True)
+        absent = dict.fromkeys((key for key, answer in answers if answer is _MISS), 0)
+        if not is_due and not self._fits(keys, absent):
+            return keys, absent
+        self._searched_s = now_s
+        for key in list(absent):
+            tier = self._find(key, request)
+            if tier is None:
+                run = keys[: keys.index(key)]
+                return run, {key: absent[key] for key in run if key in absent}
+            absent[key] = tier
+        return keys, absent
+
+    def _fits(self, run: Sequence[OffloadKey], absent: Collection[OffloadKey]) -> bool:
+        """Return whether a run fits beside the tickets, and its absent blocks into the primary."""
+        new = sum(key not in self._holders and key not in self.in_flight for key in run)
+        if self.named + new > self.budget:
+            return False
+        return len(absent) <= self._primary.room_beside([key for key in run if key not in absent])
+
+    def _is_starved(self, head: RequestState, now_s: float) -> bool:
+        """Return whether the head has asked for `TURN_S` while no ticket or promotion was left."""
+        if self.named:
+            return False
+        if head.blocked_since_s is None:
+            head.blocked_since_s = now_s
+        return now_s - head.blocked_since_s >= TURN_S
+
+    def _grant_part(
+        self, head: RequestState, run: Sequence[OffloadKey], absent: dict[OffloadKey, int]
+    ) -> None:
+        """Grant the longest leading part of a run that fits; without any, end the wait."""
+        fitting, too_long = 0, len(run)
+        while too_long - fitting > 1:
+            middle = (fitting + too_long) // 2
+            part = run[:middle]
+            if self._fits(part, [key for key in part if key in absent]):
+                fitting = middle
+            else:
+                too_long = middle
+        part = run[:fitting]
+        needed = {key: absent[key] for key in part if key in absent}
+        if not part or not self._grant(head, part, needed):
+            self._refuse(head)
+
+    def _grant(
+        self, request: RequestState, run: Sequence[OffloadKey], absent: dict[OffloadKey, int]
+    ) -> bool:
+        """Pin a run, and promote its absent blocks, one job a tier; False if nothing was done."""
+        holders, in_flight = self._holders, self.in_flight
+        states = zip(run, self._primary.lookup_many(run), strict=True)
+        being_written = {key for key, state in states if state is not _HIT}
+        new = [key for key in run if key not in holders]
+        pinned = [key for key in new if key not in being_written]
+        self._primary.pin(pinned)
+        slots = self._primary.reserve(list(absent))
+        if len(slots) < len(absent):  # the policy has found too few victims
+            self._primary.unpin(pinned)
+            return False
+        self._dequeue(request)
+        self._unnamed_in_flight -= sum(key in in_flight for key in new)
+        for key in run:
+            holders[key] = holders.get(key, 0) + 1
+        for key in run if being_written else ():
+            if key in being_written:
+                self._awaited.setdefault(key, []).append(request)
+        request.ticket = {key: key in absent for key in run}
+        request.awaits = len(being_written)
+        request.blocked_since_s = None
+        in_flight.update(absent)
+        jobs: dict[int, tuple[list[OffloadKey], list[int]]] = {}
+        for (key, tier), slot in zip(absent.items(), slots, strict=True):
+            keys, job_slots = jobs.setdefault(tier, ([], []))
+            keys.append(key)
+            job_slots.append(slot)
+        for tier, (keys, job_slots) in jobs.items():
+            self._submit(tier, request.ctx, keys, job_slots)
+        if not being_written:
+            self._note_landed(request)
+        if not being_written or len(run) < len(request.wants):
+            self._tell(request)
+        self._version += 1
+        return True
+
+    def _release(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """Take keys out of a request's ticket; without any left, the ticket has ended."""
+        holders, awaited = self._holders, self._awaited
+        last: list[OffloadKey] = []
+        for key in keys:
+            del request.ticket[key]
+            waiting = awaited.get(key)
+            if waiting is not None:
+                waiting.remove(request)
+                request.awaits -= 1
+            holders[key] -= 1
+            if holders[key]:
+                continue
+            del holders[key]
+            if waiting is None:
+                last.append(key)
+                continue
+            del awaited[key]
+            self._unnamed_in_flight += key in self.in_flight
+        self._primary.unpin(last)
+        if not request.ticket:
+            self._landed.pop(request, None)
+        self._version += 1
+
+    def _end_flight(self, keys: Sequence[OffloadKey]) -> None:
+        self.in_flight.difference_update(keys)
+        self._unnamed_in_flight -= sum(key not in self._holders for key in keys)
+        self._version += 1
+
+    def _note_landed(self, request: RequestState) -> None:
+        self._landed[request] = self._contended_s
+
+    def _tell(self, request: RequestState) -> None:
+        """Notify the waiters for a request's keys that it should repeat its lookups."""
+        if self._primary.decided is not None:
+            self._primary.decided(list(request.wants))
+
+    def _give_up_silent(self, now_s: float) -> None:
+        """Give up the promotions of silent tiers: somebody waits for their slots."""
+        for tier in self._tiers:
+            if not tier.falls_silent(now_s):
+                continue
+            tier.is_silent = True
+            error = TierTimeoutError(f"no copy of tier {tier.name} has ended; others wait for room")
+            for job_id in tier.jobs.ids_in(JobState.FLYING):
+                if tier.jobs.job_of(job_id).is_promotion:
+                    tier.jobs.handle(JobAbandoned(job_id, error))

@@ -1,0 +1,239 @@
+"""Searches of the secondary tiers for blocks that the primary lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Final
+
+from kvoffload_async.core.index import CostGatedIndex
+from kvoffload_async.core.requests import RequestState
+from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.statistics import MissReason, SkipReason
+from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
+
+_RETRY: Final = LookupResult.RETRY
+
+Verdict = int | LookupResult | MissReason
+"""Result of a search: the tier that has the block, RETRY if it is unknown yet, or why none has."""
+
+
+class TierSearch:
+    """Looks up keys absent from the primary in the tiers, in order.
+
+    A remote tier is queried over the network, so only for keys that all nearer tiers are known to
+    lack; keys that a nearer tier has not resolved yet are deferred. While a request waits, a tier
+    is not queried again for a key that it lacks.
+
+    Not thread-safe; call only from the owner's thread.
+
+    Attributes:
+        sources: The lookup source of each tier: its `TierState`, or an observer that wraps it.
+        has_unknown: Whether a cost-gated tier waits for nearer tiers to resolve keys.
+    """
+
+    def __init__(self, tiers: Sequence[TierState]) -> None:
+        self._tiers = tiers
+        self.sources: list[TierLookup] = list(tiers)
+        self.has_unknown = False
+        self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
+        """By tier: (is available, loads permitted) of each nearer tier at the last `_settle`."""
+
+    def all_lack(self, key: OffloadKey, request: RequestState, now_s: float) -> bool:
+        """Return whether every tier is known to lack a key; if so, count a lookup in each.
+
+        False also if a tier's index is not exact or if a tier is skipped. A tier that this request
+        has asked for the key before is not counted again.
+        """
+        if request.is_expired or request.failed:
+            return False
+        for index, tier in enumerate(self._tiers):
+            if tier.cost_gated is not None or not tier.index.is_exact:
+                return False
+            if _skips(tier, request.ctx, now_s) is not None:
+                return False
+            if tier.index.peek(key) is LookupResult.HIT:
+                return False
+            lacking = request.lacking.setdefault(index, set())
+            if key not in lacking:
+                self.sources[index].lookup_many([key], request.ctx, stop_at_miss=True)
+                lacking.add(key)
+                tier.counters.lookups += 1
+                tier.counters.misses += 1
+        return True
+
+    def ask(
+        self,
+        keys: Sequence[OffloadKey],
+        request: RequestState,
+        now_s: float,
+        *,
+        is_paused: bool,
+        stop_at_miss: bool,
+    ) -> dict[OffloadKey, Verdict]:
+        """Look keys up in the tiers, nearest tier first; return the verdict on each, in order.
+
+        Args:
+            keys: Keys that are absent from the primary.
+            request: The request that looks up the keys.
+            now_s: Time of the step, in seconds.
+            is_paused: Whether promotions are paused.
+            stop_at_miss: Whether the verdicts end with the first miss.
+        """
+        if request.is_expired or is_paused:
+            reason: MissReason = "expired" if request.is_expired else "paused"
+            return dict.fromkeys(keys[:1] if stop_at_miss else keys, reason)
+        verdicts: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent")
+        last = len(self._tiers) - 1
+        for index, tier in enumerate(self._tiers):
+            is_remote = tier.locality is Locality.REMOTE
+            has_unknown = _RETRY in verdicts.values()
+            asked = list(verdicts)
+            if index:
+                asked = [key for key in verdicts if not isinstance(verdicts[key], int)]
+            if has_unknown and is_remote:
+                asked = self._leave_unknown(tier, asked, request, verdicts)
+            if asked:
+                asked = self._leave_skipped(index, asked, request, now_s, verdicts)
+            if asked:
+                is_final = stop_at_miss and index == last and (is_remote or not has_unknown)
+                self._ask_tier(index, asked, request, verdicts, stop_at_miss=is_final)
+        if stop_at_miss:
+            for reached, verdict in enumerate(verdicts.values(), 1):
+                if isinstance(verdict, str):
+                    return dict(islice(verdicts.items(), reached))
+        return verdicts
+
+    def find(self, key: OffloadKey, request: RequestState, now_s: float) -> int | None:
+        """Return the nearest tier known to have a block that a request may load; None if none."""
+        for index, tier in enumerate(self._tiers):
+            if (index, key) in request.failed or _skips(tier, request.ctx, now_s) is not None:
+                continue
+            if tier.index.peek(key) is LookupResult.HIT:
+                return index
+        return None
+
+    def end_step(self, now_s: float) -> None:
+        """Pass the nearer tiers' answers of this step to the cost-gated tiers that need them."""
+        self.has_unknown = False
+        for index, tier in enumerate(self._tiers):
+            if tier.cost_gated is not None and tier.cost_gated.unknown:
+                self._settle(tier.cost_gated, index, now_s)
+                self.has_unknown |= bool(tier.cost_gated.unknown)
+
+    def _settle(self, cost_gated: CostGatedIndex, index: int, now_s: float) -> None:
+        nearer = self._tiers[:index]
+        for tier in nearer:
+            tier.index.watch(cost_gated.resolved)
+        in_use = [(tier.is_available, tier.health.loads.permits(now_s)) for tier in nearer]
+        has_changed = in_use != self._nearer_in_use[index]
+        self._nearer_in_use[index] = in_use
+        cost_gated.settle(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
+
+    def _leave_unknown(
+        self,
+        tier: TierState,
+        keys: Sequence[OffloadKey],
+        request: RequestState,
+        verdicts: Mapping[OffloadKey, Verdict],
+    ) -> list[OffloadKey]:
+        """Return the keys that all nearer tiers are known to lack; only these are looked up.
+
+        The other keys are unknown yet, and a cost-gated tier is told to expect them.
+        """
+        if tier.cost_gated is not None:
+            unknown = [key for key in keys if verdicts[key] is _RETRY]
+            tier.cost_gated.expect(unknown, request.ctx)
+            self.has_unknown = True
+        return [key for key in keys if verdicts[key] is not _RETRY]
+
+    def _leave_skipped(
+        self,
+        index: int,
+        keys: list[OffloadKey],
+        request: RequestState,
+        now_s: float,
+        verdicts: dict[OffloadKey, Verdict],
+    ) -> list[OffloadKey]:
+        """Return the keys to look up in a tier; count the others as skipped."""
+        tier = self._tiers[index]
+        reason = _skips(tier, request.ctx, now_s)
+        left: list[OffloadKey] = []
+        if reason is None:
+            if not request.failed:
+                return keys
+            reason = "failed"
+            left = [key for key in keys if (index, key) not in request.failed]
+            keys = [key for key in keys if (index, key) in request.failed]
+        self._skip(tier, reason, keys, verdicts)
+        return left
+
+    def _skip(
+        self,
+        tier: TierState,
+        reason: SkipReason,
+        keys: Sequence[OffloadKey],
+        verdicts: dict[OffloadKey, Verdict],
+    ) -> None:
+        """Count the keys that are not looked up in a tier, and enter "skipped" as their verdict."""
+        tier.counters.skipped_lookups[reason] += len(keys)
+        for key in keys:
+            if verdicts[key] == "absent":
+                verdicts[key] = "skipped"
+
+    def _ask_tier(
+        self,
+        index: int,
+        keys: Sequence[OffloadKey],
+        request: RequestState,
+        verdicts: dict[OffloadKey, Verdict],
+        *,
+        stop_at_miss: bool,
+    ) -> None:
+        """Look keys up in one tier; enter its hits and unknown answers in `verdicts`."""
+        tier, lacking = self._tiers[index], request.lacking.setdefault(index, set())
+        if stop_at_miss and not lacking.isdisjoint(keys):
+            keys = keys[: [key in lacking for key in keys].index(True)]
+        elif lacking:
+            keys = [key for key in keys if key not in lacking]
+        if not keys:
+            return
+        answers = self.sources[index].lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
+        missing: list[OffloadKey] = []
+        for key, answer in zip(keys, answers, strict=False):  # fewer answers after a miss
+            if answer is LookupResult.MISS:
+                missing.append(key)
+            else:
+                verdicts[key] = index if answer is LookupResult.HIT else _RETRY
+        counters, hits = tier.counters, answers.count(LookupResult.HIT)
+        counters.lookups += len(answers) - len(missing)
+        counters.hits += hits
+        counters.undecided += len(answers) - len(missing) - hits
+        if missing and tier.cost_gated is not None and tier.cost_gated.declines(request.ctx):
+            self._skip(tier, "too_few", missing, verdicts)
+        else:
+            counters.lookups += len(missing)
+            counters.misses += len(missing)
+            lacking.update(missing)
+
+
+def _ask_nearer(
+    tiers: Sequence[TierState], now_s: float, key: OffloadKey, ctx: ReqContext
+) -> LookupResult:
+    """Return HIT if a usable tier has the block, RETRY if one has not resolved it, else MISS."""
+    answer = LookupResult.MISS
+    for tier in tiers:
+        if _skips(tier, ctx, now_s) is not None:
+            continue
+        known = tier.index.peek(key)
+        if known is LookupResult.HIT:
+            return known
+        if known is LookupResult.RETRY:
+            answer = known
+    return answer
+
+
+def _skips(tier: TierState, ctx: ReqContext, now_s: float) -> SkipReason | None:
+    """Return why a request cannot be promoted from a tier now; None if it can."""
+    return tier.skips_load(ctx, now_s) if tier.takes_slots else "suspended"
