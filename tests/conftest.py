@@ -55,8 +55,9 @@ PROFILES = {
 
 @pytest.fixture(autouse=True)
 def _patient_openings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An `fs` tier that opens looks around to the end, however busy the machine is."""
+    """An `fs` tier that opens looks around to the end, in one step, however busy the machine is."""
     monkeypatch.setattr(housekeeping, "_OPENING_S", 30.0)
+    monkeypatch.setattr(housekeeping, "_STEP_S", 30.0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -52,6 +52,7 @@ PORTION = 1024
 BEAT_S = 0.001
 SAMPLE, JOB = 8192, 64
 OPENING_S = housekeeping_module._OPENING_S
+STEP_S = housekeeping_module._STEP_S
 
 
 def make_blocks(place: Place, count: int) -> None:
@@ -123,6 +124,7 @@ def bytes_a_block(count: int) -> float:
 def usual_openings(monkeypatch):
     """What opening takes is measured: it is not as patient as in other tests."""
     monkeypatch.setattr(housekeeping_module, "_OPENING_S", OPENING_S)
+    monkeypatch.setattr(housekeeping_module, "_STEP_S", STEP_S)
 
 
 @pytest.fixture

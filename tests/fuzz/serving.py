@@ -285,7 +285,7 @@ class Serving:
             count = chance.randint(0, found)
             seconds = chance.choice((0.0, 0.1, 30.0))
             first = await self._within(engine.load(request, blocks[:count], seconds), seconds)
-            law(first == count, f"{first} blocks of {count} are loaded")
+            law(first <= count, f"{first} blocks of {count} are loaded")
             for block, key in zip(blocks[:first], request.keys, strict=False):
                 law(holds(self.device[block], key), "wrong bytes are loaded")
         await self._sleep(chance.choice((0.0, 0.1, 5.0)))

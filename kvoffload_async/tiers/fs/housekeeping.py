@@ -166,8 +166,8 @@ class Housekeeping:
             self._run_periodically(rescan_interval_s), name="fs:housekeeping"
         )
 
-    async def look_for_blocks(self) -> bool:
-        """Walk for a moment in search of evictable blocks, unless that was just done.
+    async def look_for_blocks(self, count: int) -> bool:
+        """Walk for a moment in search of `count` evictable blocks, unless that was just done.
 
         Returns:
             Whether a walk was made since the call.
@@ -185,7 +185,8 @@ class Housekeeping:
                 return False
             try:
                 await self._walk_for(
-                    _OPENING_S, lambda step: space.can_evict or step.ends_cycle or step.is_waiting
+                    _OPENING_S,
+                    lambda step: space.can_evict(count) or step.ends_cycle or step.is_waiting,
                 )
             except (OSError, OffloadError) as error:
                 logger.warning(

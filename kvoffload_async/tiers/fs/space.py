@@ -117,10 +117,9 @@ class Space:
         """Busy blocks that the policy was not allowed to evict."""
         self.blocks = KnownBlocks(self._policy, self._busy, announce_found)
 
-    @property
-    def can_evict(self) -> bool:
-        """Whether there is an evictable block whose room could be used."""
-        return self.can_store and self._num_idle(1) > 0
+    def can_evict(self, count: int) -> bool:
+        """Tell whether there are so many evictable blocks whose room could be used."""
+        return self.can_store and self._num_idle(count) >= count
 
     @property
     def can_store(self) -> bool:
@@ -269,7 +268,7 @@ class Space:
             (new if item.may_write else plan.items).append(item)
         roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
         # Without a complete count, the room of a victim cannot be used.
-        count = self._num_idle(len(new) - roomy) if self.can_evict else 0
+        count = self._num_idle(len(new) - roomy) if self.can_evict(1) else 0
         coming = new[: roomy + count]
         victims = self._evict([item.key for item in coming], count)
         if not victims:

@@ -369,11 +369,11 @@ class FsTier(AsyncTier):
             full = [] if is_full else [i for i in plan.items if isinstance(i.error, TierFullError)]
             is_full = is_full or bool(full)  # evict, and retry once
             again = [item for item in plan.items if item.status in LOST_ROOM] + full
-            if plan.unplaced and space.can_evict:  # others have taken the freed room
+            if plan.unplaced and space.can_evict(1):  # others have taken the freed room
                 again += plan.unplaced
             elif plan.unplaced and not has_looked and self._housekeeping is not None:
                 has_looked = True
-                if await self._housekeeping.look_for_blocks():
+                if await self._housekeeping.look_for_blocks(len(plan.unplaced)):
                     again += plan.unplaced
             items = [item.again() for item in again]
             if not items:
