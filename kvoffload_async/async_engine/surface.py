@@ -171,7 +171,7 @@ class OffloadEngine(EngineLifecycle):
         """Promote a request's longest cached prefix into the primary, and pin it there.
 
         Waits for promotions from secondary tiers. At the deadline, pins the prefix that is readable
-        by then.
+        by then, or returns 0 if the pin would have to wait for room behind other requests.
 
         Returns:
             The number of blocks of the prefix; they stay pinned until the next `load`, `store` or

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import own_threads
+import pytest
 from command_line import Command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ def mutated(draw):
     return config
 
 
+@pytest.mark.no_cover
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(mutated())
 def test_a_configuration_is_fine_or_one_line_and_what_is_fine_opens(config):

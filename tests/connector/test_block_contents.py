@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import pytest
 from connector.serving import Serving
 from connector.worlds import REQUEST_LEVEL as WHOLE_REQUESTS
 from connector.worlds import Desk, Request, Scripted, blocks_of, key, only
@@ -207,6 +208,7 @@ def serve(seed, tally):
     tally.update(serving.tally)
 
 
+@pytest.mark.no_cover
 @sizes("schedules", 25, 500)
 def test_no_schedule_stores_bytes_that_are_not_those_of_their_key(schedules):
     tally = Counter()

@@ -280,12 +280,14 @@ def without_changes(usage: Usage, scan: BucketScan) -> bool:
     return is_corrected(usage, scan)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("mistake", [without_waiting, without_changes])
 def test_a_planted_mistake_is_found(mistake):
     with pytest.raises(AssertionError):
         explore(partial(mistake))
 
 
+@pytest.mark.no_cover
 def test_room_of_the_dead_given_out_before_their_moves_were_seen_is_found(monkeypatch):
     """Regression: a bucket from which a killed process had taken a victim was lowered at once."""
     reap = Usage.reap

@@ -55,6 +55,7 @@ def until(is_so):
         select.select([], [], [], 0.02)
 
 
+@pytest.mark.no_cover
 def test_in_lockstep_a_fleet_finds_what_one_unbounded_cache_does_also_beside_a_kill(
     command, tmp_path
 ):
