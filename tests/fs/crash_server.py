@@ -13,6 +13,7 @@ from fs.spaces import rescan, room_for
 
 from kvoffload_async.errors import BlockMissingError, TierFullError
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs import housekeeping
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 
 K = [key_of(number) for number in range(60)]
@@ -23,6 +24,7 @@ SHARED_CAPACITY = room_for(34)
 
 def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
     """A workload that makes the same calls every time: store, load, evict, find a bad block."""
+    housekeeping._OPENING_S = housekeeping._STEP_S = 30.0  # also on a busy machine
     ops = FaultyFileOps()
     if kill_at is not None:
         ops.kill(kill_at, torn=torn)
@@ -64,8 +66,8 @@ def traffic(
         sys.stdin.readline()  # all are quiet now
         if capacity_bytes is not None:
             rescan(harness)
-            housekeeping = harness.tier._housekeeping
-            usage = harness.run(housekeeping._run(housekeeping._usage.read))
+            keeper = harness.tier._housekeeping
+            usage = harness.run(keeper._run(keeper._usage.read))
             done["counted"] = usage.settled_bytes
             done["reserved"] = usage.all_reserved_bytes
         answer(done | {"phase": "counted"})
