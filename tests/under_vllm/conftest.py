@@ -42,12 +42,13 @@ def serving():
 @pytest.fixture
 def pair(request):
     """Return what makes a `Pair`; all of them are closed at the end, and leave nothing behind."""
-    from engine_world import Pair, shared_files
+    from engine_world import Pair
+    from vllm_world import own_id, shared_files
 
     made = []
 
     def make(tiers=(), **options):
-        made.append(Pair(f"kvoffload-test-{id(request)}-{len(made)}", tiers, **options))
+        made.append(Pair(own_id(f"kvoffload-test-{id(request)}-{len(made)}"), tiers, **options))
         return made[-1]
 
     yield make

@@ -7,7 +7,6 @@ from the primary, or does not.
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -192,10 +191,6 @@ def canonical(tensors, groups):
         [base.CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
         [[base.CanonicalKVCacheRef(index, PAGE_BYTES) for index in group] for group in groups],
     )
-
-
-def shared_files():
-    return [path.name for path in Path("/dev/shm").glob("kvoffload-*")]
 
 
 def faults(pair, direction):

@@ -14,7 +14,7 @@ from engine_world import PAGE_BYTES
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.fs import manager as vllms_fs
-from vllm_world import SLOT_BYTES, content_of, keys_of, make_config
+from vllm_world import SLOT_BYTES, content_of, keys_of, make_config, own_id
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import KVOffloadSpec
@@ -191,7 +191,7 @@ def test_vllms_tier_may_stand_behind_one_of_ours(pair, vllms):
 )
 def test_a_configuration_is_checked_before_anything_is_opened(vllms, changed, message):
     tier = {key: value for key, value in {**vllms, **changed}.items() if value is not None}
-    world = make_config([], "kvoffload-test-config")
+    world = make_config([], own_id("kvoffload-test-config"))
     extra = {"cpu_bytes_to_use": "64KiB", "secondary_tiers": [tier]}
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[0\]: .*" + message):
         KVOffloadSpec(replace(world, extra_config=extra))
@@ -207,7 +207,7 @@ def test_tiers_that_serve_other_engines_are_refused(module, name):
         import_module(path)
     except ImportError as error:
         pytest.skip(f"the tier's own library is not installed: {error}")
-    world = make_config([], "kvoffload-test-config")
+    world = make_config([], own_id("kvoffload-test-config"))
     extra = {
         "cpu_bytes_to_use": "64KiB",
         "secondary_tiers": [{"type": name, "module_path": path}],

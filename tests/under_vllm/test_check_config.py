@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-from vllm_world import make_config
+from vllm_world import make_config, own_id
 
 from kvoffload_async.integrations.vllm import KVOffloadSpec
 
@@ -56,7 +56,7 @@ def create_specs(transfer):
         found = MultiConnector._get_connector_classes_and_configs(config)
         transfers = [one.kv_transfer_config for _, one in found]
     extras = [one.kv_connector_extra_config for one in transfers]
-    world = make_config([], "kvoffload-test-check")
+    world = make_config([], own_id("kvoffload-test-check"))
     return [OffloadingSpecFactory.create_spec(replace(world, extra_config=e)) for e in extras]
 
 

@@ -9,7 +9,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-from vllm_world import make_config
+from vllm_world import make_config, own_id
 
 from kvoffload_async.integrations.vllm import HostTieringOffloadingSpec, KVOffloadSpec
 
@@ -39,7 +39,7 @@ def test_a_configuration_of_the_documentation_works(given, serving, tmp_path):
             tier["capacity_bytes"] = "1MiB"
         if "vllm." in tier.get("module_path", ""):
             del tier["fingerprint"]
-        world = make_config([], "kvoffload-test-docs")
+        world = make_config([], own_id("kvoffload-test-docs"))
         spec(replace(world, extra_config={**extra, **SMALL, "secondary_tiers": [tier]}))
     else:
         assert spec in (TieringOffloadingSpec, HostTieringOffloadingSpec)

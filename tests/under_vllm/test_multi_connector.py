@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from engine_world import shared_files
 from tiny_model import HEAD_DIM, KV_HEADS, save_tiny_model
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -13,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm_world import MODULE
+from vllm_world import MODULE, own_id, shared_files
 
 from kvoffload_async.errors import ConfigError
 
@@ -58,7 +57,7 @@ def connector(model):
             kv_connector="MultiConnector",
             kv_role="kv_both",
             kv_connector_extra_config={"connectors": list(connectors)},
-            engine_id="kvoffload-test-multi",
+            engine_id=own_id("kvoffload-test-multi"),
             **beside,
         )
         config = EngineArgs(

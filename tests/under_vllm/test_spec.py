@@ -5,11 +5,11 @@ import logging
 from dataclasses import replace
 
 import pytest
-from engine_world import canonical, shared_files, strided_pages
+from engine_world import canonical, strided_pages
 from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
-from vllm_world import MODULE, make_config
+from vllm_world import MODULE, make_config, own_id, shared_files
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import KVOffloadSpec
@@ -49,7 +49,7 @@ def test_vllm_finds_the_spec_by_its_json():
 
 
 def spec_with(tiers=(), **extra):
-    config = make_config([], "kvoffload-test-config")
+    config = make_config([], own_id("kvoffload-test-config"))
     given = {"cpu_bytes_to_use": "64KiB", "secondary_tiers": list(tiers), **extra}
     return KVOffloadSpec(replace(config, extra_config=given))
 
@@ -149,7 +149,9 @@ def test_a_start_warns_once_if_a_failed_load_would_end_requests_or_the_engine(
 
     vllm_config = VllmConfig()  # noqa: F841 - as in the frame of vLLM's connector
     extra = VllmConfig.kv_transfer_config.kv_connector_extra_config
-    spec = KVOffloadSpec(replace(make_config([], "kvoffload-test-policy"), extra_config=extra))
+    spec = KVOffloadSpec(
+        replace(make_config([], own_id("kvoffload-test-policy")), extra_config=extra)
+    )
     manager = spec.get_manager()
     assert spec.get_manager() is manager
     manager.shutdown()

@@ -1,9 +1,9 @@
 """Blocks through `KVOffloadSpec`'s manager and workers: every byte comes back where it belongs."""
 
 import pytest
-from engine_world import DEVICE_BLOCKS, EXAMPLE, shared_files
+from engine_world import DEVICE_BLOCKS, EXAMPLE
 from vllm.v1.kv_offload import base
-from vllm_world import key_of, keys_of
+from vllm_world import key_of, keys_of, shared_files
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

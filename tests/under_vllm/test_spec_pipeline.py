@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_world import PAGE_BYTES, canonical, shared_files, strided_pages
+from engine_world import PAGE_BYTES, canonical, strided_pages
 from runtime.beside import Beside, processes
 from vllm.v1.kv_offload import base
-from vllm_world import DEADLINE_S, keys_of, make_config
+from vllm_world import DEADLINE_S, keys_of, make_config, own_id, shared_files
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import KVOffloadSpec
@@ -20,7 +20,9 @@ processes.set_forkserver_preload(["pytest", KVOffloadSpec.__module__])
 def config_of(rank, layers, **extra):
     """Return the configuration of a pipeline rank, as vLLM makes it from the rank's own layers."""
     ranks = len(layers)
-    config = make_config([], "kvoffload-test-pipeline", pp_size=ranks, world_size=ranks, rank=rank)
+    config = make_config(
+        [], own_id("kvoffload-test-pipeline"), pp_size=ranks, world_size=ranks, rank=rank
+    )
     return replace(
         config,
         worker_kv_bytes_per_block=layers[rank] * PAGE_BYTES,

@@ -5,6 +5,7 @@ as a user gives them.
 """
 
 import hashlib
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -32,6 +33,21 @@ def key_of(number, group=0):
 
 def keys_of(*numbers):
     return [key_of(number) for number in numbers]
+
+
+_engine_ids = set()
+"""Those that this process has used."""
+
+
+def own_id(name):
+    """Return an engine's id that no other process of tests has: it names shared memory."""
+    _engine_ids.add(engine_id := f"{name}-{os.getpid()}")
+    return engine_id
+
+
+def shared_files():
+    """Return the files in shared memory now of all engines with ids of `own_id`."""
+    return [path for engine_id in _engine_ids for path in shared_files_of(engine_id)]
 
 
 def is_shared_file_of(engine_id, path):
