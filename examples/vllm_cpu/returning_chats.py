@@ -90,9 +90,9 @@ class Case:
 
 CASES = {
     "steady": Case("nothing goes wrong", ("none", "vllm-fs", "fs", "slab")),
-    "bound": Case("room on disk for half", ("vllm-fs", "fs", "slab"), bounded=True),
-    "hang": Case("the server hangs", ("vllm-ValkeyTier", "valkey"), "hang"),
-    "fill": Case("the filesystem is full", ("vllm-fs", "fs", "slab"), "fill", bounded=True),
+    "bound": Case("room on disk for half", ("none", "vllm-fs", "fs", "slab"), bounded=True),
+    "hang": Case("the server hangs", ("none", "vllm-ValkeyTier", "valkey"), "hang"),
+    "fill": Case("the filesystem is full", ("none", "vllm-fs", "fs", "slab"), "fill", bounded=True),
 }
 
 
@@ -139,6 +139,7 @@ class Run:
     Attributes:
         case: A key of `CASES`.
         setup: A key of `SETUPS`.
+        repeat: Its number among the runs of the setup in this case.
         phases: Its phases, in order.
         disk_bytes: Bytes on disk at the end.
         error: Why the run has ended early; empty if it has not.
@@ -146,6 +147,7 @@ class Run:
 
     case: str
     setup: str
+    repeat: int = 0
     phases: list[Phase] = field(default_factory=list)
     disk_bytes: int = 0
     error: str = ""
@@ -370,13 +372,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def summary(runs: Sequence[Run], phases: Sequence[Phase]) -> dict[str, float]:
-    """Return the figures of some phases of a setup, over all of its runs."""
-    waits = sorted(1000 * seconds for phase in phases for seconds in phase.first_token_s)
+def summary(runs: Sequence[Run], kind: str, concurrency: int) -> dict[str, float]:
+    """Return the figures of some runs of a setup; empty if no request was answered."""
+    every = [phase for run in runs for phase in run.phases]
+    phases = [one for one in every if (one.kind, one.concurrency) == (kind, concurrency)]
+    waits = sorted(seconds for phase in phases for seconds in phase.first_token_s)
+    if not waits:
+        return {}
     prompts = sum(phase.prompt_tokens for phase in phases)
     return {
-        "p50_ms": statistics.median(waits),
-        "p95_ms": waits[min(len(waits) - 1, int(0.95 * len(waits)))],
+        "p50_s": statistics.median(waits),
+        "p95_s": waits[min(len(waits) - 1, int(0.95 * len(waits)))],
         "prompt_tokens_per_s": prompts / sum(phase.seconds for phase in phases),
         "cpu_ms_per_token": 1000 * sum(phase.cpu_seconds for phase in phases) / prompts,
         "tier_hits": sum(phase.tier_hits for phase in phases) / prompts,
@@ -388,44 +394,56 @@ def summary(runs: Sequence[Run], phases: Sequence[Phase]) -> dict[str, float]:
     }
 
 
-def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row of figures per case, kind of turn, concurrency and setup.
+def ratios(
+    runs: Sequence[Run], others: Sequence[Run], kind: str, concurrency: int
+) -> dict[str, float]:
+    """Return the ratios of p50 and p95 to other runs': medians over the repeats of both."""
+    found = [(run.repeat, summary([run], kind, concurrency)) for run in runs]
+    peers = {run.repeat: summary([run], kind, concurrency) for run in others}
+    pairs = [(ours, peers[repeat]) for repeat, ours in found if ours and peers.get(repeat)]
+    names = ("p50_s", "p95_s") if pairs else ()
+    return {
+        name: statistics.median(ours[name] / theirs[name] for ours, theirs in pairs)
+        for name in names
+    }
 
-    The runs without a tier belong to every case.
+
+def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return a row of figures per case, concurrency, setup and kind of turn.
+
+    `of_vllms` has the ratios to vLLM's own host tier in the same case.
     """
     rows = []
     for case in dict.fromkeys(run.case for run in runs):
-        some = [run for run in runs if run.case == case or run.setup == "none"]
+        some = [run for run in runs if run.case == case]
         kinds = KINDS if CASES[case].restarts else KINDS[:1]
         every = dict.fromkeys(phase.concurrency for run in some for phase in run.phases)
         setups = dict.fromkeys(run.setup for run in some)
-        for kind, concurrency, setup in product(kinds, every, setups):
+        others = [run for run in some if run.setup.startswith("vllm-")]
+        for concurrency, setup, kind in product(every, setups, kinds):
             mine = [run for run in some if run.setup == setup]
-            phases = [
-                phase
-                for run in mine
-                for phase in run.phases
-                if phase.kind == kind and phase.concurrency == concurrency
-            ]
-            if any(phase.first_token_s for phase in phases):
+            if figures := summary(mine, kind, concurrency):
                 row = {"case": case, "concurrency": concurrency, "turns": kind, "setup": setup}
-                rows.append({**row, **summary(mine, phases)})
+                of_vllms = ratios(mine, others, kind, concurrency)
+                rows.append({**row, **figures, "of_vllms": of_vllms})
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table per case."""
     heads = (
-        *("at a time", "turns", "setup", "first token p50, p95", "prompt tokens/s"),
-        *("CPU per token", "from a tier", "failed, wrong", "on disk"),
+        *("at a time", "setup", "turns", "first token p50, p95", "of vLLM's"),
+        *("prompt tokens/s", "CPU per token", "from a tier", "failed, wrong", "on disk"),
     )
     lines: list[str] = []
     for case in dict.fromkeys(row["case"] for row in rows):
         title = CASES[case].title.capitalize()
         lines += [f"{title}:", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         lines += [
-            f"| {row['concurrency']} | {row['turns']} | {SETUPS[row['setup']]} "
-            f"| {row['p50_ms']:,.0f}, {row['p95_ms']:,.0f} ms | {row['prompt_tokens_per_s']:,.0f} "
+            f"| {row['concurrency']} | {SETUPS[row['setup']]} | {row['turns']} "
+            f"| {row['p50_s']:.2f}, {row['p95_s']:.2f} s "
+            f"| {', '.join(f'{ratio:.2f}' for ratio in row['of_vllms'].values())} "
+            f"| {row['prompt_tokens_per_s']:,.0f} "
             f"| {row['cpu_ms_per_token']:.2f} ms "
             f"| {row['tier_hits']:.0%} | {row['failed']}, {row['wrong']} "
             f"| {row['disk_mb']:,.0f} MB |"
@@ -439,43 +457,56 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Draw the time to first token of each setup: bars to the median, whiskers to the 95 %.
 
-    A row of panels per case and kind of turn, a column per concurrency.
+    A row of panels per case, a column per concurrency; the restart is beside the later turns.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for --plot
 
-    panels = dict.fromkeys((row["case"], row["turns"]) for row in rows)
+    cases = dict.fromkeys(row["case"] for row in rows)
     columns = list(dict.fromkeys(row["concurrency"] for row in rows))
-    heights = [
-        len({row["setup"] for row in rows if (row["case"], row["turns"]) == panel})
-        for panel in panels
-    ]
+    bars = {
+        case: list(
+            dict.fromkeys((row["setup"], row["turns"]) for row in rows if row["case"] == case)
+        )
+        for case in cases
+    }
     figure = Figure(
-        figsize=(9.0, 0.8 + 0.27 * sum(heights) + 0.42 * len(panels)), layout="constrained"
+        figsize=(9.0, 0.8 + 0.24 * sum(map(len, bars.values())) + 0.42 * len(cases)),
+        layout="constrained",
     )
     grid = figure.subplots(
-        len(panels), len(columns), squeeze=False, sharex="col", sharey="row", height_ratios=heights
+        *(len(cases), len(columns)),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+        height_ratios=[len(some) for some in bars.values()],
     )
-    for line, (case, kind) in zip(grid, panels, strict=True):
+    for line, case in zip(grid, cases, strict=True):
         for axes, concurrency in zip(line, columns, strict=True):
-            wanted = (case, kind, concurrency)
-            mine = [
-                row for row in rows if (row["case"], row["turns"], row["concurrency"]) == wanted
-            ]
-            medians = [row["p50_ms"] for row in mine]
-            whiskers = [[0.0] * len(mine), [row["p95_ms"] - row["p50_ms"] for row in mine]]
-            names = [SETUPS[row["setup"]] for row in mine]
-            colors = [COLORS.get(row["setup"].partition("-")[0], OURS) for row in mine]
-            axes.barh(names, medians, xerr=whiskers, color=colors, ecolor="#444444", capsize=2)
-            for name, row in zip(names, mine, strict=True):
-                at, text = (row["p95_ms"], name), f"{row['p50_ms']:,.0f}"
-                axes.annotate(text, at, (4, 0), textcoords="offset points", va="center", fontsize=8)
+            for row in rows:
+                if (row["case"], row["concurrency"]) != (case, concurrency):
+                    continue
+                at = bars[case].index((row["setup"], row["turns"]))
+                color = COLORS.get(row["setup"].partition("-")[0], OURS)
+                whisker = [[0.0], [row["p95_s"] - row["p50_s"]]]
+                style = {"color": color, "alpha": 1.0 if row["turns"] == KINDS[0] else 0.55}
+                axes.barh(at, row["p50_s"], xerr=whisker, ecolor="#444444", capsize=2, **style)
+                axes.annotate(
+                    f"{row['p50_s']:.2f}",
+                    (row["p95_s"], at),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
+                )
+            names = [SETUPS[setup] if turns == KINDS[0] else turns for setup, turns in bars[case]]
+            axes.set_yticks(range(len(names)), names)
             axes.margins(x=0.12)
-            what = kind if kind == "after a restart" else CASES[case].title
-            axes.set_title(f"{what}, {concurrency} at a time", fontsize=9, loc="left")
+            title = f"{CASES[case].title}, {concurrency} at a time"
+            axes.set_title(title, fontsize=9, loc="left")
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
         line[0].invert_yaxis()  # shared: the first setup is at the top
-    figure.supxlabel("time to first token in ms: median (bar) and 95th percentile", fontsize=9)
+    figure.supxlabel("seconds to the first token: median (bar) and 95th percentile", fontsize=9)
     figure.savefig(file, dpi=110)
 
 
@@ -489,7 +520,7 @@ def run_all(arguments: argparse.Namespace, scratch: Path) -> list[Run]:
     for repeat in range(arguments.repeats):
         for group in groups_of(arguments, backwards=repeat % 2 == 1):
             began_s = time.monotonic()
-            new = [Run(case, setup) for case, setup in group]
+            new = [Run(case, setup, repeat) for case, setup in group]
             alternate([(run, measure(run, scratch, arguments)) for run in new])
             runs += new
             compare(runs)
@@ -507,9 +538,9 @@ def run_all(arguments: argparse.Namespace, scratch: Path) -> list[Run]:
 def groups_of(arguments: argparse.Namespace, *, backwards: bool) -> list[list[tuple[str, str]]]:
     """Return the cases and setups that run at the same time, one group after the other."""
     groups: list[list[tuple[str, str]]] = []
-    for case in dict.fromkeys(["steady", *arguments.cases]):
-        wanted = arguments.setups if case in arguments.cases else ["none"]
-        some = [(case, setup) for setup in CASES[case].setups if setup in {"none", *wanted}]
+    for case in dict.fromkeys(arguments.cases):
+        wanted = {"none", *arguments.setups}
+        some = [(case, setup) for setup in CASES[case].setups if setup in wanted]
         some = some[::-1] if backwards else some
         alone = not arguments.together or CASES[case].event == "fill"  # one would fill all
         groups += [[one] for one in some] if alone else [some]

@@ -50,12 +50,12 @@ def test_figures_of_returning_chats_are_written_into_the_page_and_the_readme(too
     machine = {"date": "2026-01-02", "cores": 2, "processor": "P", "memory_bytes": 2**34}
     machine |= {"system": "S", "load_average": 1.0, "vllm": "0.32.0", "kvoffload_async": "9"}
     rows = [
-        {"case": case, "turns": "later turns", "setup": setup, "concurrency": 4, "p50_ms": ms}
-        for case, factor in (("steady", 1), ("bound", 9))
-        for setup, ms in (
-            *(("none", 8000 * factor), ("vllm-fs", 4000 * factor)),
-            *(("fs", 3000 * factor), ("slab", 2000 * factor)),
+        {"case": case, "turns": turns, "setup": setup, "concurrency": 4, "p50_s": factor * seconds}
+        for case, turns, factor in (
+            *(("steady", "later turns", 1), ("steady", "after a restart", 2)),
+            ("bound", "later turns", 9),
         )
+        for setup, seconds in (("none", 8), ("vllm-fs", 4), ("fs", 3), ("slab", 2))
     ]
     report = {"machine": machine, "table": "A table\n", "figures": rows, "runs": []}
     text = (ROOT / "docs/benchmarks.md").read_text()
@@ -67,8 +67,8 @@ def test_figures_of_returning_chats_are_written_into_the_page_and_the_readme(too
     assert "images/returning_chats.png" in first
     assert "vLLM 0.32.0 on 2 CPU cores" in first
     line = tool["chats_readme"]((ROOT / "README.md").read_text(), report)
-    assert "8.0 s without a tier,\n4.0 with vLLM's" in line
-    assert "3.0 with `fs` and 2.0 with `slab`" in line
+    assert "8.0 and 16.0 without a tier, 4.0 and 8.0 with vLLM's" in line
+    assert "3.0 and 6.0 with `fs`\nand 2.0 and 4.0 with `slab`" in line
 
 
 def test_every_figure_of_the_readmes_table_belongs_to_one_tier():
