@@ -86,6 +86,7 @@ def test_blocks_come_back_from_a_tier_after_a_reset(pair, tiers, tmp_path):
     for rank, tensors in enumerate(here.tensors):
         assert tensors[0][1].equal(before[rank][0][3])
         assert tensors[1][9].equal(before[rank][1][5])
+    here.settle()  # the step has ended, and the request's ticket with it
     here.load(keys_of(0), [[2]], request)
     assert here.manager.get_load_source(key_of(0), request).value == "host"
 
