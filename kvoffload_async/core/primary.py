@@ -807,6 +807,10 @@ class Primary(ResidentBlocks):
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
+    def allow_anew(self, count: int) -> None:
+        """Count slots that `allowed` has withheld from stores, and grants from now on."""
+        self.room_made += count
+
     def _cut(
         self, wanted: Sequence[OffloadKey], ctx: ReqContext, room: int
     ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:

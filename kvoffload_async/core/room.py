@@ -97,6 +97,8 @@ class Room:
         """When the tiers were last asked for the whole run of a head that did not fit."""
         self._head_needs = 0
         """Slots to be left to the head of the queue, beside its readable blocks."""
+        self._num_withheld = 0
+        """Slots that stores have asked for in vain since a request last left the queue."""
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -189,7 +191,9 @@ class Room:
             num_stored: Blocks of stores: being written, pending for a tier, or in copies to one.
         """
         most = max(self.reserved - num_stored, self._primary.room - self._head_needs, 0)
-        return count if is_whole and most >= self.reserved else min(count, most)
+        granted = count if is_whole and most >= self.reserved else min(count, most)
+        self._num_withheld += count - granted
+        return granted
 
     def store_refused(self) -> None:
         """Record that a store has found too little room: tickets that are unused give way."""
@@ -364,6 +368,8 @@ class Room:
         if request.is_queued:
             del self.queue[request]
             request.is_queued, request.blocked_since_s = False, None
+            self._primary.allow_anew(self._num_withheld)  # what the head needs has changed
+            self._num_withheld = 0
 
     def _refuse(self, request: RequestState) -> None:
         self._dequeue(request)

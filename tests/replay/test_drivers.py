@@ -278,14 +278,14 @@ class TestAsync:
         assert "jammed" in result.stderr
 
     def test_a_request_larger_than_the_primary(self, command, monkeypatch):
-        monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous._ROOM_S", 0.01)
+        monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous.ROOM_S", 0.01)
         trace = command.trace([range(10), range(10)])
         report = command.figures(trace, "--primary-blocks", 4, "--engine", "async")
         assert report["hits"] == {"primary": 4}
         assert report["stores_refused"] == 1  # the second: the primary is full of its own head
 
     def test_no_room_for_anything(self, command, monkeypatch):
-        monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous._ROOM_S", 0.01)
+        monkeypatch.setattr("kvoffload_async.replay.drivers.asynchronous.ROOM_S", 0.01)
         monkeypatch.setattr(TieringOffloadingSpec, "accepts_prefixes", False)
         trace = command.trace([range(10)])
         report = command.figures(trace, "--primary-blocks", 4, "--engine", "async")

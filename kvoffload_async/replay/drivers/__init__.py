@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+ROOM_S = 1.0
+"""Maximum time that a request, its prompt computed, waits for room for its blocks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverOptions:

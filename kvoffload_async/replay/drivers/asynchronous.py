@@ -20,7 +20,7 @@ from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import BusyError, StalledError, TransportError
 from kvoffload_async.replay.device import FramePool, Prompt, require_room
-from kvoffload_async.replay.drivers import DriverOptions
+from kvoffload_async.replay.drivers import ROOM_S, DriverOptions
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import LookupResult, OffloadKey
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # torch is loaded with the first memory, not before
     from kvoffload_async.transport.paged import PagedMemory
 
 _WATCH_S = 0.05
-_ROOM_S = 1.0
-"""Maximum time that a store waits for room in the primary."""
 
 
 class AsyncDriver:
@@ -163,17 +161,18 @@ class AsyncDriver:
         self._computing.update(prompt.ids[first + found :])
         frames = prompt.frames[first : first + found]
         try:
-            await self._engine.load(request, self._memory.device_blocks(frames))
+            loaded = await self._engine.load(request, self._memory.device_blocks(frames))
         except (TimeoutError, TransportError):
             await self._until_released(request)  # a copy may still write to blocks to be computed
-            found = 0
-        prompt.start(first, found)
-        prompt.ready += found
-        self._tally.loaded_blocks += found
-        for key in absent.intersection(request.keys[:found]):
+            loaded = 0
+        prompt.start(first, loaded)
+        prompt.ready += loaded
+        self._computing.update(prompt.ids[prompt.ready :])
+        self._tally.loaded_blocks += loaded
+        for key in absent.intersection(request.keys[:loaded]):
             prompt.origins[key] = self._origin(key, request)
         self._check(prompt, first, prompt.ready)
-        self._pool.publish(prompt.ids[first : prompt.ready], frames[:found])
+        self._pool.publish(prompt.ids[first : prompt.ready], frames[:loaded])
 
     def _compute(self, prompt: Prompt) -> None:
         first = prompt.ready
@@ -186,7 +185,7 @@ class AsyncDriver:
     async def _store(self, prompt: Prompt, request: EngineRequest) -> None:
         blocks = self._memory.device_blocks(prompt.frames)
         try:
-            stored = await self._engine.store(request, blocks, timeout_s=_ROOM_S)
+            stored = await self._engine.store(request, blocks, timeout_s=ROOM_S)
         except BusyError:
             self._tally.stores_refused += 1
         except (TimeoutError, TransportError):

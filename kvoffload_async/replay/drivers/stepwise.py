@@ -23,7 +23,7 @@ from kvoffload_async.facade.connector.scheduler import OffloadingConnectorSchedu
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool, Prompt, Stage, require_room
-from kvoffload_async.replay.drivers import DriverOptions
+from kvoffload_async.replay.drivers import ROOM_S, DriverOptions
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import (
@@ -42,11 +42,13 @@ class RequestLevelManager:
 
     Attributes:
         refused: Requests whose last offer found no room.
+        cut: Requests whose last offer found room for a part.
     """
 
     def __init__(self, manager: OffloadingManager) -> None:
         self._manager = manager
         self.refused: set[str] = set()
+        self.cut: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the manager's own attributes
         return getattr(self._manager, name)
@@ -61,10 +63,11 @@ class RequestLevelManager:
     ) -> PrepareStoreOutput | None:
         """Reserve slots, and note whether there was room."""
         granted = self._manager.prepare_store(keys, req_context, is_last=is_last)
-        if granted is None:
-            self.refused.add(req_context.req_id)
-        else:
-            self.refused.discard(req_context.req_id)
+        for requests, is_one in (
+            (self.refused, granted is None),
+            (self.cut, granted is not None and bool(granted.keys_left_out)),
+        ):
+            (requests.add if is_one else requests.discard)(req_context.req_id)
         return granted
 
 
@@ -237,6 +240,7 @@ class StepwiseDriver:
         self._per_block = blocks_per_chunk
         self._batch = Batch(self._connector, pool, workers.device_blocks, blocks_per_step)
         self._active: dict[str, Prompt] = {}  # in order of arrival
+        self._stays_until_s: dict[str, float] = {}
         self._admitted = 0
         self._seen_job_id = -1
         self._has_news = False
@@ -354,16 +358,18 @@ class StepwiseDriver:
         self._note_promotions()
 
     def _compute(self, prompt: Prompt, count: int) -> None:
-        """Compute the next blocks; a request ends with its last block."""
-        self._has_news = True
+        """Compute the next blocks; a request ends with its last block, once that has room."""
         first, last = prompt.ready, prompt.ready + count
         if count:
+            self._has_news = True
             self._workers.compute(prompt.names[first:last], prompt.frames[first:last])
             self._pool.publish(prompt.ids[first:last], prompt.frames[first:last])
         prompt.ready = last
         prompt.num_computed_tokens = last * self._per_block
-        if last < len(prompt.ids):
+        if last < len(prompt.ids) or self._waits_for_room(prompt.request_id):
             return
+        self._has_news = True
+        self._stays_until_s.pop(prompt.request_id, None)
         prompt.num_computed_tokens = prompt.num_tokens
         prompt.stage = Stage.ENDED
         start_ns = time.perf_counter_ns()
@@ -372,6 +378,13 @@ class StepwiseDriver:
         self._pool.release(prompt.frames)
         del self._active[prompt.request_id]
         self._tally.end(prompt)
+
+    def _waits_for_room(self, req_id: str) -> bool:
+        """Return whether a request stays, as one that generates would, to offer blocks again."""
+        if req_id not in self._whole.refused and req_id not in self._whole.cut:
+            return False
+        now_s = time.monotonic()
+        return now_s < self._stays_until_s.setdefault(req_id, now_s + ROOM_S)
 
     # -- ended copies -------------------------------------------------------------------------
 
