@@ -32,6 +32,7 @@ from planner_invariants import check_quiescent
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.core.invariants import check_state
+from kvoffload_async.core.tier_state import TURN_S
 from kvoffload_async.errors import (
     BusyError,
     ClosedError,
@@ -269,11 +270,39 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.world.parked
         assert [s for s in self.serving if not s.task.done()] == waiting
 
+    async def nobody_waits_to_the_limit(self):
+        """On healthy tiers, requests that come now load before their limit, beside whoever waits.
+
+        Healthy: every copy and operation ends before time passes, which it does by half a turn.
+        """
+        expired, core = [], self.world.core
+        defer = core._defer
+
+        def watched(request):
+            may_wait = defer(request)
+            expired.extend([] if may_wait else [request.ctx.req_id])
+            return may_wait
+
+        core._defer = watched
+        fresh = []
+        for number, text in enumerate(("abab", "bbb", "a")):
+            blocks = list(range(self.next_block, self.next_block + len(text)))
+            self.next_block += len(text)
+            fresh.append(Serving(self.world, f"fresh{number}", text, blocks, {"load"}))
+        for _ in range(20):
+            await self.world.calm()
+            await jump(TURN_S / 2)
+        assert all(each.task.done() for each in fresh)
+        assert not {each.name for each in fresh}.intersection(expired)
+        self.serving += fresh
+        del core._defer
+
     def teardown(self):
         async def end():
             self.world.hung = None
             await self.world.calm()
             await self.nobody_was_forgotten()
+            await self.nobody_waits_to_the_limit()
             await jump()  # stores may wait for room that requests who wait themselves hold
             await self.world.until(lambda: all(s.task.done() for s in self.serving))
             await self.world.until(lambda: all(reset.done() for reset in self.resets))

@@ -267,3 +267,38 @@ async def test_a_store_offers_again_only_as_many_blocks_as_room_was_made_for():
                 assert sum(offers[1:]) <= 3 * len(held)
                 assert list(writer.left_out) == list(writer.keys[len(held) :])
         await world.check_rest()
+
+
+@on_loop
+async def test_a_long_lookup_beside_a_stream_of_stores_ends_at_once():
+    """Each slot that a tier had taken over went to the next store, as long as there was one."""
+    text, loop = "abcdefghijkl", asyncio.get_running_loop()
+
+    async def store_one(number):
+        async with world.engine.request(f"w{number}", [b"stream%8d" % number]) as writer:
+            await world.engine.store(writer, [20], 0, FAR_S)
+
+    async with opened(slots=16, tiers=[SCRIPTED], copies_each=None) as world:
+        await only_in_the_tier(world, text)
+        (tier,) = world.tiers
+        stores = [asyncio.create_task(store_one(number)) for number in range(32)]
+        while world.core.primary.room:
+            await turns()
+            world.transport.settle_all()
+        async with world.engine.request("r", hashes(text)) as reader:
+            began_s = loop.time()
+            lookup = asyncio.create_task(world.engine.lookup(reader, FAR_S))
+            while not lookup.done():
+                assert loop.time() - began_s < 1.0
+                stores += [asyncio.create_task(store_one(len(stores) + more)) for more in (0, 1)]
+                await turns()
+                world.transport.settle_all()
+                for parked in tier.parked[:1]:
+                    tier.settle(parked)
+                await jump(0.01)
+            assert await lookup == len(text)
+            assert await world.during(world.engine.load(reader, range(len(text)))) == len(text)
+        for store in stores:
+            await world.during(store)
+        assert world.core.counters.deferrals_expired == 0
+        await world.check_rest()

@@ -44,7 +44,8 @@ KNOWN = 40
 SLACK = 200 + REQUESTS // 100
 """Objects that may come and go: the free lists of the interpreter and of uvloop fill up slowly."""
 OWN = tracemalloc.Filter(inclusive=True, filename_pattern="*/kvoffload_async/*")
-MODES = ["found", "missed", "stored", "refused", "down", "cancelled", "expired", "reset"]
+MODES = ["found", "missed", "stored", "cut", "refused", "down", "cancelled", "expired", "reset"]
+"""`cut`: a store has room for its head only, and offers its tail again."""
 TIERS = {
     "down": {"type": "DownTier", "module_path": "facade.gated_tiers"},
     "expired": {
@@ -148,13 +149,15 @@ class EngineRequests:
 
     async def begin(self):
         await self.store(0)
-        if self.mode == "refused":
+        if self.mode in {"refused", "cut"}:
             for number in range(SLOTS // CHAIN):
                 await self.store(number)
                 context = self.engine.request("pins", chain(number))
                 request = await self.pinning.enter_async_context(context)
                 await self.engine.lookup(request)
-                self.engine.manager.prepare_load(request.keys, request.ctx)
+                is_last = self.mode == "cut" and number == SLOTS // CHAIN - 1
+                keys = request.keys[:-1] if is_last else request.keys
+                self.engine.manager.prepare_load(keys, request.ctx)
 
     async def halves(self):
         taken = []
@@ -169,10 +172,13 @@ class EngineRequests:
         if self.mode in {"found", "missed"}:
             return  # they never wait, so the loop has had no turn
         self.gate.open()
+        await self.rest()
+        await asyncio.sleep(0)
+
+    async def rest(self):
         async with asyncio.timeout(DEADLINE_S):
             while self.engine.manager.planner.jobs or not await self.engine.quiesce(1.0):
-                await self.engine.wait_for_progress(0.05)
-        await asyncio.sleep(0)
+                await asyncio.sleep(0)
 
     async def serve_one(self, number):
         match self.mode:
@@ -182,6 +188,16 @@ class EngineRequests:
                 await self.look_up(number + KNOWN)
             case "stored" | "down":
                 await self.store(number % KNOWN)
+            case "cut":
+                await self.rest()
+                cut = chain(number % KNOWN + KNOWN)
+                async with self.engine.request(f"r{number}", cut) as request:
+                    store = asyncio.create_task(self.engine.store(request, range(CHAIN)))
+                    while not self.engine.stats().waiting_stores:
+                        await asyncio.sleep(0)
+                    store.cancel()
+                    await asyncio.wait([store])
+                    assert await self.engine.lookup(request) == CHAIN - 1
             case "refused":
                 async with self.engine.request(f"r{number}", chain(number + KNOWN)) as request:
                     with pytest.raises(BusyError):
@@ -235,23 +251,27 @@ class ManagerRequests:
         self.manager, self.mode, self.gate = manager, mode, gate
 
     def begin(self):
-        if self.mode != "refused":
+        if self.mode not in {"refused", "cut"}:
             self.store(ReqContext("first"), keys_of(0))
             self.step()
             return
         self.pinning = ReqContext("pins")
         self.manager.on_new_request(self.pinning)
-        for number in range(SLOTS // CHAIN):
-            assert self.manager.prepare_store(keys_of(number), self.pinning) is not None
+        keys = [key for number in range(SLOTS // CHAIN) for key in keys_of(number)]
+        pinned = keys[:-1] if self.mode == "cut" else keys
+        assert self.manager.prepare_store(pinned, self.pinning).keys_to_store == pinned
 
     def serve(self, numbers):
         for number in numbers:
             self.serve_one(ReqContext(f"r{number}"), number)
         self.gate.open()
-        while self.manager.has_pending_work():
-            self.step()
-            self.manager.wait_for_progress(0.05)
+        self.rest()
         self.step()
+
+    def rest(self):
+        while self.manager.has_pending_work():
+            self.manager.wait_for_progress(0.05)
+            self.step()
 
     def serve_one(self, ctx, number):
         match self.mode:
@@ -261,6 +281,13 @@ class ManagerRequests:
                 self.look_up(ctx, keys_of(number + KNOWN))
             case "stored" | "down":
                 self.store(ctx, keys_of(number % KNOWN))
+            case "cut":
+                self.rest()
+                self.manager.on_new_request(ctx)
+                granted = self.manager.prepare_store(keys_of(number % KNOWN + KNOWN), ctx)
+                self.manager.complete_store(granted.keys_to_store, ctx)
+                assert self.manager.prepare_store(granted.keys_left_out, ctx) is None
+                self.manager.on_request_finished(ctx)
             case "refused":
                 self.manager.on_new_request(ctx)
                 assert self.manager.prepare_store(keys_of(number + KNOWN), ctx) is None
@@ -307,9 +334,12 @@ class ManagerRequests:
 # -- the adapter for a scheduler and its workers ------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["found", "missed", "stored", "down", "cancelled", "reset"])
+@pytest.mark.parametrize(
+    "mode", ["found", "missed", "stored", "cut", "down", "cancelled", "reset"]
+)
 def test_a_connector_does_not_grow(mode):
-    with TieringOffloadingSpec(config_of(mode)) as spec:
+    tiers = {"secondary_tiers": []} if mode == "cut" else {}  # which would keep every head
+    with TieringOffloadingSpec(config_of(mode, **tiers)) as spec:
         kind = ConnectorRequests(spec.get_manager(), mode)
         kind.desk.store("first", [*range(1, 7)])
         check_flat(*halves(kind.serve))
@@ -344,6 +374,15 @@ class ConnectorRequests:
                 desk.end(request)
             case "stored" | "down":
                 desk.store(text, [1, 2, 3, 4], req_id=req_id)
+            case "cut":
+                request = Request(req_id, f"{number:08d}"[::-1] * 3)
+                blocks = [*range(1, 26)]
+                assert desk.ask(request) == (0, False)
+                desk.place(request, blocks)
+                meta = desk.step({request: request.num_tokens}, new={req_id: (blocks,)})
+                desk.report(*meta.store_jobs)
+                desk.report(*desk.step({request: 1}).store_jobs)
+                desk.end(request)
             case "cancelled":
                 request = Request(req_id, text)
                 tokens, waits = desk.ask(request)

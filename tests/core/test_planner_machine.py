@@ -40,6 +40,7 @@ HOW = st.sampled_from(["as a prefix", "at once", "one by one"])
 ERRORS = st.sampled_from([BlockMissingError, TierFullError, TierUnavailableError])
 KINDS = st.sampled_from(["exact", "probed", "cost_gated", "external"])
 DEFERRAL_S = 8.0
+HEALTHY_STEP_S = 0.4
 SETUPS = st.fixed_dictionaries(
     {
         "num_slots": st.integers(1, 8),
@@ -286,6 +287,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "world"):
             self.decide_what_is_deferred()
+            self.nobody_waits_to_the_limit_on_healthy_tiers()
             self.world.wind_down()
 
     def decide_what_is_deferred(self):
@@ -305,6 +307,42 @@ class PlannerMachine(RuleBasedStateMachine):
             world.step(1.0)
             world.settle_all()
         assert not self.deferred
+
+    def nobody_waits_to_the_limit_on_healthy_tiers(self):
+        """Requests that come now are decided before their limit, whatever the others do.
+
+        The tiers are healthy: no probe and no copy takes longer than a step, which is shorter than
+        a turn. The other requests ask in each step, and are never scheduled.
+        """
+        world, fresh = self.world, {}
+        world._work_again()
+        if world.planner.promotions_paused:
+            world.flush_reset()
+        for number, chain in enumerate(CHAINS):
+            where = {k(name): i for i, name in enumerate(chain)}
+            fresh[world.begin(f"fresh{number}", key_positions=where)] = list(where)
+        others = [ctx for ctx in world.live.values() if ctx not in fresh]
+        for _ in range(int(DEFERRAL_S / HEALTHY_STEP_S)):
+            for ctx in others:
+                self.unsure.clear()
+                world.lookups(ctx, ALL_KEYS)
+            for ctx, keys in list(fresh.items()):
+                self.unsure.clear()
+                answers = world.lookups(ctx, keys, stop_at_miss=True)
+                assert not world.planner.requests[ctx].is_expired, "expired on healthy tiers"
+                if {*answers} <= {HIT, MISS}:
+                    del fresh[ctx]
+                    if answers[0] is HIT:
+                        world.load(ctx, keys[: answers.count(HIT)])
+            world.step(HEALTHY_STEP_S)
+            for write in list(world.writes):
+                world.written(write)
+            for read in list(world.reads):
+                world.loaded(read)
+            while world.late:
+                world.release()
+            world.settle_all()
+        assert not fresh, "undecided on healthy tiers"
 
 
 class TestPlanner(PlannerMachine.TestCase):

@@ -35,6 +35,8 @@ from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.testing import LeftoverTasksError, VirtualRunner
 
 JUNK = 0xAA
+HEALTHY_S, HEALTHY_STEP_S = 30.0, 0.2
+"""Seconds in which healthy tiers decide every lookup, and the seconds between two."""
 
 
 @dataclass(eq=False)
@@ -308,7 +310,34 @@ class Scheduler:
             self.pass_time(1.0)
         else:
             law(False, f"not at rest: {self.manager.stats().primary.slots}")
+        if self.is_virtual and self.config["deferral_timeout_s"] >= HEALTHY_S:
+            self.look_up_on_healthy_tiers(chance)
         self.observe(chance)
+
+    def look_up_on_healthy_tiers(self, chance):
+        """Have new requests ask in each step: no deferral expires.
+
+        The tiers do as they should, and are faster than the shortest limit: nothing else is under
+        way, and a block takes them half a second at most.
+        """
+        expired = self.manager.stats().planner.deferrals_expired
+        for _ in range(4):
+            self.begin(chance)
+        for _ in range(int(HEALTHY_S / HEALTHY_STEP_S)):
+            waiting = []
+            for request in self.requests:
+                answers = self.manager.lookup_many(request.keys, request.ctx, stop_at_miss=True)
+                if {LookupResult.RETRY, LookupResult.HIT_PENDING} & {*answers}:
+                    waiting.append(request)
+                else:
+                    request.has_ended = True
+                    self.manager.on_request_finished(request.ctx)
+            self.requests = waiting
+            self.manager.on_schedule_end()
+            self.pass_time(HEALTHY_STEP_S)
+        law(self.manager.stats().planner.deferrals_expired == expired, "expired on healthy tiers")
+        law(not self.requests, "undecided on healthy tiers")
+        self.manager.on_schedule_end()
 
     def close(self):
         self.rows, is_clean = None, True

@@ -145,6 +145,7 @@ class Host:
         self.planner = Planner(self.primary, [tier.state for tier in self.tiers], float("inf"))
         self.planner._touches._recent = [_EveryUse()] * len(self.tiers)
         self.planner.room.copies_each = setting.copies or self.planner.room.copies_each
+        self._see_whole_grants()
         if not setting.writes_back:
             self.planner.cascades.defer = lambda index, keys, now_s: 0
             self.planner.cascades.send = lambda index, request, keys, now_s: None
@@ -252,7 +253,6 @@ class Host:
     def do(self, action: Action) -> None:
         """Let something happen."""
         self.refused = []
-        may_be_cut = self._may_be_cut()
         match action:
             case ("step", askers, offers, idle):
                 self._step(askers, offers, idle)
@@ -274,7 +274,6 @@ class Host:
             case ("flushed",):
                 self._flush()
         self._launch()
-        self._check_tickets(may_be_cut)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -357,20 +356,22 @@ class Host:
         if self.setting.drops or not any(t.wants_blocks and queue.count for t, queue in waiting):
             self.refused.append("the head of the queue waits without a named end")
 
-    def _may_be_cut(self):
-        """Return the requests that have a ticket, or have waited in vain without one around."""
-        requests = self.planner.requests.values()
-        return {each for each in requests if each.ticket or each.blocked_since_s is not None}
+    def _see_whole_grants(self):
+        """See that a ticket is granted for the whole leading run, up to what it may name.
 
-    def _check_tickets(self, may_be_cut):
-        """A ticket is granted for the whole leading run, up to what promotions may occupy."""
-        for request in {*self.planner.requests.values()} - may_be_cut:
-            count, most = len(request.ticket), self.planner.room.budget
-            if 0 < count < min(len(request.wants), most):
-                key = list(request.wants)[count]
+        Unless nobody else has a ticket, and the request has waited in vain for longer than a turn.
+        """
+        room, grant = self.planner.room, self.planner.room._grant
+
+        def seen(request, run, absent):
+            if len(run) < min(len(request.wants), room.budget) and request.blocked_since_s is None:
+                key = list(request.wants)[len(run)]
                 is_there = self.primary.lookup(key) is not MISS
                 if is_there or self.planner._search.find(key, request, self.now_s) is not None:
                     self.refused.append(f"a ticket is granted without {self.names[key]}")
+            return grant(request, run, absent)
+
+        room._grant = seen
 
     # -- ends -----------------------------------------------------------------------------------
 

@@ -1,0 +1,137 @@
+"""A request never waits in vain: on healthy tiers each wait for room ends long before its limit."""
+
+from core.terms import HIT, MISS, PENDING, RETRY, k
+from core.world import World
+
+DEFERRAL_S = 30.0
+STEP_S = 0.1
+
+
+def prompt(name, length):
+    return [k(f"{name}{index}") for index in range(length)]
+
+
+def world_with(prompts, num_slots, **options):
+    """Return a world whose tier has these prompts."""
+    world = World(num_slots, 1, copies_each=None, deferral_s=DEFERRAL_S, **options)
+    world.fill(0, [key for keys in prompts.values() for key in keys])
+    return world
+
+
+def begin(world, name, keys, *, has_positions=True):
+    positions = {key: index for index, key in enumerate(keys)} if has_positions else {}
+    return world.begin(name, key_positions=positions)
+
+
+class Scheduler:
+    """Asks for each waiting request in each step; loads what is decided, and ends it then.
+
+    Every copy ends in the step in which it begins.
+
+    Attributes:
+        hits: Request -> blocks that it has loaded.
+        decided_s: Request -> when it was decided.
+        holders: Requests whose blocks are hits, but which are not scheduled.
+    """
+
+    def __init__(self, world, prompts, *, holders=(), has_positions=True):
+        self.world, self.prompts = world, prompts
+        self.contexts = {
+            name: begin(world, name, keys, has_positions=has_positions)
+            for name, keys in prompts.items()
+        }
+        self.holders = set(holders)
+        self.hits, self.decided_s = {}, {}
+
+    def step(self):
+        world, ended = self.world, list(self.world.reads)
+        for name, ctx in self.contexts.items():
+            if name not in self.hits:
+                self._ask(name, ctx)
+        for read in ended:
+            world.loaded(read)
+            world.finish(read.ctx)
+        world.step(STEP_S)
+        world.settle_all()
+        world.check()
+
+    def _ask(self, name, ctx):
+        keys = self.prompts[name]
+        answers = [self.world.lookup(ctx, key) for key in keys]
+        if {PENDING, RETRY} & set(answers) or name in self.holders:
+            return
+        count = answers.index(MISS) if MISS in answers else len(keys)
+        self.hits[name], self.decided_s[name] = count, self.world.now_s
+        if count:
+            assert answers[:count] == [HIT] * count
+            self.world.load(ctx, keys[:count])
+        else:
+            self.world.finish(ctx)
+
+    def serve(self, seconds):
+        """Serve until all but the holders have loaded; return the seconds that it took."""
+        began_s = self.world.now_s
+        while len(self.hits) + len(self.holders) < len(self.contexts):
+            assert self.world.now_s - began_s < seconds, f"decided: {self.decided_s}"
+            self.step()
+        assert self.world.planner.counters.deferrals_expired == 0
+        return self.world.now_s - began_s
+
+    @property
+    def promoted(self):
+        return self.world.planner.tiers[0].counters.loaded_blocks
+
+
+def test_a_run_of_all_slots_does_not_wait_for_blocks_that_wait_for_it():
+    """Pending blocks had no slots to be copied with, as a request that waited for theirs held all.
+
+    The tier's copies of stores need no slots of promotions, so a full primary empties.
+    """
+    prompts = {"r": prompt("r", 16)}
+    world = world_with(prompts, 16)
+    world.primary.drops_pending = False
+    writer = world.begin("w")
+    for index in range(16):
+        world.store(writer, [f"w{index}"])
+    assert world.planner.cascades.queues[0].count
+    scheduler = Scheduler(world, prompts)
+    scheduler.serve(2.0)
+    assert scheduler.hits == {"r": world.planner.room.budget}
+
+
+def test_hits_of_a_request_that_is_not_scheduled_hold_others_up_for_a_second():
+    """Its blocks were held as long as it asked: all others waited to their limit, and computed."""
+    prompts = {"holder": prompt("h", 27)}
+    prompts |= {f"r{index}": prompt(f"r{index}.", 6) for index in range(4)}
+    world = world_with(prompts, 32)
+    scheduler = Scheduler(world, prompts, holders={"holder"})
+    assert scheduler.serve(3.0) > 1.0
+    assert set(scheduler.hits.values()) == {6}
+
+
+def test_of_a_prompt_longer_than_the_primary_the_head_is_hit_though_its_order_is_unknown():
+    """Its own tail, looked up first to last, kept its head out for ever."""
+    prompts = {"r": prompt("r", 40)}
+    scheduler = Scheduler(world_with(prompts, 16), prompts, has_positions=False)
+    scheduler.serve(1.0)
+    assert scheduler.hits == {"r": 15}
+    assert scheduler.promoted == 15
+
+
+def test_a_backlog_longer_than_the_limit_of_a_deferral_expires_for_nobody():
+    """Time in line behind others counted: of 16 requests, 14 were computed."""
+    prompts = {f"r{index:02}": prompt(f"r{index}.", 14) for index in range(40)}
+    world = world_with(prompts, 16)
+    world.planner.deferral_s = 2.0
+    scheduler = Scheduler(world, prompts)
+    assert scheduler.serve(60.0) > 2 * world.planner.deferral_s
+    assert set(scheduler.hits.values()) == {14}
+
+
+def test_of_a_run_longer_than_tickets_may_be_the_head_comes_at_once_and_nothing_in_vain():
+    """Refused for its last two blocks, a request gave back the 48 that it had, and joined again."""
+    prompts = {f"r{index}": prompt(f"r{index}.", 62) for index in range(4)}
+    scheduler = Scheduler(world_with(prompts, 64), prompts)
+    scheduler.serve(3.0)
+    assert set(scheduler.hits.values()) == {58}
+    assert scheduler.promoted == 4 * 58
