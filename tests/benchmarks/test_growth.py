@@ -334,9 +334,7 @@ class ManagerRequests:
 # -- the adapter for a scheduler and its workers ------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mode", ["found", "missed", "stored", "cut", "down", "cancelled", "reset"]
-)
+@pytest.mark.parametrize("mode", ["found", "missed", "stored", "cut", "down", "cancelled", "reset"])
 def test_a_connector_does_not_grow(mode):
     tiers = {"secondary_tiers": []} if mode == "cut" else {}  # which would keep every head
     with TieringOffloadingSpec(config_of(mode, **tiers)) as spec:

@@ -135,3 +135,22 @@ def test_of_a_run_longer_than_tickets_may_be_the_head_comes_at_once_and_nothing_
     scheduler.serve(3.0)
     assert set(scheduler.hits.values()) == {58}
     assert scheduler.promoted == 4 * 58
+
+
+def test_a_store_that_was_cut_for_the_head_of_the_queue_has_room_when_the_head_leaves():
+    """No slot becomes free or evictable then; without a sign, no scheduler would offer again."""
+    prompts = {"holder": prompt("h", 14), "head": prompt("r", 14)}
+    world = world_with(prompts, 20, accept_prefix=True)
+    contexts = {name: begin(world, name, keys) for name, keys in prompts.items()}
+    for name, keys in prompts.items():
+        for key in keys:
+            world.lookup(contexts[name], key)
+    world.step(STEP_S)
+    writer, wanted = world.begin("w"), prompt("w", 6)
+    granted = world.planner.prepare_store(wanted, writer)
+    assert 0 < len(granted.keys_to_store) < len(wanted)
+    room_made = world.primary.room_made
+    world.finish(contexts["head"])
+    assert world.primary.room_made - room_made >= len(granted.keys_left_out)
+    again = world.planner.prepare_store(granted.keys_left_out, writer)
+    assert again.keys_to_store == granted.keys_left_out
