@@ -178,9 +178,9 @@ class EngineRequests:
     async def rest(self):
         async with asyncio.timeout(DEADLINE_S):
             while self.engine.manager.planner.jobs or not await self.engine.quiesce(1.0):
-                await asyncio.sleep(0)
+                await self.engine.wait_for_progress(0.001)
 
-    async def serve_one(self, number):
+    async def serve_one(self, number):  # noqa: C901 - a case a mode
         match self.mode:
             case "found":
                 await self.look_up(0)
@@ -189,15 +189,7 @@ class EngineRequests:
             case "stored" | "down":
                 await self.store(number % KNOWN)
             case "cut":
-                await self.rest()
-                cut = chain(number % KNOWN + KNOWN)
-                async with self.engine.request(f"r{number}", cut) as request:
-                    store = asyncio.create_task(self.engine.store(request, range(CHAIN)))
-                    while not self.engine.stats().waiting_stores:
-                        await asyncio.sleep(0)
-                    store.cancel()
-                    await asyncio.wait([store])
-                    assert await self.engine.lookup(request) == CHAIN - 1
+                await self.store_head(number % KNOWN + KNOWN)
             case "refused":
                 async with self.engine.request(f"r{number}", chain(number + KNOWN)) as request:
                     with pytest.raises(BusyError):
@@ -215,6 +207,16 @@ class EngineRequests:
                 await self.store(number % KNOWN)
                 if number % 10 == 0:
                     await self.engine.reset()
+
+    async def store_head(self, number):
+        await self.rest()
+        async with self.engine.request(f"r{number}", chain(number)) as request:
+            store = asyncio.create_task(self.engine.store(request, range(CHAIN)))
+            while not self.engine.stats().waiting_stores:
+                await self.engine.wait_for_progress(0.001)
+            store.cancel()
+            await asyncio.wait([store])
+            assert await self.engine.lookup(request) == CHAIN - 1
 
     async def store(self, number):
         async with self.engine.request(f"r{number}", chain(number)) as request:
@@ -273,7 +275,7 @@ class ManagerRequests:
             self.manager.wait_for_progress(0.05)
             self.step()
 
-    def serve_one(self, ctx, number):
+    def serve_one(self, ctx, number):  # noqa: C901 - a case a mode
         match self.mode:
             case "found":
                 self.look_up(ctx, keys_of(0))
@@ -282,12 +284,7 @@ class ManagerRequests:
             case "stored" | "down":
                 self.store(ctx, keys_of(number % KNOWN))
             case "cut":
-                self.rest()
-                self.manager.on_new_request(ctx)
-                granted = self.manager.prepare_store(keys_of(number % KNOWN + KNOWN), ctx)
-                self.manager.complete_store(granted.keys_to_store, ctx)
-                assert self.manager.prepare_store(granted.keys_left_out, ctx) is None
-                self.manager.on_request_finished(ctx)
+                self.store_head(ctx, keys_of(number % KNOWN + KNOWN))
             case "refused":
                 self.manager.on_new_request(ctx)
                 assert self.manager.prepare_store(keys_of(number + KNOWN), ctx) is None
@@ -316,6 +313,14 @@ class ManagerRequests:
         if set(self.manager.lookup_many(keys, ctx)) == {LookupResult.HIT}:
             self.manager.complete_load(keys, ctx, self.manager.prepare_load(keys, ctx).generation)
         self.step()
+        self.manager.on_request_finished(ctx)
+
+    def store_head(self, ctx, keys):
+        self.rest()
+        self.manager.on_new_request(ctx)
+        granted = self.manager.prepare_store(keys, ctx)
+        self.manager.complete_store(granted.keys_to_store, ctx)
+        assert self.manager.prepare_store(granted.keys_left_out, ctx) is None
         self.manager.on_request_finished(ctx)
 
     def store(self, ctx, keys):

@@ -334,15 +334,18 @@ class PlannerMachine(RuleBasedStateMachine):
                     del fresh[ctx]
                     if answers[0] is HIT:
                         world.load(ctx, keys[: answers.count(HIT)])
-            world.step(HEALTHY_STEP_S)
-            for write in list(world.writes):
-                world.written(write)
-            for read in list(world.reads):
-                world.loaded(read)
-            while world.late:
-                world.release()
-            world.settle_all()
+            self.step_with_all_ending()
         assert not fresh, "undecided on healthy tiers"
+
+    def step_with_all_ending(self):
+        self.world.step(HEALTHY_STEP_S)
+        for write in list(self.world.writes):
+            self.world.written(write)
+        for read in list(self.world.reads):
+            self.world.loaded(read)
+        while self.world.late:
+            self.world.release()
+        self.world.settle_all()
 
 
 class TestPlanner(PlannerMachine.TestCase):

@@ -63,6 +63,14 @@ class TestReport:
         ]
 
 
+def test_no_deferral_expires_although_many_requests_wait_for_a_small_primary():
+    """Healthy: the tier is a dictionary. Of 48 requests at once, some waited 30 s for others."""
+    spec = resolve(Flags(primary_blocks=64, tiers=["example"]), ScratchFolder())
+    report = replay(spec, ChatWorkload(limit=200), ReplayOptions(concurrency=48))
+    assert report.complaints == []
+    assert report.deferrals_expired == 0
+
+
 def test_names_of_tiers_are_unique():
     assert unique_names(["fs", "primary", "fs", "device"]) == [
         "fs",
