@@ -287,8 +287,7 @@ class Room:
 
     def serve_first(self) -> None:
         """Serve the queue at the start of a step, before any lookup but after all ends."""
-        if self.queue:
-            self._serve(self._stepped_at_s)
+        self._serve(self._stepped_at_s)
 
     def end_step(self) -> None:
         """Queue the requests that were deferred in this step, and serve the queue."""
@@ -356,8 +355,7 @@ class Room:
             request.wants = dict.fromkeys(request.ordered([*request.wants, *keys]))
         elif request.ticket:
             return
-        if request.wants:
-            self._join(request)
+        self._join(request)
 
     def _join(self, request: RequestState) -> None:
         self.queue.setdefault(request)

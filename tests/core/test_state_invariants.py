@@ -196,6 +196,11 @@ def damage_p23_unreadable(world):
     world.planner.cascades.queues[0].add([slot_of(world, "w")], 0.0)
 
 
+def damage_p23_free(world):
+    free = next(iter(world.primary.pool.free_slots()))
+    world.planner.cascades.queues[0]._oldest_first.append([free])
+
+
 def damage_p23_unwatched(world):
     world.primary.on_evicted = None
 
@@ -238,6 +243,10 @@ def damage_p25_stores(world):
 
 def damage_p26_queue(world):
     world.planner.room.queue[any_request(world)] = None
+
+
+def damage_p26_queued_with_a_ticket(world):
+    world.planner.room._join(request_of(world, "t"))
 
 
 def damage_p26_queued(world):

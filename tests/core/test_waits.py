@@ -154,3 +154,62 @@ def test_a_store_that_was_cut_for_the_head_of_the_queue_has_room_when_the_head_l
     assert world.primary.room_made - room_made >= len(granted.keys_left_out)
     again = world.planner.prepare_store(granted.keys_left_out, writer)
     assert again.keys_to_store == granted.keys_left_out
+
+
+def test_a_request_that_looks_on_while_it_loads_keeps_its_ticket_for_the_later_load():
+    run = prompt("r", 6)
+    world = world_with({"r": run}, 20)
+    ctx = begin(world, "r", run)
+    assert world.lookups(ctx, run[:4]) == [PENDING] * 4
+    world.step(STEP_S)
+    world.settle_all()
+    assert world.lookups(ctx, run[:4]) == [HIT] * 4
+    world.load(ctx, run[:2])
+    assert world.lookups(ctx, run) == [HIT] * 4 + [PENDING] * 2
+    world.step(STEP_S)
+    assert world.planner.requests[ctx].ticket
+    world.settle_all()
+    world.wind_down()
+
+
+def test_a_pin_that_must_wait_for_room_waits_behind_those_who_came_before():
+    prompts = {"holder": prompt("h", 14), "head": prompt("r", 14)}
+    world = world_with(prompts, 20)
+    contexts = {name: begin(world, name, keys) for name, keys in prompts.items()}
+    for name, keys in prompts.items():
+        world.lookups(contexts[name], keys)
+    stored = prompt("s", 2)
+    writer = world.begin("w")
+    world.store(writer, stored)
+    world.step(STEP_S)
+    assert world.lookups(writer, stored) == [HIT] * 2
+    assert world.planner.hold(stored, writer) is None
+    assert list(world.planner.room.queue) == [
+        world.planner.requests[contexts["head"]],
+        world.planner.requests[writer],
+    ]
+
+
+def test_a_head_for_which_the_policy_finds_too_few_victims_is_granted_once_it_finds_them():
+    run = prompt("r", 4)
+    world = world_with({"r": run}, 8)
+    reserve, world.primary.reserve = world.primary.reserve, lambda keys: []
+    ctx = begin(world, "r", run)
+    world.lookups(ctx, run)
+    world.step(STEP_S)
+    assert not world.planner.requests[ctx].ticket
+    world.primary.reserve = reserve
+    world.store(world.begin("w"), prompt("s", 1))  # something has changed
+    world.step(STEP_S)
+    assert len(world.planner.requests[ctx].ticket) == len(run)
+
+
+def test_a_prompt_is_looked_up_after_single_blocks_of_it_and_unknown_requests_may_be_scheduled():
+    run = prompt("r", 4)
+    world = world_with({"r": run}, 8)
+    ctx = begin(world, "r", run)
+    world.lookup(ctx, run[0])
+    assert world.planner.lookup_prefix(run, ctx) == (4, True)
+    world.end_step(["nobody"])
+    world.settle_all()
+    assert world.planner.lookup_prefix(run, ctx) == (4, False)

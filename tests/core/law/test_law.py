@@ -11,8 +11,6 @@ from core.law.host import Setting
 
 from kvoffload_async.core.room import Room
 
-pytestmark = pytest.mark.no_cover
-
 ONCE = {"again": False}
 LONG_STEPS = {"step_s": 1.25}
 """Steps longer than a turn: what a turn ends, ends in one step, and there are fewer states."""
