@@ -354,8 +354,9 @@ class ResidentBlocks:
     Attributes:
         decided: Called with the keys whose writes have succeeded or failed, except by a reset.
         on_write_ended: Called with the same keys, while `Cascades` waits for a write to end.
-        room_made: Number of times that a slot became free or evictable. After a store that found
-            no room, its increase is the maximum number of blocks for which there may be room now.
+        room_made: Number of times that a slot became free or evictable, or was no longer withheld
+            from stores. After a store that found no room, its increase is the maximum number of
+            blocks for which there may be room now.
         counters: Counts of loads, stores, evictions and lookups.
     """
 
@@ -808,8 +809,8 @@ class Primary(ResidentBlocks):
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
     def allow_anew(self, count: int) -> None:
-        """Count slots that `allowed` has withheld from stores, and grants from now on."""
-        self.room_made += count
+        """Record that stores may have up to `count` slots that `allowed` has withheld from them."""
+        self.room_made += min(count, self.room)
 
     def _cut(
         self, wanted: Sequence[OffloadKey], ctx: ReqContext, room: int

@@ -165,7 +165,7 @@ class OffloadingManager(ABC):
     @property
     @abstractmethod
     def room_made(self) -> int:
-        """Number of times that a slot has become free or evictable.
+        """Number of times that a slot became free, evictable, or no longer withheld from stores.
 
         After a `prepare_store` that left blocks out, at most as many of them can be placed as this
         has grown since.

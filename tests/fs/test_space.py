@@ -12,6 +12,7 @@ from fs.spaces import ROOM_FOR_8, K, check, end_of, evicted, rescan, room_for, s
 
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.tiers.files.ops import disk_bytes
+from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
 from kvoffload_async.tiers.fs.usage import parsed
 from kvoffload_async.types import make_offload_key
 
@@ -170,7 +171,10 @@ def test_a_tier_goes_on_where_another_has_evicted_what_it_knew(place):
             check(place, harness, room_for(19))
 
 
-def test_a_tier_that_finds_no_room_looks_for_blocks_of_others(place):
+@pytest.mark.parametrize("step_s", [0.0, 30.0])
+def test_a_tier_that_finds_no_room_looks_for_blocks_of_others(place, step_s, monkeypatch):
+    """With the shortest steps, which walk one folder each, it looks on until it has enough."""
+    monkeypatch.setattr(housekeeping_module, "_STEP_S", step_s)
     with (
         place.open(capacity_bytes=room_for(19)) as first,
         place.open(capacity_bytes=room_for(19)) as second,

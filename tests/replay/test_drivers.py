@@ -1,5 +1,6 @@
 """Both drivers, from the device to the tiers and back."""
 
+import itertools
 import json
 import os
 import threading
@@ -7,9 +8,11 @@ import threading
 import pytest
 
 from kvoffload_async.abc.tier import Direction
+from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError, TransportError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay import run
 from kvoffload_async.replay.fleet.plan import UnboundedCache
 from kvoffload_async.replay.run import ReplayOptions, replay
@@ -118,6 +121,39 @@ def test_async_requests_wait_for_room(command):
         *(command.trace(requests), "--concurrency", 4, "--device-blocks", 60, "--engine", "async")
     )
     assert (report["requests"], report["preemptions"]) == (10, 0)
+    assert_sound(report)
+
+
+def test_blocks_that_a_load_left_out_are_computed(command, monkeypatch):
+    load = OffloadEngine.load
+
+    async def load_half(engine, request, blocks, *args):
+        return await load(engine, request, list(blocks)[: len(blocks) // 2], *args)
+
+    whole = command.figures(*SMALL, "--tier", "example", "--engine", "async")
+    monkeypatch.setattr(OffloadEngine, "load", load_half)
+    halves = command.figures(*SMALL, "--tier", "example", "--engine", "async")
+    assert 0 < halves["bytes_loaded"] < whole["bytes_loaded"]
+    assert_sound(halves)
+
+
+def test_a_request_whose_blocks_find_no_room_stays_and_offers_them_again(command, monkeypatch):
+    prepare_store, offers = TieringOffloadingManager.prepare_store, []
+
+    def refuse_once(manager, keys, ctx, *, is_last=False):
+        is_first = all(req_id != ctx.req_id for req_id, _ in offers)
+        offers.append((ctx.req_id, is_last))
+        if is_first:
+            return None
+        return prepare_store(manager, keys, ctx, is_last=is_last)
+
+    reads = itertools.count(0, 1000)
+    monkeypatch.setattr(TieringOffloadingManager, "prepare_store", refuse_once)
+    monkeypatch.setattr(TieringOffloadingManager, "room_made", property(lambda _: next(reads)))
+    trace = command.trace([range(10), range(10, 20), range(20)])
+    report = command.figures(trace)
+    assert [is_last for _, is_last in offers] == [False] * 6
+    assert report["stores_refused"] == 0
     assert_sound(report)
 
 

@@ -41,14 +41,14 @@ class RequestLevelManager:
     Thus a request's hits are neither evicted by its own new blocks nor lose recency.
 
     Attributes:
-        refused: Requests whose last offer found no room.
-        cut: Requests whose last offer found room for a part.
+        short: Requests whose last offer left blocks out -> whether it found no room at all.
+        num_refused: Number of ended requests whose last offer found no room at all.
     """
 
     def __init__(self, manager: OffloadingManager) -> None:
         self._manager = manager
-        self.refused: set[str] = set()
-        self.cut: set[str] = set()
+        self.short: dict[str, bool] = {}
+        self.num_refused = 0
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the manager's own attributes
         return getattr(self._manager, name)
@@ -63,12 +63,16 @@ class RequestLevelManager:
     ) -> PrepareStoreOutput | None:
         """Reserve slots, and note whether there was room."""
         granted = self._manager.prepare_store(keys, req_context, is_last=is_last)
-        for requests, is_one in (
-            (self.refused, granted is None),
-            (self.cut, granted is not None and bool(granted.keys_left_out)),
-        ):
-            (requests.add if is_one else requests.discard)(req_context.req_id)
+        if granted is None or granted.keys_left_out:
+            self.short[req_context.req_id] = granted is None
+        else:
+            self.short.pop(req_context.req_id, None)
         return granted
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """End a request, and count it if it was refused."""
+        self.num_refused += self.short.pop(req_context.req_id, False)
+        self._manager.on_request_finished(req_context)
 
 
 @dataclass(slots=True)
@@ -345,7 +349,6 @@ class StepwiseDriver:
         )
         self._owner_ns += time.perf_counter_ns() - start_ns
         self._tally.preemptions += len(plan.preempted)
-        self._tally.stores_refused = len(self._whole.refused)
         for prompt in plan.placed:
             self._check(prompt, 0, prompt.ready)
         self._workers.begin_step(meta)
@@ -353,6 +356,7 @@ class StepwiseDriver:
             self._compute(prompt, count)
         self._workers.end_step(meta)
         self._take_in()
+        self._tally.stores_refused = self._whole.num_refused
         self._tally.owner_ns.append(self._owner_ns)
         self._owner_ns = 0
         self._note_promotions()
@@ -381,7 +385,7 @@ class StepwiseDriver:
 
     def _waits_for_room(self, req_id: str) -> bool:
         """Return whether a request stays, as one that generates would, to offer blocks again."""
-        if req_id not in self._whole.refused and req_id not in self._whole.cut:
+        if req_id not in self._whole.short:
             return False
         now_s = time.monotonic()
         return now_s < self._stays_until_s.setdefault(req_id, now_s + ROOM_S)
