@@ -418,7 +418,9 @@ class Planner:
         outcomes: list[LookupResult | MissReason] = list(in_primary)
         if _MISS in in_primary:
             outcomes = self._look_below(keys, in_primary, request, stop_at_miss=stop_at_miss)
-        if request.ticket and _PENDING in in_primary:
+        if request.is_refused:
+            outcomes = ["no_room" if each is _PENDING else each for each in outcomes]
+        elif request.ticket and _PENDING in in_primary:
             behind = request.wants.keys() - request.ticket.keys()
             outcomes = [
                 "no_room" if each is _PENDING and key in behind else each

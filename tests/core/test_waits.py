@@ -213,3 +213,20 @@ def test_a_prompt_is_looked_up_after_single_blocks_of_it_and_unknown_requests_ma
     world.end_step(["nobody"])
     world.settle_all()
     assert world.planner.lookup_prefix(run, ctx) == (4, False)
+
+
+def test_a_block_that_is_being_written_is_a_miss_where_no_slot_is_left_to_tickets():
+    """Such a request was told to wait, refused, and told to wait anew, in each step."""
+    world = world_with({"r": prompt("r", 1)}, 2)
+    holder = world.begin("holder")
+    world.lookup(holder, prompt("r", 1)[0])
+    world.step(STEP_S)
+    world.orphan()
+    assert world.planner.room.budget == 0
+    world.offer(world.begin("writer"), "w")
+    waiting = world.begin("waiting")
+    assert world.lookup(waiting, "w") is PENDING
+    world.step(STEP_S)
+    assert world.lookup(waiting, "w") is MISS
+    world.release()
+    world.wind_down()
