@@ -264,7 +264,7 @@ def test_finished_requests_are_signalled_after_their_last_store_and_the_step_end
     desk.step()
     assert recorder.calls == [
         "on_new_request",
-        "lookup_many",
+        "lookup_prefix",
         "prepare_store",
         "on_request_finished",
         "on_schedule_end",

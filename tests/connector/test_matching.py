@@ -275,6 +275,31 @@ def test_promotions_flow_although_nobody_takes_events():
         world.end()
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, *window_of(2)), (*window_of(2), FULL)])
+def test_while_a_request_waits_for_its_blocks_none_is_looked_up_again(groups):
+    world = World(EXCLUSIVE, num_slots=16)
+    try:
+        desk = Desk(manager=world.manager, groups=groups)
+        tables = [[10 * group + at for at in range(1, 5)] for group in range(len(groups))]
+        desk.store("abcd", *tables)
+        world.rest()
+        world.manager.reset_cache()
+        world.manager.on_reset_flushed()
+        request = Request("r", "abcd")
+        assert desk.ask(request) == (None, False)
+        desk.step()
+        counters = world.manager.planner.counters
+        before = counters.lookups
+        for _ in range(3):
+            assert desk.ask(request) == (None, False)
+            desk.step()
+        assert counters.lookups == before + 3
+        world.rest()
+        assert desk.ask(request) == (16, True)
+    finally:
+        world.end()
+
+
 def test_mixed_groups_under_eviction_shorten_the_prefix_and_break_nothing():
     groups = (FULL, KVGroup(8))  # 43884, 50454
     desk = Desk(num_slots=6, groups=groups)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.connector.contents import DeviceContents
@@ -15,15 +14,14 @@ from kvoffload_async.facade.connector.protocol import (
     SchedulerRequest,
 )
 from kvoffload_async.facade.connector.requests import ConnectorRequest
-from kvoffload_async.types import GPULoadStoreSpec, LookupResult, OffloadKey, as_block_ids
-
-
-class LookupMany(Protocol):
-    """Looks keys up, as `OffloadingManager.lookup_many` does for a request."""
-
-    def __call__(self, keys: Sequence[OffloadKey], *, stop_at_miss: bool) -> Sequence[LookupResult]:
-        """Return the answers, in key order."""
-        ...
+from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.types import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    as_block_ids,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +57,52 @@ class _Run:
     may_grow: bool = False
 
 
+class _Lookups:
+    """The lookups of one search: no key twice, except a prefix that is cut while it is deferred."""
+
+    def __init__(self, manager: OffloadingManager, ctx: ReqContext) -> None:
+        self._manager, self._ctx = manager, ctx
+        self._prefixes: dict[int, tuple[int, bool]] = {}
+        self._answers: dict[OffloadKey, LookupResult] = {}
+
+    def prefix(self, group: int, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
+        """Return `lookup_prefix` of a group's keys, which are never more than the time before."""
+        known = self._prefixes.get(group)
+        if known is None or (known[1] and len(keys) < known[0]):
+            known = self._prefixes[group] = self._manager.lookup_prefix(keys, self._ctx)
+        return min(known[0], len(keys)), known[1]
+
+    def many(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Return the answers of `lookup_many`, in key order."""
+        new = [key for key in keys if key not in self._answers]
+        if new:
+            self._answers.update(zip(new, self._manager.lookup_many(new, self._ctx), strict=True))
+        return [self._answers[key] for key in keys]
+
+
 def match_prefix(
     state: ConnectorRequest,
     geometry: ConnectorGeometry,
     computed_tokens: int,
     limit_tokens: int,
-    lookup: LookupMany,
+    manager: OffloadingManager,
 ) -> Match:
     """Return the longest prefix that every group can load, at most `limit_tokens`.
 
     The groups must agree on one length, so each group's result limits the others: the search
-    repeats until the length is stable. Each key is looked up at most once.
+    repeats until the length is stable.
     """
-    answers: dict[OffloadKey, LookupResult] = {}
-
-    def ask(keys: Sequence[OffloadKey], *, stop_at_miss: bool) -> list[LookupResult]:
-        new = [key for key in keys if key not in answers]
-        if new:
-            answers.update(zip(new, lookup(new, stop_at_miss=stop_at_miss), strict=False))
-        return [answers[key] for key in keys if key in answers]
-
+    lookups = _Lookups(manager, state.ctx)
+    # Prefixes first: while they wait for room, windows are not looked up.
+    order = sorted(range(len(state.groups)), key=lambda at: bool(geometry.chunks_per_window(at)))
     may_grow = False
     limit = limit_tokens
     while True:
         runs = []
         shortest = limit
-        for group in range(len(state.groups)):
+        for group in order:
             run = _longest_run(
-                state, geometry, group, first_token=computed_tokens, last_token=shortest, ask=ask
+                state, geometry, group, lookups, first_token=computed_tokens, last_token=shortest
             )
             runs.append(run)
             shortest = min(shortest, run.tokens)
@@ -103,10 +119,10 @@ def _longest_run(
     state: ConnectorRequest,
     geometry: ConnectorGeometry,
     group: int,
+    lookups: _Lookups,
     *,
     first_token: int,
     last_token: int,
-    ask: LookupMany,
 ) -> _Run:
     tokens_per_chunk = geometry.tokens_per_chunk(group)
     keys = state.groups[group].keys
@@ -116,28 +132,16 @@ def _longest_run(
         return _Run(min(first_token, last_token))
     needed = geometry.chunks_per_window(group)
     if needed is None:
-        start, end, is_pending, may_grow = _scan_rightwards(keys, first, last, ask)
+        length, is_pending = lookups.prefix(group, keys[first:last])
+        start, end = first, first + length
+        may_grow = is_pending and not length  # how long it is, is not known
     else:
-        start, end, is_pending, may_grow = _scan_leftwards(keys, first, last, needed, ask)
+        start, end, is_pending, may_grow = _scan_leftwards(keys, first, last, needed, lookups)
     return _Run(end * tokens_per_chunk, keys[start:end], is_pending, may_grow)
 
 
-def _scan_rightwards(
-    keys: Sequence[OffloadKey], first: int, last: int, ask: LookupMany
-) -> tuple[int, int, bool, bool]:
-    """Full attention: find the chunks from `first` up to the first miss.
-
-    Keys without an answer yet do not end the scan: all probes of a prefix start in one step.
-    """
-    answers = ask(keys[first:last], stop_at_miss=True)
-    if LookupResult.MISS in answers:
-        answers = answers[: answers.index(LookupResult.MISS)]
-    is_pending = answers.count(LookupResult.HIT) < len(answers)
-    return first, first + len(answers), is_pending, False
-
-
 def _scan_leftwards(
-    keys: Sequence[OffloadKey], first: int, last: int, needed: int, ask: LookupMany
+    keys: Sequence[OffloadKey], first: int, last: int, needed: int, lookups: _Lookups
 ) -> tuple[int, int, bool, bool]:
     """Sliding window: find the rightmost run of as many chunks as the window covers.
 
@@ -149,7 +153,7 @@ def _scan_leftwards(
     start = last
     while start > first and length < needed:
         missing = range(start - 1, max(first, start - needed + length) - 1, -1)
-        for answer in ask([keys[chunk] for chunk in missing], stop_at_miss=False):
+        for answer in lookups.many([keys[chunk] for chunk in missing]):
             start -= 1
             if answer in {LookupResult.MISS, LookupResult.RETRY}:
                 may_grow = may_grow or answer is LookupResult.RETRY

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 
 from kvoffload_async.errors import StateError
@@ -244,13 +243,7 @@ class OffloadingConnectorScheduler:
         limit = request.num_tokens - 1
         if self.geometry.max_load_tokens is not None:
             limit = min(limit, num_computed_tokens + self.geometry.max_load_tokens)
-        match = match_prefix(
-            state,
-            self.geometry,
-            num_computed_tokens,
-            limit,
-            partial(self.manager.lookup_many, req_context=state.ctx),
-        )
+        match = match_prefix(state, self.geometry, num_computed_tokens, limit, self.manager)
         if match.is_deferred:
             return None, False
         tokens = match.tokens - num_computed_tokens
