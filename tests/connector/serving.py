@@ -459,7 +459,9 @@ class Serving:
         """Let everything that is still there run to its end, which it must reach."""
         self.world.hung = None
         planner = self.world.manager.planner
+        expired = planner.counters.deferrals_expired
         self.run_until(lambda: not (planner.orphaned or self.connector.has_pending_push_work()))
+        assert planner.counters.deferrals_expired == expired, "expired on healthy tiers"
         assert not self.connector._requests
         assert not len(self.connector._jobs)
         assert self.world.counts["pinned"] == self.world.counts["writing"] == 0

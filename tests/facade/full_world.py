@@ -6,6 +6,7 @@ import itertools
 from facade.worlds import (
     EXCLUSIVE,
     HIT,
+    MISS,
     PROBED,
     REQUEST_LEVEL,
     SLOT_BYTES,
@@ -25,6 +26,9 @@ from kvoffload_async.tiers.example import ExampleTier
 NUM_SLOTS = 6
 BOUNDS = TierBounds(concurrent_loads=1, concurrent_stores=1, queued_jobs=2)
 LOOSE_SLOTS = 4
+DEFERRAL_S = 20.0
+HEALTHY_STEP_S = 0.4
+"""Seconds of a step: less than a turn, so that nobody loses its place while it asks."""
 
 
 class FullWorld(World):
@@ -55,7 +59,7 @@ class FullWorld(World):
             io_timeout_s=2.0,
             pool=PooledScriptedIo,
             drain_timeout_s=1.0,
-            deferral_timeout_s=20.0,
+            deferral_timeout_s=DEFERRAL_S,
             copies_each=copies_each,
         )
         self.loose_tier = ScriptedTier(EXCLUSIVE, BOUNDS)
@@ -221,13 +225,36 @@ class FullWorld(World):
         assert not self.manager.planner.cascades.has_pending
         assert not self.manager.has_pending_work()
 
+    # -- on healthy tiers -------------------------------------------------------------------
+
+    def decide_all(self, prompts):
+        """Have new requests ask for `prompts` in each step; all are decided before their limit.
+
+        No copy takes longer than a step. Decided requests stay, and are never scheduled.
+        """
+        self.manager.on_reset_flushed()
+        self.come_to_rest()
+        counters = self.manager.planner.counters
+        expired, waiting = counters.deferrals_expired, {}
+        for numbers in prompts:
+            where = {key: at for at, key in enumerate(ks(*numbers))}
+            waiting[self._begin_anew(key_positions=where)] = list(where)
+        for _ in range(int(DEFERRAL_S / HEALTHY_STEP_S)):
+            for ctx, keys in list(waiting.items()):
+                if {*self.manager.lookup_many(keys, ctx, stop_at_miss=True)} <= {HIT, MISS}:
+                    del waiting[ctx]
+            self.settle_step(HEALTHY_STEP_S)
+        assert not waiting, "undecided on healthy tiers"
+        assert counters.deferrals_expired == expired, "expired on healthy tiers"
+        self.end_requests()
+
     # -- beside a tier that hangs -----------------------------------------------------------
 
     def work_beside_the_hung_tier(self, source):
         """The others take what is stored and give what they have; `source` says which gives."""
         self.manager.on_reset_flushed()
-        for index in self.healthy:
-            self.secondaries[index].refuses = False
+        for secondary in self.secondaries:
+            secondary.refuses = False  # a tier that refuses is not suspended at once
         self.end_requests()
         self.rest_beside_the_hung_tier()
         for _ in range(3):  # what has begun in the one that hangs is overdue each time
@@ -272,7 +299,7 @@ class FullWorld(World):
         self.check_bytes(key, self.primary.core.slot_of(key))
         self.end_requests()
 
-    def _begin_anew(self):
+    def _begin_anew(self, **fields):
         req_id = f"fresh{next(self.fresh)}"
-        self.begin(req_id)
+        self.begin(req_id, **fields)
         return self.contexts[req_id]

@@ -45,7 +45,7 @@ class Facade(RuleBasedStateMachine):
         self.runner = self.world.runner
         self.born = 0
         self.closed = False
-        self.has_worked = False
+        self.has_worked = self.has_asked = False
 
     @initialize(
         external=st.sampled_from([(), (0, 1, 2), (1,), (0, 2)]),
@@ -267,6 +267,13 @@ class Facade(RuleBasedStateMachine):
             self.has_worked = True
             self.world.work_beside_the_hung_tier(source)
         self.world.hung = None
+
+    @precondition(lambda self: not (self.closed or self.has_asked or self.world.hung is not None))
+    @rule(prompts=st.lists(st.lists(NUMBERS, min_size=1, max_size=6, unique=True), max_size=3))
+    def ask_on_healthy_tiers(self, prompts):
+        """Once a run, as it costs."""
+        self.has_asked = True
+        self.world.decide_all(prompts)
 
     # -- a tier alone: duplicate ids, empty jobs, jobs after its shutdown ---------------------
 

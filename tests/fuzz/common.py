@@ -19,6 +19,9 @@ BLOCK_BYTES = 4096
 GRACE_S = 20.0
 """Real seconds for threads to end, and for tiers on threads to come to rest."""
 
+HEALTHY_S = 30.0
+"""Seconds in which healthy tiers decide every lookup."""
+
 
 class BrokenLawError(AssertionError):
     """The product did what it must not."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from fuzz.common import (
     GRACE_S,
+    HEALTHY_S,
     IN_MEMORY,
     ON_DISK,
     calm,
@@ -35,8 +36,8 @@ from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.testing import LeftoverTasksError, VirtualRunner
 
 JUNK = 0xAA
-HEALTHY_S, HEALTHY_STEP_S = 30.0, 0.2
-"""Seconds in which healthy tiers decide every lookup, and the seconds between two."""
+HEALTHY_STEP_S = 0.2
+"""Seconds between two lookups of a request on healthy tiers."""
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ import torch
 from fuzz.common import (
     BLOCK_BYTES,
     GRACE_S,
+    HEALTHY_S,
     IN_MEMORY,
     ON_DISK,
     calm,
@@ -367,6 +368,25 @@ class Serving:
 
     # -- the end --------------------------------------------------------------------------------
 
+    async def _look_up_on_healthy_tiers(self):
+        """Have requests look up and load nothing: all are decided, and no deferral expires."""
+        expired = self.engine.stats().planner.deferrals_expired
+        decided = asyncio.Barrier(4)
+
+        async def ask():
+            async with self.engine.request("healthy", prompt(self.chance)) as request:
+                with suppress(BusyError):
+                    await self._within(self.engine.lookup(request, HEALTHY_S), HEALTHY_S)
+                await decided.wait()
+
+        began_s = self.loop.time()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(decided.parties):
+                group.create_task(ask())
+        law(self.loop.time() - began_s < HEALTHY_S, "undecided on healthy tiers")
+        now = self.engine.stats().planner.deferrals_expired
+        law(now == expired, "expired on healthy tiers")
+
     async def _rest(self):
         """Let everything end; then nothing is in use, and the loop has no task of the engine's."""
         await self.heal(None)
@@ -374,6 +394,8 @@ class Serving:
         if not self.is_closing:
             await self._all_end(self.reclaiming)
             await self._come_to_rest()
+            if self.is_virtual and self.config["deferral_timeout_s"] >= HEALTHY_S:
+                await self._look_up_on_healthy_tiers()
             await self.close(self.chance)
             await self._all_end(self.tasks)
         await self._all_end(self.reclaiming)

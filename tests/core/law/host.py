@@ -41,7 +41,7 @@ class Setting:
         below: Tier -> blocks that it has at the start.
         stores: The blocks of each store; it is offered again when they are gone.
         tiers: Number of tiers.
-        hung: Tiers of which no copy need ever end.
+        hung: Tiers of which no copy and no probe need ever end before its deadline.
         kinds: What is known of a tier; see `core.world`.
         drops: Whether pending blocks are evicted when no others are left.
         failures: Number of copies and writes that fail.
@@ -195,6 +195,8 @@ class Host:
             yield from self._ends_of_copies(index, tier.state.jobs)
             if tier.probes:
                 yield "answered", index
+                if index in self.setting.hung:
+                    yield "unanswered", index
         for number in self.writes:
             yield "written", number
             if self.failures:
@@ -240,6 +242,8 @@ class Host:
                 due = "copy", what, has_deadlines
             case ("answered", index):
                 due = "probe", index, index not in self.setting.hung
+            case ("unanswered", index):
+                due = "probe", index, has_deadlines
             case ("written" | "lost", number):
                 due = "write", number, True
             case ("loaded", number):
@@ -258,8 +262,9 @@ class Host:
                 self._step(askers, offers, idle)
             case ("ends" | "fails" | "fails in part" | "overdue" | "late" as how, what):
                 self._end(how, *what)
-            case ("answered", index):
-                self.tiers[index].answer_probes()
+            case ("answered" | "unanswered" as how, index):
+                error = TierTimeoutError("scripted") if how == "unanswered" else None
+                self.tiers[index].answer_probes(error)
             case ("written" | "lost" as how, number):
                 self._write_ended(number, success=how == "written")
             case ("loaded", number):
