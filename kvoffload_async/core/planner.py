@@ -283,13 +283,7 @@ class Planner:
 
     def collect(self) -> None:
         """Apply the job results and slot releases queued in the tier states; serve the queue."""
-        for index, tier in enumerate(self.tiers):
-            if not (tier.jobs.ended or tier.jobs.released):
-                continue
-            for job, result in tier.jobs.take_ended():
-                self._job_ended(index, job, result)
-            for record in tier.jobs.take_released():
-                self._job_released(index, record)
+        self._take_results()
         if self.room.queue:
             self.room.serve_first()
 
@@ -312,6 +306,7 @@ class Planner:
         self._asking = None
         self.room.end_step()
         self.cascades.send_pending(self.now_s)
+        self._take_results()  # of what was given up
 
     @property
     def has_pending_work(self) -> bool:
@@ -410,6 +405,15 @@ class Planner:
             return False
         self._count_lookups((key,), (_MISS,), ("absent",), request)
         return True
+
+    def _take_results(self) -> None:
+        for index, tier in enumerate(self.tiers):
+            if not (tier.jobs.ended or tier.jobs.released):
+                continue
+            for job, result in tier.jobs.take_ended():
+                self._job_ended(index, job, result)
+            for record in tier.jobs.take_released():
+                self._job_released(index, record)
 
     def _look_up(
         self, keys: Sequence[OffloadKey], request: RequestState, *, stop_at_miss: bool

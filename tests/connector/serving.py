@@ -67,6 +67,11 @@ class Serving:
         self.numbers = {GARBAGE: 0}
         self.devices = [{} for _ in range(num_workers)]
         self.pool = DevicePool(num_blocks, is_cache=prefix_cache is not None)
+        self.longest = next(
+            tokens
+            for tokens in range(num_blocks * TOKENS_PER_HASH, 0, -1)
+            if sum(-(-tokens // group.tokens_per_block) for group in groups) <= num_blocks
+        )
         self.waiting = deque()
         self.running = []
         self.loading = {}
@@ -81,13 +86,17 @@ class Serving:
     # -- requests -------------------------------------------------------------------------------
 
     def arrive(self, text, max_tokens=2, *, reuses=False):
-        """Begin a request; with `reuses`, under the id of the last one that has ended."""
+        """Begin a request; with `reuses`, under the id of the last one that has ended.
+
+        It is cut to what the device has blocks for if a sliding window lets none go.
+        """
+        text = text[: self.longest - 1]
         req_id = f"r{len(self.known)}"
         live = {request.request_id for request in self.live}
         if reuses and self.last_ended is not None and self.last_ended not in live:
             req_id = self.last_ended
             self.tally["reused"] += 1
-        request = Sequence(req_id, text, len(text), len(text) + max_tokens)
+        request = Sequence(req_id, text, len(text), min(len(text) + max_tokens, self.longest))
         self.known.add(request.request_id)
         self.waiting.append(request)
         return request

@@ -230,3 +230,22 @@ def test_a_block_that_is_being_written_is_a_miss_where_no_slot_is_left_to_ticket
     assert world.lookup(waiting, "w") is MISS
     world.release()
     world.wind_down()
+
+
+def test_a_promotion_that_is_given_up_for_room_has_its_result_in_that_step():
+    """Else the sums of the statistics did not hold until the next step."""
+    prompts = {"r": prompt("r", 2), "s": prompt("s", 2)}
+    world = world_with(prompts, 3)
+    contexts = {name: begin(world, name, keys) for name, keys in prompts.items()}
+    planner = world.planner
+    for _ in range(30):
+        for name, keys in prompts.items():
+            world.lookups(contexts[name], keys)
+        world.step(STEP_S)
+        in_flight = sum(len(list(tier.jobs.unreported())) for tier in planner.tiers)
+        assert planner.counters.jobs_submitted - planner.counters.job_results == in_flight
+        (tier,) = planner.tiers
+        assert tier.counters.submitted_jobs - tier.counters.finished_jobs == in_flight
+    assert planner.orphaned, "given up, as the tier is silent"
+    world.settle_all()
+    world.wind_down()
