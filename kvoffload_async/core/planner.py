@@ -148,10 +148,10 @@ class Planner:
             self.counters.lookups += 1
             self.counters.pending_hits += 1
             return 0, True
-        # Most prompts are new: their first block alone tells.
-        answers = self.lookup_many(keys[:1], ctx, stop_at_miss=True)
-        if answers and answers[0] is not _MISS:
-            answers += self.lookup_many(keys[1:], ctx, stop_at_miss=True)
+        require_keys(keys[:1])
+        if keys and self._misses(keys[0], request):  # most prompts are new
+            return 0, False
+        answers = self.lookup_many(keys, ctx, stop_at_miss=True)
         length = len(answers) - answers.count(_MISS)
         return length, answers.count(_HIT) < length
 
@@ -403,7 +403,10 @@ class Planner:
             return False
         if not self._search.all_lack(key, request, self.now_s):
             return False
-        self._count_lookups((key,), (_MISS,), ("absent",), request)
+        self.counters.lookups += 1
+        self.counters.misses["absent"] += 1
+        self.counters.block_misses += request.decides((key,))
+        self.primary.counters.count_lookups((_MISS,))
         return True
 
     def _take_results(self) -> None:

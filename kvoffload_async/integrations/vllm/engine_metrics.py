@@ -112,20 +112,18 @@ class LookupCounts:
     """Lookups and hits of blocks per tier; a block counts once per request.
 
     As in vLLM, the first answer that is a hit or a miss counts, until the request is scheduled.
-
-    Attributes:
-        totals: Counts by counter and labels.
     """
 
     def __init__(self, planner: Planner) -> None:
         """Observe all lookup answers of the planner's tiers from now on."""
         self._primary = planner.primary
         self._labels = [("0:primary",), *map(_label, range(len(planner.tiers)), planner.tiers)]
-        self._open: dict[str, list[set[OffloadKey]]] = {}
-        """Unscheduled request -> keys already counted, per tier, primary first."""
+        self._hits = [0] * len(self._labels)
+        self._queries = [0] * len(self._labels)
+        self._open: dict[str, dict[int, set[OffloadKey]]] = {}
+        """Unscheduled request -> keys already counted, by tier; 0: primary."""
         self._asked: set[OffloadKey] = set()
         """Keys that a tier was asked for since the last call of `looked_up`."""
-        self.totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
         planner.sources[:] = [
             _Observed(source, partial(self._answered, index))
             for index, source in enumerate(planner.sources, 1)
@@ -133,7 +131,7 @@ class LookupCounts:
 
     def began(self, req_id: str) -> None:
         """Record a new request."""
-        self._open[req_id] = [set() for _ in self._labels]
+        self._open[req_id] = {}
 
     def scheduled(self, req_ids: Iterable[str]) -> None:
         """Record that requests were scheduled or finished; their later lookups are not counted."""
@@ -145,7 +143,8 @@ class LookupCounts:
     ) -> None:
         """Record the engine's answers and derive the primary's from them."""
         asked, self._asked = self._asked, set()
-        if req_id not in self._open:
+        counted = self._open.get(req_id)
+        if counted is None:
             return
         hits: list[OffloadKey] = []
         misses: list[OffloadKey] = []
@@ -156,7 +155,7 @@ class LookupCounts:
                 hits.append(key)
             elif self._primary.lookup(key) is LookupResult.MISS:
                 misses.append(key)
-        self._count(0, req_id, hits, misses)
+        self._count(0, counted, hits, misses)
 
     def looked_up_prefix(
         self, keys: Sequence[OffloadKey], req_id: str, found: int, *, is_deferred: bool
@@ -171,6 +170,14 @@ class LookupCounts:
         else:
             self.looked_up(keys, req_id, [*[LookupResult.HIT] * found, LookupResult.MISS])
 
+    def totals(self) -> Counter[tuple[str, tuple[str, ...]]]:
+        """Return the counts by counter and labels."""
+        totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for label, hits, queries in zip(self._labels, self._hits, self._queries, strict=True):
+            totals[TieringOffloadingMetrics.CHUNK_HITS, label] = hits
+            totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] = queries
+        return totals
+
     def _answered(
         self,
         index: int,
@@ -179,23 +186,29 @@ class LookupCounts:
         answers: Sequence[LookupResult],
     ) -> None:
         """Record a tier's answers."""
-        pairs = list(zip(keys, answers, strict=False))
-        self._asked.update(key for key, _ in pairs)
-        hits = [key for key, answer in pairs if answer is LookupResult.HIT]
-        self._count(index, req_id, hits, [k for k, answer in pairs if answer is LookupResult.MISS])
+        keys = keys[: len(answers)]
+        self._asked.update(keys)
+        counted = self._open.get(req_id)
+        if counted is not None:
+            pairs = list(zip(keys, answers, strict=True))
+            hits = [key for key, answer in pairs if answer is LookupResult.HIT]
+            misses = [key for key, answer in pairs if answer is LookupResult.MISS]
+            self._count(index, counted, hits, misses)
 
     def _count(
-        self, index: int, req_id: str, hits: Iterable[OffloadKey], misses: Iterable[OffloadKey]
+        self,
+        index: int,
+        counted: dict[int, set[OffloadKey]],
+        hits: Sequence[OffloadKey],
+        misses: Sequence[OffloadKey],
     ) -> None:
-        counted = self._open.get(req_id)
-        if counted is None:
-            return
-        known, label = counted[index], self._labels[index]
+        known = counted.setdefault(index, set())
         num_known = len(known)
         known.update(hits)
-        self.totals[TieringOffloadingMetrics.CHUNK_HITS, label] += len(known) - num_known
+        num_found = len(known)
         known.update(misses)
-        self.totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] += len(known) - num_known
+        self._hits[index] += num_found - num_known
+        self._queries[index] += len(known) - num_known
 
 
 class _Observed:
@@ -273,7 +286,7 @@ class EngineCounts:
             self.lost_tails,
             counters.deferrals_expired,
         )
-        totals = self.lookups.totals.copy()
+        totals = self.lookups.totals()
         for name, value in zip(_COUNTERS, values, strict=True):
             totals[name, ()] = value
         for index, tier in enumerate(self._planner.tiers):
