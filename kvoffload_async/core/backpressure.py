@@ -41,6 +41,9 @@ class Backpressure:
     """Decides which stores to drop for a slow tier.
 
     Not thread-safe; call only from the owner's thread.
+
+    Attributes:
+        is_pressed: Whether stores are being dropped.
     """
 
     def __init__(self, settings: BackpressureSettings) -> None:
@@ -52,15 +55,10 @@ class Backpressure:
         self._ema = 0.0
         self._samples = 0
         self._failures = 0
-        self._pressed = False
+        self.is_pressed = False
         self._credit = 0.0
         self._recovering_until_s: float | None = None
         self._updated_s: float | None = None
-
-    @property
-    def is_pressed(self) -> bool:
-        """Whether stores are being dropped."""
-        return self._pressed
 
     def store_ended(self, seconds: float, num_bytes: int, now_s: float) -> None:
         """Update the latency average with a completed store.
@@ -92,7 +90,7 @@ class Backpressure:
         return True
 
     def _share(self, now_s: float) -> float:
-        if self._pressed:
+        if self.is_pressed:
             high = self._settings.high_water_s_per_mib
             return min(1.0, max(0.0, (self._ema - high) / high / 2))
         if self._recovering_until_s is not None and now_s < self._recovering_until_s:
@@ -100,18 +98,18 @@ class Backpressure:
         return 0.0
 
     def _decay(self, now_s: float) -> None:
-        if self._pressed and self._updated_s is not None and now_s > self._updated_s:
+        if self.is_pressed and self._updated_s is not None and now_s > self._updated_s:
             self._set(self._ema * 0.5 ** ((now_s - self._updated_s) / _HALF_LIFE_S), now_s)
 
     def _set(self, ema: float, now_s: float) -> None:
         self._ema = ema
         self._updated_s = now_s
         known = self._samples >= _SEED_SAMPLES or self._failures >= _FAILURES_IN_A_ROW
-        if not known and not self._pressed:
+        if not known and not self.is_pressed:
             return
         if ema > self._settings.high_water_s_per_mib:
-            self._pressed = True
-        elif self._pressed and ema < self._settings.low_water_s_per_mib:
-            self._pressed = False
+            self.is_pressed = True
+        elif self.is_pressed and ema < self._settings.low_water_s_per_mib:
+            self.is_pressed = False
             self._credit = 0.0
             self._recovering_until_s = now_s + _RECOVERY_S

@@ -145,9 +145,8 @@ class WriteBackQueue:
                 marks[slot] = 0
             return
         for slot in slots:
-            marks[slot] &= (
-                _PENDING | _PROTECTED
-            )  # the block may have become pending again while this copy ran
+            # The block may have become pending again while this copy ran.
+            marks[slot] &= _PENDING | _PROTECTED
 
     def failed(self, slots: Sequence[int], now_s: float, *, counts: bool) -> int:
         """Queue blocks again after a failed copy; return the number of blocks that are given up.

@@ -23,7 +23,6 @@ from kvoffload_async.errors import StateError
 from kvoffload_async.statistics import MissReason
 from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.types import (
-    ENGINE_REQ_ID,
     JobId,
     JobMetadata,
     JobResult,
@@ -98,15 +97,11 @@ class Planner:
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
-        """Begin a request. Several live requests may share an id.
+        """Begin a request. Several live requests may share an id, but not the engine's own.
 
         Raises:
-            StateError: `ctx` is live already, or its id is reserved for the engine.
+            StateError: `ctx` is live already.
         """
-        if ctx.req_id == ENGINE_REQ_ID:
-            raise StateError(f"request {ctx.req_id!r}: the id is the engine's own; take another")
-        if ctx in self.requests:
-            raise StateError(f"request {ctx.req_id!r} is known already")
         self.primary.open_request(ctx)
         self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
 
@@ -232,11 +227,10 @@ class Planner:
         output = self.primary.prepare_store(
             ctx, keys, self._room_for_store if self.room.queue else None
         )
+        if output is None or output.keys_left_out:
+            self.room.store_refused()
         if output is None:
-            self.room.store_refused()
             return None
-        if output.keys_left_out:
-            self.room.store_refused()
         request.writing.update(output.keys_to_store)
         if request.request_level_tiers:
             new = frozenset(output.keys_to_store)

@@ -9,12 +9,11 @@ from kvoffload_async.core.cascades import LATE_BLOCKS_A_STEP, WriteBackQueue
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.errors import (
     CorruptBlockError,
-    StateError,
     TierBusyError,
     TierFullError,
     TierUnavailableError,
 )
-from kvoffload_async.types import ENGINE_REQ_ID, ReqContext
+from kvoffload_async.types import ENGINE_REQ_ID
 
 
 def narrow(num_slots=16, bound=2, **options):
@@ -312,12 +311,6 @@ def test_late_cascades_are_of_the_engines_own_request_which_each_tier_hears_of_o
         (JobAccepted, ENGINE_REQ_ID),
         (RequestClosed, ENGINE_REQ_ID),
     ]
-
-
-def test_nobody_else_may_have_the_engines_own_id():
-    world = World()
-    with pytest.raises(StateError, match="the engine's own; take another"):
-        world.planner.on_new_request(ReqContext(ENGINE_REQ_ID))
 
 
 # -- other ways in ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from planner_invariants import check_quiescent
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.types import OffloadPolicy, ReqContext, TierMatcher
+from kvoffload_async.types import ENGINE_REQ_ID, OffloadPolicy, ReqContext, TierMatcher
 
 # -- journeys -----------------------------------------------------------------------------------
 
@@ -349,6 +349,13 @@ def test_a_request_that_is_live_is_refused_before_any_tier_hears_of_it(worlds):
     with pytest.raises(StateError, match="'r' is known already"):
         world.manager.on_new_request(world.contexts["r"])
     assert world.secondaries[0].heard == [("new", "r")]
+
+
+def test_nobody_else_may_have_the_engines_own_id(worlds):
+    world = worlds(manager_class=Hearing)
+    with pytest.raises(StateError, match="the engine's own; take another"):
+        world.begin(ENGINE_REQ_ID)
+    assert not world.secondaries[0].heard
 
 
 def test_calls_for_an_unknown_request_are_misuse(worlds):
