@@ -277,7 +277,13 @@ class Planner:
 
     def collect(self) -> None:
         """Apply the job results and slot releases queued in the tier states; serve the queue."""
-        self._take_results()
+        for index, tier in enumerate(self.tiers):
+            if not (tier.jobs.ended or tier.jobs.released):
+                continue
+            for job, result in tier.jobs.take_ended():
+                self._job_ended(index, job, result)
+            for record in tier.jobs.take_released():
+                self._job_released(index, record)
         if self.room.queue:
             self.room.serve_first()
 
@@ -300,7 +306,7 @@ class Planner:
         self._asking = None
         self.room.end_step()
         self.cascades.send_pending(self.now_s)
-        self._take_results()  # of what was given up
+        self.collect()  # what was given up has ended
 
     @property
     def has_pending_work(self) -> bool:
@@ -402,15 +408,6 @@ class Planner:
         self.counters.block_misses += request.decides((key,))
         self.primary.counters.count_lookups((_MISS,))
         return True
-
-    def _take_results(self) -> None:
-        for index, tier in enumerate(self.tiers):
-            if not (tier.jobs.ended or tier.jobs.released):
-                continue
-            for job, result in tier.jobs.take_ended():
-                self._job_ended(index, job, result)
-            for record in tier.jobs.take_released():
-                self._job_released(index, record)
 
     def _look_up(
         self, keys: Sequence[OffloadKey], request: RequestState, *, stop_at_miss: bool
