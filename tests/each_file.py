@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +26,12 @@ def say(text: str) -> None:
 def run(path: Path) -> bool:
     """Run a file's tests; print what pytest said if one fails, and return whether all passed."""
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # In a folder of its own: pytest clears those of former runs, and may meet another process.
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"PYTEST_DEBUG_TEMPROOT": folder}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
     passed = done.returncode in (0, NO_TESTS)
     if not passed:
         say(f"{done.stdout}{done.stderr}\nFAILED alone: {path.relative_to(ROOT)}")
