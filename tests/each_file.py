@@ -2,8 +2,8 @@
 
     python tests/each_file.py [FOLDER OR FILE ...]
 
-Prints the files whose tests fail, and exits with 1 if there are any. The sweeps, the soak and,
-where vLLM is not installed, its tests, which have sessions of their own, do not run.
+Prints the files whose tests fail, and exits with 1 if there are any. The sweeps, the soak and the
+tests of hosts that are not installed, which have sessions of their own, do not run.
 """
 
 import importlib.util
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+HOSTS = ("lmcache", "sglang", "vllm")
 NO_TESTS = 5
 """pytest's exit status for a file whose tests all are left to other sessions."""
 
@@ -42,8 +43,8 @@ def main(names: list[str]) -> int:
     folders = [Path(name).resolve() for name in names] or [ROOT / "tests"]
     files = [folder for folder in folders if folder.is_file()]
     files += [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
-    if importlib.util.find_spec("vllm") is None:
-        files = [path for path in files if path.parent.name != "under_vllm"]
+    absent = {f"under_{host}" for host in HOSTS if importlib.util.find_spec(host) is None}
+    files = [path for path in files if path.parent.name not in absent]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = list(pool.map(run, files))
     say(f"{results.count(True)} files passed, {results.count(False)} failed")

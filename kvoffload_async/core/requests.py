@@ -113,6 +113,11 @@ class RequestState:
         self.is_expired = True
         return True
 
+    def end_deferral(self) -> None:
+        """Record that lookups are not deferred: the time until one is again does not count."""
+        self._deferred_at_s = None
+        self.lacking.clear()
+
     def begin_round(self, now_s: float) -> None:
         """Record the start of a series of lookups."""
         self.asked_at_s = now_s
@@ -134,9 +139,8 @@ class RequestState:
             call. None without a lookup.
         """
         since_s, self._undecided_since_s = self._undecided_since_s, None
-        self._deferred_at_s = None
         self.waits = False
-        self.lacking.clear()
+        self.end_deferral()
         return since_s
 
     def forget_blocks(self) -> None:
@@ -144,6 +148,6 @@ class RequestState:
         self.writing.clear()
         self.parked.clear()
         self.doubtful.clear()
-        self.lacking.clear()
         self.elsewhere.clear()
+        self.end_deferral()
         self.waits = self.is_deferred = False

@@ -339,7 +339,7 @@ class Room:
             elif request.waits and request.is_deferred and not request.is_undecided:
                 self._want(request, keys)
             if not request.is_deferred:
-                request.lacking.clear()
+                request.end_deferral()
             request.elsewhere.clear()
             request.is_deferred = request.is_undecided = request.is_refused = False
         self._rounds.clear()

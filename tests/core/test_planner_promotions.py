@@ -196,6 +196,30 @@ def test_being_scheduled_stops_the_clock():
     world.wind_down()
 
 
+def test_a_decided_lookup_stops_the_clock():
+    world, ctx = stored_below(names="ab", deferral_s=3.0)
+    world.lookup(ctx, "a")
+    world.step(1.0)
+    world.settle()
+    assert world.lookup(ctx, "a") is HIT
+    world.step(100.0)  # the scheduler has no room for the request
+    assert world.lookup(ctx, "b") is PENDING
+    world.wind_down()
+
+
+def test_a_reset_stops_the_clock():
+    world, ctx = stored_below(names="ab", deferral_s=3.0)
+    world.lookup(ctx, "a")
+    world.step(1.0)
+    world.settle()
+    world.lookup(ctx, "b")
+    world.reset()
+    world.step(100.0)
+    world.flush_reset()
+    assert world.lookup(ctx, "b") is PENDING
+    world.wind_down()
+
+
 def test_for_an_expired_request_pending_means_missing_and_hits_stay_hits():
     world, ctx = stored_below(names="ab", deferral_s=1.0)
     world.store(ctx, "x")
