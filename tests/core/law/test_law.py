@@ -40,15 +40,12 @@ SETTINGS = {
     "requests that come again": ONE_TIER,
     "a store of two blocks": ONE_STORE,
     "a store of two blocks, of which one may be taken": replace(ONE_STORE, takes_prefix=True),
-    "stores in all slots": MANY_STORES,
     "a holder that is not scheduled": HOLDER,
     "a shared block, and a failure": SHARED,
     "stores between look-ups and loads": replace(BETWEEN, idle=frozenset({0})),
     "a tier that hangs": HUNG,
     "slots that are gone": GONE,
-    "a tier that hangs with stores": HUNG_STORES,
     "two tiers": replace(GONE, hung=frozenset()),
-    "three requests": Setting(2, ("a", "b", "c"), {0: "abc"}, **LONG_STEPS, **ONCE),
     "resets and cancellations": replace(ONE_TIER, resets=1, cancels=frozenset({0}), **ONCE),
     "probes": replace(SHARED, kinds={0: "probed"}, failures=0),
     "unknown order": replace(ONE_TIER, runs=("abc", "ad"), has_positions=False, **ONCE),
@@ -57,6 +54,9 @@ SETTINGS = {
 """What every run explores: tens to some thousand states."""
 
 SWEEP = {
+    "stores in all slots": MANY_STORES,
+    "a tier that hangs with stores": HUNG_STORES,
+    "three requests": Setting(2, ("a", "b", "c"), {0: "abc"}, **LONG_STEPS, **ONCE),
     "two tiers for each": replace(GONE, below={0: "ac", 1: "bd"}),
     "more stores than slots": replace(MANY_STORES, stores=tuple("wxyz")),
     "short steps": replace(ONE_TIER, stores=("x",), step_s=0.75, **ONCE),
