@@ -312,7 +312,8 @@ class PlannerMachine(RuleBasedStateMachine):
         """Requests that come now are decided before their limit, whatever the others do.
 
         The tiers are healthy: no probe and no copy takes longer than a step, which is shorter than
-        a turn. The other requests ask in each step, and are never scheduled.
+        a turn. The other requests ask in each step, and are never scheduled: each has its turn
+        before them, twice if a tier has lost a block unnoticed.
         """
         world, fresh = self.world, {}
         world._work_again()
@@ -322,7 +323,9 @@ class PlannerMachine(RuleBasedStateMachine):
             where = {k(name): i for i, name in enumerate(chain)}
             fresh[world.begin(f"fresh{number}", key_positions=where)] = list(where)
         others = [ctx for ctx in world.live.values() if ctx not in fresh]
-        for _ in range(int(DEFERRAL_S / HEALTHY_STEP_S)):
+        for _ in range(int(3 * DEFERRAL_S / HEALTHY_STEP_S)):
+            if not fresh:
+                break
             for ctx in others:
                 self.unsure.clear()
                 world.lookups(ctx, ALL_KEYS)
