@@ -193,6 +193,9 @@ class OffloadEngine(EngineLifecycle):
                 if found is None and is_late:
                     found = search.readable()
                 count = None if found is None else self._pin(request, found)
+                if found is not None and count is None:
+                    for key in request.keys[:found]:  # told of when the wait for room ends
+                        waiter.expect(key)
                 self._steps.schedule()
                 if count is not None:
                     return count

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -124,7 +125,8 @@ class _Surroundings:
         deadline_s = time.monotonic() + _THREADS_END_S
         threads = set(threading.enumerate()) - self._threads_before
         for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+            with suppress(RuntimeError):  # another program's thread is only being started
+                thread.join(max(0.0, deadline_s - time.monotonic()))
         return sorted(thread.name for thread in threads if thread.is_alive())
 
 

@@ -1,6 +1,7 @@
 """What a request holds while it waits, and what a store does where not all of it fits."""
 
 import asyncio
+import contextlib
 
 import pytest
 from async_engine.worlds import (
@@ -101,4 +102,23 @@ async def test_a_lookup_that_is_cancelled_lets_go_of_what_it_held():
             looking.cancel()
             await asyncio.wait([looking])
             assert retained(world) == 0
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_lookup_that_waits_for_room_beside_readable_blocks_is_told_when_there_is_some():
+    """It asked again half a second later."""
+    async with opened(slots=5) as world, contextlib.AsyncExitStack() as holders:
+        await world.put("abcd")
+        await world.put("e")
+        holder = await holders.enter_async_context(world.engine.request("h", hashes("abcd")))
+        assert await world.engine.lookup(holder) == 4
+        async with world.engine.request("r", hashes("e")) as request:
+            waiting = asyncio.create_task(world.engine.lookup(request, FAR_S))
+            await turns()
+            assert not waiting.done()
+            await holders.aclose()
+            await turns()
+            assert waiting.done()
+            assert await waiting == 1
         await world.check_rest()
