@@ -194,7 +194,7 @@ class OffloadEngine(EngineLifecycle):
                     found = search.readable()
                 count = None if found is None else self._pin(request, found)
                 if found is not None and count is None:
-                    for key in request.keys[:found]:  # told of when the wait for room ends
+                    for key in request.keys[:found]:  # reported when the wait for room ends
                         waiter.expect(key)
                 self._steps.schedule()
                 if count is not None:

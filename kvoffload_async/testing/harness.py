@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -123,11 +122,13 @@ class _Surroundings:
     def _threads_left(self) -> list[str]:
         """Return the names of threads that do not exit within a grace period."""
         deadline_s = time.monotonic() + _THREADS_END_S
-        threads = set(threading.enumerate()) - self._threads_before
-        for thread in threads:
-            with suppress(RuntimeError):  # another program's thread is only being started
-                thread.join(max(0.0, deadline_s - time.monotonic()))
-        return sorted(thread.name for thread in threads if thread.is_alive())
+        while left := set(threading.enumerate()) - self._threads_before:
+            if time.monotonic() >= deadline_s:
+                break
+            for thread in left:
+                if thread.is_alive():  # else it is only being started
+                    thread.join(max(0.0, deadline_s - time.monotonic()))
+        return sorted(thread.name for thread in left)
 
 
 async def _task_names() -> list[str]:

@@ -33,6 +33,26 @@ def test_a_thread_that_is_about_to_end_is_waited_for():
     assert not thread.is_alive()
 
 
+def test_a_thread_that_is_only_being_started_is_waited_for(monkeypatch):
+    """`enumerate` lists it already, and `join` raised RuntimeError."""
+    thread, list_threads = Slow(heeds_join=True), threading.enumerate
+
+    listed = []
+
+    def while_it_starts():
+        if not listed:
+            listed.append(thread)
+            return [*list_threads(), thread]
+        if thread.ident is None:
+            thread.start()
+        return list_threads()
+
+    with TierHarness(ExampleTier()):
+        monkeypatch.setattr(threading, "enumerate", while_it_starts)
+    assert thread.ident is not None
+    assert not thread.is_alive()
+
+
 def test_a_thread_that_does_not_end_is_an_error(monkeypatch):
     monkeypatch.setattr(harness_module, "_THREADS_END_S", 0.01)
     harness = TierHarness(ExampleTier())

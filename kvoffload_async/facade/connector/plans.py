@@ -66,7 +66,7 @@ class _Lookups:
         self._answers: dict[OffloadKey, LookupResult] = {}
 
     def prefix(self, group: int, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
-        """Return `lookup_prefix` of a group's keys, which are never more than the time before."""
+        """Look up a group's prefix; later calls get the same keys, or only the first of them."""
         known = self._prefixes.get(group)
         if known is None or (known[1] and len(keys) < known[0]):
             known = self._prefixes[group] = self._manager.lookup_prefix(keys, self._ctx)
@@ -134,7 +134,7 @@ def _longest_run(
     if needed is None:
         length, is_pending = lookups.prefix(group, keys[first:last])
         start, end = first, first + length
-        may_grow = is_pending and not length  # how long it is, is not known
+        may_grow = is_pending and not length  # the length of the prefix is not known yet
     else:
         start, end, is_pending, may_grow = _scan_leftwards(keys, first, last, needed, lookups)
     return _Run(end * tokens_per_chunk, keys[start:end], is_pending, may_grow)
