@@ -112,6 +112,7 @@ def test_a_configuration_is_fine_or_one_line_and_what_is_fine_opens(config):
             assert len(result.stderr) < 4000
             return
         assert result.stderr == ""
-        with TieringOffloadingSpec(read_config(file)) as spec:
+        # Without block_bytes it is a configuration of OffloadEngine, whose caches give them.
+        with TieringOffloadingSpec({"block_bytes": 4096, **read_config(file)}) as spec:
             spec.get_manager()
     assert not own_threads.left(before)
