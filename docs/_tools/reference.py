@@ -29,7 +29,8 @@ CONFIGURATION = """# Configuration
 
 A configuration is one object: a JSON object in a file, or a `dict` in Python. Two keys are
 required. A size is an integer in bytes or text such as `"4GiB"`. Keys that end in `_s` are in
-seconds. An unknown key is an error, whose message names the most similar key.
+seconds. An unknown key is an error, whose message names the most similar key. Defaults are in
+brackets.
 
 `kvoffload check-config FILE` validates a configuration and prints the derived settings, without
 creating anything. It also checks that the primary fits into this machine's memory, that the
@@ -79,8 +80,7 @@ SYSTEM_CALLS = """# System calls
 
 The seccomp profile of a container, or a kernel such as gVisor's, may refuse a system call. These
 are the calls beyond opening, reading, writing, mapping and naming files. The current default
-profiles of Docker and containerd permit all of them. Where the last column says so, the start fails
-with an error that names the call.
+profiles of Docker and containerd permit all of them. Where a start fails, the error names the call.
 
 """
 
@@ -89,10 +89,9 @@ VLLM_SETTINGS = """# Settings of vLLM
 The settings of vLLM 0.32 and 0.33 that change the bytes of a block, and how each keeps blocks apart
 (see [Identity of a block](../kv-identity.md#under-vllm)):
 
-* *block hash*: it is part of vLLM's hash of a block.
-* *identity*: it is part of the directory name of vLLM's own `fs` tier, with the actual sizes.
-* *layout*: it is part of the digest of the row's layout.
-* *fingerprint*: its value is part of the fingerprint; *resolved*: its effect is.
+* *block hash*, *identity*, *layout*, *fingerprint*: it is part of vLLM's hash of a block, of the
+  directory name of vLLM's own `fs` tier, of the layout's digest, or of the fingerprint.
+* *resolved*: its effect is part of the fingerprint.
 * *process*: if it is set, the content is not known, and blocks are kept for this process only.
 * *refused*: if it is set, a tier without a `fingerprint` is refused.
 
@@ -128,18 +127,19 @@ def _says(path: Path, text: str) -> bool:
 
 def _configuration() -> Iterator[str]:
     yield CONFIGURATION
-    yield _option_table(OffloadConfig.described())
+    yield from _options(OffloadConfig.described())
     yield TIERS
-    yield _option_table(common_options())
+    yield from _options(common_options())
     for entry in tier_entries():
         yield f"\n## `{entry.name}`\n\n{entry.summary}\n"
         if entry.options:
-            yield "\n" + _option_table(entry.options)
+            yield "\n"
+            yield from _options(entry.options)
 
 
-def _option_table(options: Iterable[Option]) -> str:
-    rows = ((f"`{o.name}`", _value(o.default), _as_json(o.summary)) for o in options)
-    return _table(("key", "default", "meaning"), rows)
+def _options(options: Iterable[Option]) -> Iterator[str]:
+    for each in options:
+        yield _item(f"`{each.name}` ({_value(each.default)})", _as_json(each.summary))
 
 
 def _value(default: object) -> str:
@@ -168,13 +168,9 @@ def _metrics() -> Iterator[str]:
 
 def _system_calls() -> Iterator[str]:
     yield SYSTEM_CALLS
-    yield _table(
-        ("call", "purpose", "without it"),
-        (
-            (f"`{name}`", call.purpose, call.instead or "tiers that need it do not start")
-            for name, call in CALLS.items()
-        ),
-    )
+    for name, call in CALLS.items():
+        instead = call.instead or "tiers that need it do not start"
+        yield _item(f"`{name}`", f"{call.purpose}. Without it: {instead}.")
 
 
 def _vllm_settings() -> Iterator[str]:
@@ -250,15 +246,6 @@ def _default(option: Any) -> str:  # noqa: ANN401 - click's
 
 def _item(name: str, text: str) -> str:
     return f"* {name}: {' '.join(text.split())}\n"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split())
 
 
 if __name__ == "__main__":
