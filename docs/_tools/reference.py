@@ -52,11 +52,11 @@ A tier is an object in `secondary_tiers`. Its `type` is one of the types below, 
 """
 METRICS = """# Metrics
 
-These metrics are exported by [`OffloadCollector`](../howto/observe.md#prometheus). Every metric has the label
-`engine`, the name under which the engine was registered. Counters start at 0 with the engine. A
-histogram has `_bucket`, `_sum` and `_count`; its bucket bounds are {bounds} seconds. A metric
-without a value is omitted, for instance the size of a tier that does not report it. In brackets are
-a metric's type and its further labels.
+These metrics are exported by [`OffloadCollector`](../howto/observe.md#prometheus). Every metric has
+the label `engine`, the name under which the engine was registered. Counters start at 0 with the
+engine. A histogram has `_bucket`, `_sum` and `_count`; its bucket bounds are {bounds} seconds. A
+metric without a value is omitted, for instance the size of a tier that does not report it. In
+brackets are a metric's type and its further labels.
 
 A [dashboard](../metrics/dashboard.json) for Grafana and [alert rules](../metrics/alerts.yml) are
 provided. Under vLLM, [other names](../howto/vllm.md#metrics) apply.
@@ -96,8 +96,8 @@ The settings of vLLM 0.32 and 0.33 that change the bytes of a block, and how eac
 * *refused*: if it is set, a tier without a `fingerprint` is refused.
 
 All other fields are listed as neutral in `kvoffload_async/integrations/vllm/settings.toml`, and
-environment variables in `environment.toml` beside it. A field or variable that is in neither becomes
-part of the fingerprint.
+environment variables in `environment.toml` next to it. A field or variable that is in neither
+becomes part of the fingerprint.
 """
 
 
