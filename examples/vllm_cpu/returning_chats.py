@@ -457,7 +457,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Draw the time to first token of each setup: bars to the median, whiskers to the 95 %.
 
-    A row of panels per case, a column per concurrency; the restart is beside the later turns.
+    A row of panels per case, a column per concurrency; the restart is beside the later turns. Both
+    figures stand behind the whisker, for which the axis leaves room.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for --plot
 
@@ -491,7 +492,7 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
                 style = {"color": color, "alpha": 1.0 if row["turns"] == KINDS[0] else 0.55}
                 axes.barh(at, row["p50_s"], xerr=whisker, ecolor="#444444", capsize=2, **style)
                 axes.annotate(
-                    f"{row['p50_s']:.2f}",
+                    f"{row['p50_s']:.2f}, {row['p95_s']:.2f}",
                     (row["p95_s"], at),
                     (4, 0),
                     textcoords="offset points",
@@ -500,13 +501,17 @@ def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
                 )
             names = [SETUPS[setup] if turns == KINDS[0] else turns for setup, turns in bars[case]]
             axes.set_yticks(range(len(names)), names)
-            axes.margins(x=0.12)
             title = f"{CASES[case].title}, {concurrency} at a time"
             axes.set_title(title, fontsize=9, loc="left")
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
         line[0].invert_yaxis()  # shared: the first setup is at the top
-    figure.supxlabel("seconds to the first token: median (bar) and 95th percentile", fontsize=9)
+    for axes, concurrency in zip(grid[0], columns, strict=True):  # shared by the column
+        most = max(row["p95_s"] for row in rows if row["concurrency"] == concurrency)
+        axes.set_xlim(0, most * (1 + 0.2 * len(columns)))
+    figure.supxlabel(
+        "seconds to the first token: median (bar), 95th percentile (whisker)", fontsize=9
+    )
     figure.savefig(file, dpi=110)
 
 

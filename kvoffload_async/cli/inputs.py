@@ -131,7 +131,7 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
         yaml = importlib.import_module("yaml")
     except ImportError as error:
         raise JsonInputError(
-            f"YAML needs PyYAML ({error}); pip install 'kvoffload-async[yaml]', or write JSON"
+            f"YAML needs PyYAML ({error}); install kvoffload-async[yaml], or write JSON"
         ) from error
     try:
         check_depth(_steps(text, yaml))

@@ -85,7 +85,7 @@ def drawing_module(option: str, name: str) -> Any:  # noqa: ANN401 - a module
         return importlib.import_module(name)
     except ImportError as error:
         raise InputError(
-            f"{option} needs matplotlib ({error}); pip install 'kvoffload-async[plot]'"
+            f"{option} needs matplotlib ({error}); install kvoffload-async[plot]"
         ) from error
 
 

@@ -1,9 +1,62 @@
 """The law of room: which request gets primary slots for promotions, and when.
 
-A *ticket* is a request's right to its leading run: the first blocks, in prompt order, that are
-resident, being written, or in a tier. It pins them, and is granted whole or not at all, from one
-queue over all tiers. So no request holds room while it waits for room. `docs/architecture.md`
-states the law; `tests/core/law` explores it.
+Requests, stores and copies to tiers compete for the slots of the primary.
+
+Constants. Of N slots, R = max(1, N / 10) are left to stores; B = N - R is the most that tickets and
+promotions in flight name together, a block that several name counting once. At most C = max(1, N /
+(2 x tiers)) blocks are in copies to one tier. T = 1 s (`TURN_S`) is the only time constant.
+
+A slot is in one state: *free*; *being written*, by a promotion or by a store; *resident*; or
+*gone*: it belongs to no block, but a copy that was given up may still touch it, and it is free when
+that copy ends. B is less by the slots that are gone. Each copy that reads a resident block pins it
+(a load to the device, a copy to a tier), and all tickets that name it pin it once. A pinned block
+is never evicted. A block that is *pending* for a tier that works is not evicted with `write_back:
+"wait"`, and with `"drop"` only when no others are left.
+
+A *ticket* is a request's right to its leading run: the first blocks, at most B, in the order of
+`key_positions` or else of asking, that are resident, being written or in a tier, up to the first
+that nobody has or whose copy failed for this request. The ticket pins them, and is granted whole or
+not at all: all missing blocks get slots at once, in one job a tier. So nobody holds room while it
+waits for room.
+
+1. Look-up. All blocks resident: `HIT`, without a ticket; this holds until the step's end. Is a tier
+   still being probed for a block: `RETRY`, and nothing is held. Else the request joins the one
+   queue at the step's end, and is told `HIT_PENDING`. With a ticket: pending while a block of it is
+   in flight, then `HIT` for its run and `MISS` behind it.
+2. Service. The queue is served oldest first, when the ends of copies have been collected, before
+   any look-up, and at the step's end. If the head's run fits beside what is pinned, it gets its
+   ticket, and the next is looked at; otherwise nobody passes it. It waits for the end of a copy,
+   for a pending block of a tier that works, or for the turn of a ticket. If no slot is left to B,
+   what the head lacks is a miss, also what is being written.
+3. Stores. While a request waits, a store gets no slot that the queue's head needs, unless stores
+   have fewer than R blocks: being written, pending, or in copies to a tier. What stores were
+   refused for the head's sake counts as new room when a request leaves the queue, so schedulers
+   offer it again. A store may come between a step's look-ups and its loads; it does not evict their
+   hits, up to B.
+4. Turns. They count while the head of the queue asks, or a store is refused. At the end of a step,
+   a ticket that has been complete and unused for T gives way: its blocks stay resident, without its
+   pins. A head that has not asked for T loses its place. A head that has asked for T since it found
+   no ticket and no promotion left takes the leading part that fits; if none does, what it lacks is
+   a miss.
+5. Silence. If somebody waits for room, and a tier with copies in flight has ended none for T, plus
+   twice the time that its measured rate gives for its blocks, it is silent: its promotions are
+   given up, tickets keep what lies before the first missing block, and the tier gets no slots until
+   a copy of it ends. An overdue copy has the same effect.
+6. Ends. A ticket ends when its blocks are loaded, or when its request is computed, finished or
+   aborted; its promotions go on. A failed copy fails for every ticket that names the block: it is
+   cut before the block, or ends as a whole if another tier has the block. A reset ends all tickets
+   and the queue. The prefix that `OffloadEngine.lookup` finds is a ticket too: after its turn,
+   `load` loads what is still resident of it.
+
+What follows. Tickets name at most B slots, so that stores always have an end to wait for. Tickets
+are granted whole from one queue, so there is no hold-and-wait, over any number of tiers. A hung
+tier holds at most the slots of its promotions and C blocks, and costs requests that wait for other
+tiers at most about T.
+
+`tests/core/law` drives the planner through every state that small primaries can reach, with
+requests that stop asking, stores, failures, resets, and tiers that never answer. In each it checks
+the invariants; over all of them, that no request and no store waits for ever although whatever is
+under way ends. Planners with a wrong law are found.
 
     none --lookup finds blocks in a tier--> queued --room for the whole run--> ticket
     queued --asks no more for TURN_S, or no part fits after TURN_S--> none

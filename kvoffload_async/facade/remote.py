@@ -55,7 +55,7 @@ def check_installed(library: str, extra: str) -> None:
     if importlib.util.find_spec(library) is None:
         raise ConfigError(
             f"type: {extra!r} needs the library {library}, which is not installed; "
-            f"run pip install 'kvoffload-async[{extra}]'"
+            f"install kvoffload-async[{extra}]"
         )
 
 

@@ -81,6 +81,9 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     optima = sorted({row.capacity: row.optimum for row in found.rows}.items())
     if optima:
         axes.plot(*zip(*optima, strict=True), "k^:", label="optimum")
+    axes.set_title(
+        f"Prefix hits of {found.requests:,} requests, {found.block_refs:,} block references"
+    )
     axes.set_xscale("log")
     axes.set_xlabel("blocks in the cache")
     axes.set_ylabel("prefix hits, share of the block references")

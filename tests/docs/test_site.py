@@ -162,3 +162,31 @@ def test_the_first_page_has_the_install_line_code_and_every_tier_in_text_and_pic
 def test_the_benchmarks_begin_with_the_picture():
     text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     assert re.match(r"# Benchmarks\n\n!\[.*\]\(bench.png\)\n", text)
+
+
+def blocks_without_a_blank_line(text):
+    """Yield the lines with a list, table or fence that Markdown reads as part of a paragraph."""
+    before, is_code, is_item, is_row = "", False, False, False
+    for line in text.splitlines():
+        begins_fence = line.lstrip().startswith("```")
+        begins_item = re.match(r" *(?:[-*]|\d+\.) ", line) is not None
+        begins_row = line.lstrip().startswith("|")
+        if not is_code and before.strip() and not before.startswith("<!--"):
+            follows = (begins_item and is_item) or (begins_row and is_row)
+            if (begins_fence or begins_item or begins_row) and not follows:
+                yield line
+        if not is_code:
+            is_item = begins_item or (is_item and bool(line.strip()))
+            is_row = begins_row
+        is_code ^= begins_fence
+        before = "" if begins_fence else line
+
+
+@pytest.mark.parametrize("page", doc_blocks.PAGES, ids=lambda page: page.name)
+def test_every_list_table_and_code_block_begins_after_a_blank_line(page):
+    assert [*blocks_without_a_blank_line(page.read_text(encoding="utf-8"))] == []
+
+
+def test_a_list_item_behind_an_indented_paragraph_is_found():
+    text = "1. one\n   more\n2. two\n\n    A paragraph\n    of two.\n3. three\n"
+    assert [*blocks_without_a_blank_line(text)] == ["3. three"]

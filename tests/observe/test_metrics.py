@@ -131,12 +131,12 @@ def test_a_tier_that_is_not_open_is_0_with_the_time_of_its_first_failure(world):
     }
 
 
-def panels():
-    return json.loads((DOCS / "dashboard.json").read_text(encoding="utf-8"))["panels"]
+def panels(name="dashboard.json"):
+    return json.loads((DOCS / name).read_text(encoding="utf-8"))["panels"]
 
 
-def rules():
-    (group,) = yaml.safe_load((DOCS / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+def rules(name):
+    (group,) = yaml.safe_load((DOCS / name).read_text(encoding="utf-8"))["groups"]
     return group["rules"]
 
 
@@ -150,21 +150,24 @@ def test_dashboard_and_rules_name_metrics_that_exist():
     assert named <= series
 
 
-def test_every_rule_keeps_the_host_and_every_summary_names_it():
-    for rule in rules():
+@pytest.mark.parametrize("name", ["alerts.yml", "vllm-alerts.yml"])
+def test_every_rule_keeps_the_host_and_every_summary_names_it(name):
+    for rule in rules(name):
         assert not re.search(r"\bby \(", rule["expr"]), "use `without`, which keeps the host"
         assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
         assert "{{ $labels.engine }}" in rule["annotations"]["summary"]
 
 
-def test_every_panel_explains_itself_selects_hosts_and_names_them():
-    for panel in panels():
+@pytest.mark.parametrize("name", ["dashboard.json", "vllm-dashboard.json"])
+def test_every_panel_explains_itself_selects_hosts_and_names_them(name):
+    for panel in panels(name):
         assert panel["description"].endswith("."), panel["title"]
         for target in panel["targets"]:
             selected = target["expr"].count('{instance=~"$instance",engine=~"$engine"}') + target[
                 "expr"
             ].count(',instance=~"$instance",engine=~"$engine"}')
-            assert selected == target["expr"].count("kvoffload_"), panel["title"]
+            metrics = re.findall(r"(?<![:\w])(?:kvoffload_|vllm:)", target["expr"])
+            assert selected == len(metrics), panel["title"]
             assert panel["type"] == "stat" or target["legendFormat"].startswith("{{instance}} ")
             assert all("instance" in by for by in re.findall(r"\bby \((.*?)\)", target["expr"]))
 

@@ -265,7 +265,12 @@ def test_of_two_hosts_with_an_engine_0_each_the_right_one_is_named_by_every_aler
 
 
 @pytest.mark.parametrize(
-    "arguments", [["check", "rules", DOCS / "alerts.yml"], ["test", "rules", RULE_TESTS]]
+    "arguments",
+    [
+        ["check", "rules", DOCS / "alerts.yml"],
+        ["check", "rules", DOCS / "vllm-alerts.yml"],
+        ["test", "rules", RULE_TESTS],
+    ],
 )
 def test_promtool_accepts_the_rules_and_their_tests_pass(arguments):
     command = [found("promtool"), *map(str, arguments)]
@@ -276,7 +281,7 @@ def test_promtool_accepts_the_rules_and_their_tests_pass(arguments):
 def test_promtool_accepts_the_configuration_of_the_page_about_metrics(tmp_path):
     (config,) = (
         block.text
-        for block in doc_blocks.blocks_of(DOCS.parent / "howto" / "metrics.md")
+        for block in doc_blocks.blocks_of(DOCS.parent / "howto" / "observe.md")
         if block.title == "prometheus.yml"
     )
     (tmp_path / "prometheus.yml").write_text(config)

@@ -1,7 +1,7 @@
 """vLLM's settings that affect a block's bytes, in a comparable form.
 
 `settings.toml` classifies each field, and `environment.toml` each environment variable;
-docs/kv-identity.md documents the classification.
+docs/reference/vllm-settings.md lists those that are not neutral.
 """
 
 from __future__ import annotations

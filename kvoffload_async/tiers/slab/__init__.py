@@ -7,8 +7,6 @@ journal maps slots to keys.
 The format, version 2
 =====================
 
-Byte by byte in docs/formats.md.
-
 All numbers are little-endian. A store is a folder with these files:
 
     manifest.json         the store's parameters; written at creation and replacement

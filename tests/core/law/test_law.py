@@ -1,4 +1,4 @@
-"""The law of room (see `docs/architecture.md`), explored in the planner itself.
+"""The law of room (see `core/room.py`), explored in the planner itself.
 
 Every state that a small primary can reach is visited. A wrong law, seeded, must be found.
 """
