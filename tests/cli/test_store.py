@@ -115,10 +115,3 @@ class TestManyBadBlocks:
         result = damaged.command.run("store", "verify", damaged.root)
         for name in (damaged.folder.name, Path(other).name):
             assert sum(f"error: {name}: " in line for line in result.stderr.splitlines()) == 11
-
-
-def test_a_manifest_of_more_than_a_mebibyte_is_refused_unread(store):
-    path = store.command.file("", "large")
-    os.truncate(path, 1 << 43)
-    message = store.command.refusal("store", "repair", store.root, "--manifest", path)
-    assert f"--manifest {path}: more than 1048576 bytes; give a manifest.json" in message

@@ -21,7 +21,6 @@ from kvoffload_async.abc.maintenance import (
     MaintenanceControl,
     Problem,
     Removal,
-    RepairOptions,
     StoreMaintenance,
     Summary,
 )
@@ -278,11 +277,6 @@ class ObjectMaintenance(StoreMaintenance):
                 async for finding in self._clean_up(page, options, surplus_age_s, removed):
                     yield finding
         yield Summary("Removed", removed.rows, asdict(removed), place.stopped_after)
-
-    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Remove corrupt blocks, like `gc` with `corrupt`; nothing can be rebuilt."""
-        del options
-        return self.gc(GcOptions(corrupt=True), control)
 
     # -- internal -------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from kvoffload_async.abc.maintenance import (
     MaintenanceControl,
     Problem,
     Removal,
-    RepairOptions,
     StoreMaintenance,
     Summary,
 )
@@ -66,7 +65,6 @@ class Removed:
         temps_foreign: Old temporary files of unknown writers.
         corrupt: Corrupt blocks.
         unknown_files: Files that are not blocks.
-        former: Blocks in the layout of former releases.
         writers: Entries of dead writers.
         folders: Empty folders; last the namespace's own, if nothing is left in it.
         freed_bytes: Disk bytes of all of these.
@@ -80,7 +78,6 @@ class Removed:
     temps_foreign: list[str] = field(default_factory=list)
     corrupt: list[str] = field(default_factory=list)
     unknown_files: list[str] = field(default_factory=list)
-    former: list[str] = field(default_factory=list)
     writers: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
     freed_bytes: int = 0
@@ -101,7 +98,6 @@ class Removed:
             ("entries of dead writers", f"{len(self.writers):,}"),
             ("corrupt blocks", f"{len(self.corrupt):,}"),
             ("unknown files", f"{len(self.unknown_files):,}"),
-            ("blocks in the former layout", f"{len(self.former):,}"),
             ("empty folders", f"{len(self.folders):,}"),
             ("bytes on disk", f"{self.freed_bytes:,}"),
         ]
@@ -166,16 +162,11 @@ class Cleanup:
         if self._options.unknown_files:
             old = [file for file in scan.unknown_files if file.modified_s <= latest_s]
             self._remove_files(old, removed.unknown_files, "no block")
-        is_own = self._ops.exists(f"{self._namespace.folder}/{FOLDER}")  # not only vLLM's
-        if self._options.former_layout and self._namespace.is_vllms and is_own:
-            if writers.living:
-                self.fail(f"{self._namespace.folder}: in use, and therefore not removed")
-            else:
-                self._remove_files(scan.blocks, removed.former, "in the former layout")
         left = {writer_of(t.path) for t in temps.dead if t.path not in self._gone}
         self._remove_entries(sorted(writers.dead - left))
         self._remove_folders(scan)
         files = (*scan.blocks, *scan.temps, *scan.unknown_files)
+        is_own = self._ops.exists(f"{self._namespace.folder}/{FOLDER}")  # not only vLLM's
         self._is_empty = is_own and not (
             writers.living
             or scan.other_folders
@@ -336,7 +327,7 @@ def _add_parents(folders: set[str], path: str) -> None:
 
 
 class FsMaintenance(StoreMaintenance):
-    """Inspects and repairs a namespace; works while tiers are open on it."""
+    """Inspects and cleans a namespace; works while tiers are open on it."""
 
     tier_type: ClassVar[str] = "fs"
     report_key: ClassVar[str] = "namespaces"
@@ -410,11 +401,6 @@ class FsMaintenance(StoreMaintenance):
             yield finding
         removed = cleanup.removed
         yield Summary(removed.title, removed.rows, asdict(removed))
-
-    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Remove corrupt blocks like `gc`; there is no index to rebuild."""
-        del options  # all options concern a lost manifest
-        return self.gc(GcOptions(corrupt=True), control)
 
     async def _refusal(self, io: MaintenanceIo, *, for_writing: bool) -> str | None:
         """Return the reason why this release must not access the namespace, or None."""

@@ -147,11 +147,9 @@ def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> Sla
 
 
 def _problems(contents: Contents, user: str | None) -> list[str]:
+    if contents.manifest_problem:  # the rest cannot be interpreted
+        return [contents.manifest_problem]
     problems = []
-    if contents.is_newer:  # this release cannot interpret the rest
-        return [str(contents.manifest_problem)]
-    if contents.manifest_problem:
-        problems.append(f"{contents.manifest_problem}; no tier can open the store; run repair")
     if contents.found.segments and not contents.found.has_journal:
         problems.append("the journal is missing: the blocks cannot be identified")
     if contents.scanned.lost_bytes:
@@ -242,11 +240,6 @@ class Judged:
                 yield Verdict(self._verdicts[row]), bad
 
     @property
-    def is_good(self) -> npt.NDArray[np.bool_]:
-        """Which blocks may be kept."""
-        return self.are(Verdict.VERIFIED, Verdict.WITHOUT_DIGEST)
-
-    @property
     def problems(self) -> Iterator[Problem]:
         """The bad blocks as problems, in record order."""
         for verdict, bad in self.bad(*DOUBTFUL):
@@ -291,7 +284,7 @@ async def verify_slab(
         doubtful = np.flatnonzero(judged.are(*DOUBTFUL))
         if not len(doubtful) or io.control.should_stop():
             break
-        now = await io.run(read_contents, io.ops, store, contents.manifest)
+        now = await io.run(read_contents, io.ops, store)
         is_here = await io.run(_are_in, live[doubtful], now.live)
         judged.take_in(dict.fromkeys(doubtful[~is_here].tolist(), (Verdict.GONE, "")))
         io.control.expect(int(is_here.sum()))

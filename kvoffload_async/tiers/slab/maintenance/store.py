@@ -1,6 +1,6 @@
-"""Maintenance of slab stores; `gc` and `repair` change a store.
+"""Maintenance of slab stores; only `gc` changes a store.
 
-Files are rewritten via a temporary file and rename, so that a killed repair leaves the store as
+Files are rewritten via a temporary file and rename, so that a killed `gc` leaves the store as
 found. Changes are made on an I/O thread, one at a time; calls block.
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import stat as stat_module
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from typing import ClassVar, Final, Self
-
-import numpy as np
 
 from kvoffload_async.abc.maintenance import (
     Finding,
@@ -23,8 +22,6 @@ from kvoffload_async.abc.maintenance import (
     MaintenanceControl,
     Problem,
     Removal,
-    RepairOptions,
-    Rewrite,
     StoreMaintenance,
     Summary,
 )
@@ -37,25 +34,20 @@ from kvoffload_async.tiers.slab.maintenance.inspection import (
     BadSlot,
     Judged,
     inspect_slab,
-    inspection_of,
     verify_slab,
 )
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
     SlabStore,
-    decode_given,
     find_slab_stores,
     key_problem,
     locked,
-    newer_format,
     read_contents,
-    recover_manifest,
+    read_known_manifest,
     user_of,
 )
-from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
-    NEEDS_VERIFY,
     Records,
     checkpoint,
 )
@@ -73,8 +65,6 @@ class Changed:
         temps: Removed leftovers of a killed writer.
         unknown_files: Removed files that are not part of a store.
         dropped: Blocks that do not verify, or cannot be read.
-        manifest_rebuilt: Whether the manifest was rewritten.
-        journal_rebuilt: Whether the journal was rewritten.
         freed_bytes: Disk bytes of removed files; slots of dropped blocks stay allocated.
         failures: Changes that failed, and why.
     """
@@ -85,8 +75,6 @@ class Changed:
     temps: list[str] = field(default_factory=list)
     unknown_files: list[str] = field(default_factory=list)
     dropped: list[BadSlot] = field(default_factory=list)
-    manifest_rebuilt: bool = False
-    journal_rebuilt: bool = False
     freed_bytes: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -99,8 +87,6 @@ class Changed:
             ("files of killed writers", f"{len(self.temps):,}"),
             ("unknown files", f"{len(self.unknown_files):,}"),
             ("bytes of files", f"{self.freed_bytes:,}"),
-            ("manifest rewritten", "yes" if self.manifest_rebuilt else "no"),
-            ("journal rewritten", "yes" if self.journal_rebuilt else "no"),
         ]
 
 
@@ -108,7 +94,7 @@ class Changes:
     """Changes one store, or collects the changes of a dry run.
 
     Attributes:
-        changed: Changes so far.
+        changed: The changes so far.
     """
 
     def __init__(self, ops: FileOps, store: SlabStore, *, dry_run: bool = False) -> None:
@@ -127,63 +113,26 @@ class Changes:
         self.changed.failures.append(text)
         self._findings.append(Problem(text, what))
 
-    def rebuild(self, contents: Contents, judged: Judged, *, is_recovered: bool) -> None:
-        """Rewrite lost or damaged files, and check the result.
-
-        Args:
-            contents: The store's contents; the manifest must be known.
-            judged: Results of the verification.
-            is_recovered: Whether the manifest was recovered, and is not in the store.
-        """
-        manifest, scanned, changed = contents.manifest, contents.scanned, self.changed
-        if manifest is None:
-            return
-        self._drop(judged, Verdict.CORRUPT)
-        self._drop(judged, Verdict.UNREADABLE)
-        kept = contents.live[judged.is_good]
-        kept["flags"] &= np.uint16(0xFFFF ^ NEEDS_VERIFY)  # they passed verification
-        is_damaged = (
-            changed.dropped
-            or scanned.is_damaged
-            or not contents.is_trusted
-            or contents.journal_bytes != scanned.end_bytes
-            or not contents.found.has_journal
-        )
-        try:
-            if is_recovered:
-                self._replace(MANIFEST, [manifest.encode()])
-                changed.manifest_rebuilt = True
-            if is_damaged:
-                self._write_journal(contents, kept)
-            for name in contents.found.temps:
-                self._remove(name, changed.temps, "left by a killed writer")
-            now = read_contents(self._ops, self._store)
-        except OSError as error:
-            self.fail(f"cannot be written: {error.strerror or error}")
-            return
-        changed.blocks = len(now.live)
-        for problem in inspection_of(self._store, now, None).problems:
-            self.fail(problem)
-        if len(now.live) != len(kept):
-            self.fail(f"{len(now.live)} blocks exist instead of {len(kept)}")
-
     def drop_corrupt(self, contents: Contents, judged: Judged) -> None:
-        """Drop the blocks that fail verification; keep unreadable ones.
-
-        Raises:
-            OSError: The journal cannot be written.
-        """
+        """Drop the blocks that fail verification; keep unreadable ones."""
         for verdict, bad in judged.bad(Verdict.UNREADABLE):
             self.fail(problem_of(verdict, bad).text, bad.what)
-        self._drop(judged, Verdict.CORRUPT)
-        if not self.changed.dropped:
+        is_corrupt = judged.are(Verdict.CORRUPT)
+        if not is_corrupt.any():
             return
-        kept = contents.live[judged.is_good | judged.are(Verdict.UNREADABLE)]
-        self.changed.blocks = len(kept)
+        kept = contents.live[~is_corrupt]
         if not self.changed.dry_run:
-            self._write_journal(contents, kept)
-            return
-        self._findings += (problem_of(verdict, bad) for verdict, bad in judged.bad(Verdict.CORRUPT))
+            try:
+                self._write_journal(contents, kept)
+            except OSError as error:
+                self.fail(f"the journal cannot be written: {error.strerror or error}")
+                return
+        self.changed.blocks = len(kept)
+        for verdict, bad in judged.bad(Verdict.CORRUPT):
+            self.changed.dropped.append(bad)
+            self._findings.append(Removal(bad.what, bad.reason))
+            if self.changed.dry_run:
+                self._findings.append(problem_of(verdict, bad))
 
     def remove_files(self, contents: Contents, options: GcOptions) -> None:
         """Remove leftovers of killed writers and, if selected, unknown files."""
@@ -201,11 +150,6 @@ class Changes:
                 self._remove(name, self.changed.unknown_files, "not part of a store")
 
     # -- internal ---------------------------------------------------------------------------------
-
-    def _drop(self, judged: Judged, verdict: Verdict) -> None:
-        for _, bad in judged.bad(verdict):
-            self.changed.dropped.append(bad)
-            self._findings.append(Removal(bad.what, bad.reason))
 
     def _remove(self, name: str, removed: list[str], reason: str) -> None:
         path = f"{self._store.folder}/{name}"
@@ -228,23 +172,19 @@ class Changes:
             return
         seed = contents.manifest.journal_seed
         sequence = contents.scanned.sequence
-        self._replace(JOURNAL, checkpoint(sequence + 1, kept, seed))
+        folder = self._store.folder
+        replace_file(self._ops, f"{folder}/{JOURNAL}", checkpoint(sequence + 1, kept, seed))
         # The journal now has all verification marks; other blocks were read in this boot.
         frames = -(-len(kept) // CHECKPOINT_FRAME_RECORDS)
-        self._replace(SESSION, Session(boot_id(), sequence + frames).encode(seed))
-        self.changed.journal_rebuilt = True
-
-    def _replace(self, name: str, parts: Iterable[bytes]) -> None:
-        """Rewrite a file atomically."""
-        replace_file(self._ops, f"{self._store.folder}/{name}", parts)
-        self._findings.append(Rewrite(name))
+        session = Session(boot_id(), sequence + frames)
+        replace_file(self._ops, f"{folder}/{SESSION}", session.encode(seed))
 
 
 _PROBLEMS_AT_ONCE: Final = 1000
 
 
 class SlabMaintenance(StoreMaintenance):
-    """Maintains a slab store; only `gc` and `repair` need exclusive access."""
+    """Maintains a slab store; only `gc` needs exclusive access."""
 
     tier_type: ClassVar[str] = "slab"
     report_key: ClassVar[str] = "slab_stores"
@@ -297,7 +237,9 @@ class SlabMaintenance(StoreMaintenance):
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
         changes = Changes(self._ops, self._store, dry_run=options.dry_run)
-        if problem := await io.run(newer_format, self._ops, self._store):
+        check = partial(read_known_manifest, self._ops, self._store, for_writing=True)
+        _, problem = await io.run(check)  # before locking, which writes into the store
+        if problem:
             changes.fail(problem)
         else:
             async with nullcontext() if options.dry_run else self._locked(io):
@@ -306,26 +248,6 @@ class SlabMaintenance(StoreMaintenance):
             yield finding
         title = "Would be removed" if options.dry_run else "Removed"
         yield Summary(title, changes.changed.rows, asdict(changes.changed))
-
-    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Keep all blocks that verify, and drop the rest; an intact store is not changed.
-
-        Manifest and journal are rewritten if damaged.
-        """
-        given = None if options.manifest is None else decode_given(options.manifest)
-        return self._repair(given, control)
-
-    async def _repair(self, given: Manifest | None, control: MaintenanceControl) -> Findings:
-        io = MaintenanceIo(self._ops, control)
-        changes = Changes(self._ops, self._store)
-        if problem := await io.run(newer_format, self._ops, self._store):
-            changes.fail(problem)
-        else:
-            async with self._locked(io):
-                await self._rebuild(io, changes, given)
-        for finding in changes.take_findings():
-            yield finding
-        yield Summary("Repaired", changes.changed.rows, asdict(changes.changed))
 
     @asynccontextmanager
     async def _locked(self, io: MaintenanceIo) -> AsyncIterator[None]:
@@ -339,42 +261,21 @@ class SlabMaintenance(StoreMaintenance):
 
     async def _clean_up(self, io: MaintenanceIo, changes: Changes, options: GcOptions) -> None:
         contents = await io.run(read_contents, self._ops, self._store)
+        if contents.manifest_problem:
+            changes.fail(contents.manifest_problem)
+            return
         user = await io.run(user_of, self._ops, self._store)
         if options.dry_run and user:
             contents.found.temps.clear()  # they are being written
-        if contents.manifest_problem:
-            changes.fail(f"{contents.manifest_problem}; run repair")
         changes.changed.blocks = len(contents.live)
         if options.corrupt and (problem := key_problem(contents, self._key)):
             changes.fail(problem)
-        elif options.corrupt and contents.manifest is not None:
+        elif options.corrupt:
             judged = await verify_slab(io, self._store, contents, self._key)
             if io.control.should_stop():
                 return
             await io.run(changes.drop_corrupt, contents, judged)
         await io.run(changes.remove_files, contents, options)
-
-    async def _rebuild(self, io: MaintenanceIo, changes: Changes, given: Manifest | None) -> None:
-        contents: Contents = await io.run(read_contents, self._ops, self._store)
-        is_recovered = contents.manifest is None
-        if is_recovered:
-            manifest = await io.run(recover_manifest, self._ops, self._store, given, self._key)
-            if manifest is None:
-                changes.fail(
-                    f"{contents.manifest_problem}, and it cannot be reconstructed; give "
-                    f"--manifest with the {MANIFEST} of a store of the same model and block size"
-                )
-                return
-            contents = await io.run(read_contents, self._ops, self._store, manifest)
-        if problem := key_problem(contents, self._key):
-            changes.fail(problem)
-            return
-        judged = await verify_slab(io, self._store, contents, self._key)
-        if is_recovered and self._key is not None and not judged.is_good.any():
-            changes.fail("no block verifies with the integrity key: it may be the wrong key")
-            return
-        if not io.control.should_stop():
-            await io.run(lambda: changes.rebuild(contents, judged, is_recovered=is_recovered))
 
 
 def _next_of(problems: Iterator[Problem]) -> list[Problem]:
