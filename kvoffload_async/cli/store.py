@@ -127,6 +127,14 @@ class StoreReport:
         """Position for `--after`; empty if the work was not stopped, or cannot be resumed."""
         return "" if self.summary is None else self.summary.stopped_after
 
+    @property
+    def complaints(self) -> Iterator[str]:
+        """The problems, one line each."""
+        for problem in self.problems:
+            yield f"{self.store.name}: {problem.text}"
+        if self.num_unlisted:
+            yield f"{self.store.name}: and {self.num_unlisted:,} more; see --all"
+
     def take_in(self, finding: Finding, max_listed: int | None) -> None:
         """Record a finding; problems are listed up to `max_listed`, and counted beyond that."""
         if isinstance(finding, Summary):
@@ -144,7 +152,6 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
     Raises:
         typer.Exit: The command was interrupted, the input is bad, or a store has a problem.
     """
-    complaints: list[str] = []
     with running(given) as (console, interrupt):
         with _followed(console, title, interrupt, given) as control:
             reports = _run(given, call, control)
@@ -154,12 +161,7 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
         if interrupt.is_requested and not (shows_part or stopped_after):
             raise typer.Exit(EXIT_INTERRUPTED)
         _publish(given, reports)
-    for report in reports:
-        complaints += [shown(f"{report.store.name}: {one.text}") for one in report.problems]
-        if report.num_unlisted:
-            complaints.append(
-                shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all")
-            )
+    complaints = [shown(line) for report in reports for line in report.complaints]
     finish(complaints, interrupted=interrupt.is_requested)
 
 
@@ -196,7 +198,6 @@ async def _find_and_call(
     given: StoreOptions, call: Call, control: MaintenanceControl
 ) -> list[StoreReport]:
     reports: list[StoreReport] = []
-    was_stopped = False
     # All operations are created before the first one runs, because that validates the options.
     stores = await find_stores(given.directory)
     if isinstance(given, VerifyOptions) and given.key_file is not None:
@@ -204,9 +205,9 @@ async def _find_and_call(
             store.use_integrity_key_file(str(given.key_file))
     calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
-        if was_stopped or (control.should_stop() and not store.resumes):
+        # A store that can resume is called even then, to report the position.
+        if control.should_stop() and not store.resumes:
             break
-        was_stopped = control.should_stop()  # this store is still called, to report its position
         reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
             logger.info("%s: a store of the %s tier", shown(store.name), store.tier_type)
@@ -216,7 +217,8 @@ async def _find_and_call(
                 if isinstance(finding, Problem):
                     logger.info("%s: %s", shown(store.name), shown(finding.text))
             logger.info("%s: done after %.1f s", shown(store.name), time.monotonic() - began_s)
-        was_stopped = was_stopped or reports[-1].stopped_after != ""
+        if reports[-1].stopped_after:
+            break
     return reports
 
 

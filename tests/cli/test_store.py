@@ -96,7 +96,7 @@ class TestManyBadBlocks:
         for arguments, num_listed in (([], 10), (["--all"], num_blocks)):
             found = damaged.run("verify", *arguments, exit_code=1)["verification"]
             assert (found["corrupt_blocks"], found["checked"]) == (num_blocks, num_blocks)
-            assert len({bad["path"] for bad in found["corrupt"]}) == num_listed
+            assert len({bad["what"] for bad in found["corrupt"]}) == num_listed
 
     def test_ten_bad_blocks_are_all_that_there_is(self, store):
         for path in store.blocks[:10]:

@@ -155,9 +155,7 @@ def test_cancelling_gc_ends_its_threads_and_gives_the_store_back(store):
                 task.cancel()
 
         async def work():
-            async with aclosing(
-                store.gc(CORRUPT, MaintenanceControl(advance=advance))
-            ) as findings:
+            async with aclosing(store.gc(CORRUPT, MaintenanceControl(advance=advance))) as findings:
                 return [finding async for finding in findings]
 
         task = asyncio.create_task(work())

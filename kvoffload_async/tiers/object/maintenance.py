@@ -27,7 +27,7 @@ from kvoffload_async.abc.maintenance import (
 from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester, read_key_file
-from kvoffload_async.tiers.files.maintenance import Verdict, Verification
+from kvoffload_async.tiers.files.maintenance import BadBlock, Verdict, Verification
 from kvoffload_async.tiers.object.client import (
     NAMESPACE,
     RENEWALS,
@@ -127,17 +127,6 @@ class FoundObject:
     size_bytes: int
     age_s: float
     key: OffloadKey | None
-
-
-@dataclass(frozen=True, slots=True)
-class BadObject:
-    """An object with a bad block, and the reason."""
-
-    what: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.reason}"
 
 
 @dataclass(slots=True)
@@ -252,15 +241,13 @@ class ObjectMaintenance(StoreMaintenance):
 
     async def verify(self, control: MaintenanceControl) -> Findings:
         inspected, place = Inspection(), self._begin(control)
-        verified = Verification[BadObject](max_listed=control.max_listed)
+        verified = Verification(max_listed=control.max_listed)
         async with aclosing(self._pages(control, place)) as pages:
             async for page in pages:
                 for item in page:
                     inspected.take_in(item)
                 for item, verdict, reason in await self._verdicts(page):
-                    if verdict is Verdict.GONE:
-                        continue
-                    problem = verified.count(verdict, BadObject(item.name, reason))
+                    problem = verified.count(verdict, BadBlock(item.name, reason))
                     if problem is not None:
                         yield problem
         figures = asdict(inspected) | {"verification": asdict(verified)}

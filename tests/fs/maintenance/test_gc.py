@@ -116,7 +116,7 @@ def test_gc_tells_what_it_cannot_remove(store, monkeypatch):
 
     monkeypatch.setattr(FileOps, "unlink", refuse)
     collected = store.run("gc", "--unknown-files", exit_code=1)
-    assert collected["failures"] == [f"{temp}: Permission denied"]
+    assert collected["failures"] == [f"{temp}: cannot be removed: Permission denied"]
     assert collected["temps_of_dead"] == collected["unknown_files"] == []
     assert collected["writers"] == []  # its entry says whose the file is
 

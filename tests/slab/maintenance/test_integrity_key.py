@@ -61,7 +61,7 @@ def test_a_store_without_a_key_does_not_verify_with_one(slab, keys):
 
 def test_gc_drops_what_does_not_verify_with_the_key(keyed, keys):
     keyed.flip(3)
-    assert len(keyed.run("gc", "--corrupt", "--integrity-key-file", keys[0])["dropped"]) == 1
+    assert len(keyed.run("gc", "--corrupt", "--integrity-key-file", keys[0])["corrupt"]) == 1
     served = keyed.served(integrity_key_file=str(keys[0]))
     assert served == [i for i in range(12) if i != 3]
 
