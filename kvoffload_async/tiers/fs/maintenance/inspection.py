@@ -514,7 +514,7 @@ class BlockChecker:
         except OSError as error:
             return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
         try:
-            verdict, reason = self._judge(fd, block)
+            verdict, reason = self._classify(fd, block)
             if verdict is not Verdict.CORRUPT:
                 return Outcome(block, verdict, reason)
             return self._corrupt(fd, block, reason)
@@ -525,7 +525,7 @@ class BlockChecker:
         finally:
             self._ops.close(fd)
 
-    def _judge(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
+    def _classify(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
         length = self._ops.fstat(fd).st_size
         # Read before the bytes, so that a file overwritten meanwhile does not match.
         digest = self._ops.get_xattr(fd, ATTRIBUTE)

@@ -313,7 +313,7 @@ _BAD_AT_ONCE: Final = 1000
 
 _UNNAMED: Final = BadBlock("", "")
 
-Judgement = tuple[Verdict, str]
+VerdictAndReason = tuple[Verdict, str]
 """A verdict and, for a bad block, the reason."""
 
 _DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
@@ -345,13 +345,13 @@ async def verify_slab(
     live = contents.live
     checker = await io.run(SlotChecker, io.ops, folder, contents.manifest, live, key)
     rows: RecordRows = np.argsort(live["place"], kind="stable")
-    doubtful: dict[int, Judgement] = {}
+    doubtful: dict[int, VerdictAndReason] = {}
     for _ in range(_LOOKS):
         io.control.expect(len(rows))
         async with aclosing(io.share_out(checker.batches(rows), checker.check)) as checked:
-            async for batch, judgements in checked:
+            async for batch, results in checked:
                 io.control.advance(len(batch))
-                for row, (verdict, reason) in judgements.items():
+                for row, (verdict, reason) in results.items():
                     if verdict in _DOUBTFUL:
                         doubtful[row] = verdict, reason
                     else:
@@ -411,7 +411,7 @@ class SlotChecker:
         if batch:
             yield batch
 
-    def check(self, batch: Sequence[int]) -> dict[int, Judgement]:
+    def check(self, batch: Sequence[int]) -> dict[int, VerdictAndReason]:
         """Verify blocks of one segment, each on its own."""
         path = f"{self._folder}/{segment_name(segment_of(self._places[batch[0]]))}"
         try:
@@ -420,11 +420,11 @@ class SlotChecker:
             return dict.fromkeys(batch, _unreadable(error))
         try:
             buffer = memoryview(bytearray(self._manifest.block_bytes))
-            return {row: self._judge(fd, row, buffer) for row in batch}
+            return {row: self._check_slot(fd, row, buffer) for row in batch}
         finally:
             self._ops.close(fd)
 
-    def _judge(self, fd: int, row: int, buffer: memoryview) -> Judgement:
+    def _check_slot(self, fd: int, row: int, buffer: memoryview) -> VerdictAndReason:
         offset = self._manifest.offset_of(slot_of(self._places[row]))
         try:
             num_bytes = read_all(self._ops, fd, buffer, offset)
@@ -434,7 +434,7 @@ class SlotChecker:
             return Verdict.CORRUPT, f"ends after {num_bytes} bytes"
         return self._compare(row, buffer)
 
-    def _compare(self, row: int, data: memoryview) -> Judgement:
+    def _compare(self, row: int, data: memoryview) -> VerdictAndReason:
         flags, is_keyed = self._flags[row], self._digester.is_keyed
         if not flags & HAS_DIGEST:
             if flags & NEEDS_VERIFY:
@@ -461,5 +461,5 @@ def _identities(records: Records) -> npt.NDArray[np.void]:
     return same.view(f"V{RECORD_BYTES}")
 
 
-def _unreadable(error: OSError) -> Judgement:
+def _unreadable(error: OSError) -> VerdictAndReason:
     return Verdict.UNREADABLE, error.strerror or str(error)
