@@ -1,4 +1,4 @@
-"""The contract of maintenance: inspecting and repairing stores without opening a tier.
+"""The contract of maintenance: inspecting and cleaning stores without opening a tier.
 
 A *store* is the persistent state of one tier: a namespace directory of `fs`, a folder of `slab`.
 Each call of `StoreMaintenance` returns an asynchronous iterator of findings; the work proceeds as
@@ -25,7 +25,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Problem(Finding):
-    """An error that maintenance does not repair.
+    """An error that maintenance does not fix.
 
     Attributes:
         text: The error and its cause, in one line.
@@ -49,13 +49,6 @@ class Removal(Finding):
     what: str
     reason: str
     freed_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Rewrite(Finding):
-    """A file that was rewritten, or in a dry run would be; `what` names it."""
-
-    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +113,6 @@ class GcOptions:
             temporary files of unknown writers.
         corrupt: Whether to remove blocks that fail verification.
         unknown_files: Whether to remove files that are neither blocks nor part of a store.
-        former_layout: Whether to remove the blocks of `fs` in the layout of former releases, which
-            no tier serves; vLLM's own tier has the same layout.
         dry_run: Change nothing; report what would be removed.
         max_age_s: Remove blocks last written or renewed more than this many seconds ago; None: no
             age limit. For stores whose tier does not limit them (`bounds_blocks`), like
@@ -132,22 +123,9 @@ class GcOptions:
     older_than_s: float = 3600.0
     corrupt: bool = False
     unknown_files: bool = False
-    former_layout: bool = False
     dry_run: bool = False
     max_age_s: float | None = None
     keep_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairOptions:
-    """Input for `repair`.
-
-    Attributes:
-        manifest: Manifest of a store of the same layout, to replace a lost one; ignored by kinds of
-            store without a manifest.
-    """
-
-    manifest: bytes | None = None
 
 
 class StoreMaintenance(ABC):
@@ -217,11 +195,3 @@ class StoreMaintenance(ABC):
     @abstractmethod
     def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
         """Remove leftovers and, if selected, corrupt or expired blocks; see `GcOptions`."""
-
-    @abstractmethod
-    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Keep all blocks that verify, drop the rest, and make the store usable.
-
-        Raises:
-            ConfigError: An option is unusable; raised at the call, before any work.
-        """

@@ -1,4 +1,4 @@
-"""`kvoffload store inspect|verify|gc|repair`: maintenance of the stores that tiers keep."""
+"""`kvoffload store inspect|verify|gc`: maintenance of the stores that tiers keep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import typer
 from rich.console import Console
@@ -23,7 +23,6 @@ from kvoffload_async.abc.maintenance import (
     GcOptions,
     MaintenanceControl,
     Problem,
-    RepairOptions,
     StoreMaintenance,
     Summary,
 )
@@ -32,7 +31,7 @@ from kvoffload_async.cli.ending import EXIT_INTERRUPTED, Interrupt, errors_as_on
 from kvoffload_async.cli.output import shown, summary_tables
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.config import parse_size_bytes
-from kvoffload_async.errors import ConfigError, InputError
+from kvoffload_async.errors import InputError
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
 
 logger = logging.getLogger(__name__)
@@ -55,8 +54,8 @@ class StoreOptions(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingOptions(StoreOptions):
-    """The options of the commands that may read blocks."""
+class VerifyOptions(StoreOptions):
+    """The options of `kvoffload store verify`, and some of `gc`."""
 
     key_file: Path | None = flag(
         None,
@@ -66,12 +65,6 @@ class ReadingOptions(StoreOptions):
         metavar="FILE",
         show_default=False,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(ReadingOptions):
-    """The options of `kvoffload store verify`, and some of `gc`."""
-
     after: str = flag(
         "",
         "Object stores only: resume an interrupted run after the NAME that it printed.",
@@ -93,12 +86,6 @@ class GcFlags(VerifyOptions):
     )
     corrupt: bool = flag(False, "Read every block and remove the corrupt ones.", "--corrupt")
     unknown_files: bool = flag(False, "Remove files that are not blocks.", "--unknown-files")
-    former_layout: bool = flag(
-        False,
-        "Remove blocks that fs tiers of former releases have stored, also those in a directory "
-        "shared with vLLM's own tier.",
-        "--former-layout",
-    )
     max_age: float | None = flag(
         None,
         "Object stores only: remove blocks that were last written or renewed longer ago.",
@@ -114,18 +101,6 @@ class GcFlags(VerifyOptions):
         show_default=False,
     )
     dry_run: bool = flag(False, "Report what would be removed; remove nothing.", "--dry-run")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepairFlags(ReadingOptions):
-    """The options of `kvoffload store repair`."""
-
-    manifest: Path | None = flag(
-        None,
-        "Replacement for a lost manifest.json of a slab store: that of another rank with the same "
-        "model and block size.",
-        metavar="FILE",
-    )
 
 
 Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
@@ -152,6 +127,14 @@ class StoreReport:
         """Position for `--after`; empty if the work was not stopped, or cannot be resumed."""
         return "" if self.summary is None else self.summary.stopped_after
 
+    @property
+    def complaints(self) -> Iterator[str]:
+        """The problems, one line each."""
+        for problem in self.problems:
+            yield f"{self.store.name}: {problem.text}"
+        if self.num_unlisted:
+            yield f"{self.store.name}: and {self.num_unlisted:,} more; see --all"
+
     def take_in(self, finding: Finding, max_listed: int | None) -> None:
         """Record a finding; problems are listed up to `max_listed`, and counted beyond that."""
         if isinstance(finding, Summary):
@@ -169,7 +152,6 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
     Raises:
         typer.Exit: The command was interrupted, the input is bad, or a store has a problem.
     """
-    complaints: list[str] = []
     with running(given) as (console, interrupt):
         with _followed(console, title, interrupt, given) as control:
             reports = _run(given, call, control)
@@ -179,12 +161,7 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
         if interrupt.is_requested and not (shows_part or stopped_after):
             raise typer.Exit(EXIT_INTERRUPTED)
         _publish(given, reports)
-    for report in reports:
-        complaints += [shown(f"{report.store.name}: {one.text}") for one in report.problems]
-        if report.num_unlisted:
-            complaints.append(
-                shown(f"{report.store.name}: and {report.num_unlisted:,} more; see --all")
-            )
+    complaints = [shown(line) for report in reports for line in report.complaints]
     finish(complaints, interrupted=interrupt.is_requested)
 
 
@@ -221,17 +198,16 @@ async def _find_and_call(
     given: StoreOptions, call: Call, control: MaintenanceControl
 ) -> list[StoreReport]:
     reports: list[StoreReport] = []
-    was_stopped = False
     # All operations are created before the first one runs, because that validates the options.
     stores = await find_stores(given.directory)
-    if isinstance(given, ReadingOptions) and given.key_file is not None:
+    if isinstance(given, VerifyOptions) and given.key_file is not None:
         for store in stores:
             store.use_integrity_key_file(str(given.key_file))
     calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
-        if was_stopped or (control.should_stop() and not store.resumes):
+        # A store that can resume is called even then, to report the position.
+        if control.should_stop() and not store.resumes:
             break
-        was_stopped = control.should_stop()  # this store is still called, to report its position
         reports.append(StoreReport(store))
         async with aclosing(iterator) as findings:
             logger.info("%s: a store of the %s tier", shown(store.name), store.tier_type)
@@ -241,7 +217,8 @@ async def _find_and_call(
                 if isinstance(finding, Problem):
                     logger.info("%s: %s", shown(store.name), shown(finding.text))
             logger.info("%s: done after %.1f s", shown(store.name), time.monotonic() - began_s)
-        was_stopped = was_stopped or reports[-1].stopped_after != ""
+        if reports[-1].stopped_after:
+            break
     return reports
 
 
@@ -260,12 +237,10 @@ def _publish(given: StoreOptions, reports: Sequence[StoreReport]) -> None:
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
 
 
-_MAX_MANIFEST_BYTES: Final = 1 << 20
-
 store_app = typer.Typer(
     name="store",
     help="Maintain the stores of fs, slab and object tiers.\n\nTiers may have a store open "
-    "meanwhile; only gc and repair of a slab store need exclusive access.",
+    "meanwhile; only gc of a slab store needs exclusive access.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -296,7 +271,6 @@ def gc(given: GcFlags) -> None:
             older_than_s=given.older_than,
             corrupt=given.corrupt,
             unknown_files=given.unknown_files,
-            former_layout=given.former_layout,
             dry_run=given.dry_run,
             max_age_s=given.max_age,
             keep_bytes=None if given.keep is None else parse_size_bytes(given.keep, "--keep"),
@@ -313,40 +287,8 @@ def gc(given: GcFlags) -> None:
     look_after(given, "gc", call, shows_part=True)
 
 
-@command(store_app, RepairFlags)
-def repair(given: RepairFlags) -> None:
-    """Keep all blocks that verify, and remove the rest.
-
-    In a slab store, rewrite the manifest and the journal if they are damaged. An fs store has
-    neither, so only its corrupt blocks are removed, as by `gc --corrupt`.
-    """
-    with errors_as_one_line():
-        content = None if given.manifest is None else _read(given.manifest)
-
-    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
-        try:
-            return store.repair(RepairOptions(manifest=content), control)
-        except ConfigError as error:
-            raise InputError(f"--manifest {given.manifest}: {error}") from error
-
-    look_after(given, "repair", call, shows_part=True)
-
-
 def _resumable(store: StoreMaintenance, control: MaintenanceControl) -> StoreMaintenance:
     """Return the store; raises InputError if `--after` is given but the store cannot resume."""
     if control.resume_after and not store.resumes:
         raise InputError(f"--after is for object stores; a {store.tier_type} store cannot resume")
     return store
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"--manifest {path}: cannot be read: {error.strerror or error}") from error
-    if len(content) > _MAX_MANIFEST_BYTES:
-        raise InputError(
-            f"--manifest {path}: more than {_MAX_MANIFEST_BYTES} bytes; give a manifest.json"
-        )
-    return content

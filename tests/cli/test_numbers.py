@@ -11,7 +11,7 @@ from kvoffload_async.cli.app import ReplayFlags
 from kvoffload_async.cli.bench import BenchOptions
 from kvoffload_async.cli.ending import errors_as_one_line
 from kvoffload_async.cli.simulate import SimulateOptions
-from kvoffload_async.cli.store import GcFlags, RepairFlags, VerifyOptions
+from kvoffload_async.cli.store import GcFlags, VerifyOptions
 
 COMMANDS = {
     ("replay", "--limit", "1"): ReplayFlags,
@@ -19,7 +19,6 @@ COMMANDS = {
     ("simulate", "TRACE"): SimulateOptions,
     ("store", "verify", "."): VerifyOptions,
     ("store", "gc", "."): GcFlags,
-    ("store", "repair", "."): RepairFlags,
 }
 NUMBERS = (int, float, int | None, float | None)
 SIZES = [
@@ -103,7 +102,7 @@ def test_a_capacity_beyond_its_bounds_is_one_short_line(command, capacity):
     assert len(said) < 600
 
 
-@pytest.mark.parametrize("subcommand", ["inspect", "verify", "gc", "repair"])
+@pytest.mark.parametrize("subcommand", ["inspect", "verify", "gc"])
 def test_an_empty_name_of_a_store_is_not_the_current_folder(command, subcommand):
     assert "is empty" in command.refusal("store", subcommand, "")
 

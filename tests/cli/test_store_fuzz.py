@@ -26,7 +26,6 @@ CALLS = (
     ["inspect"],
     ["verify", "--json"],
     ["gc", "--corrupt", "--unknown-files", "--older-than", "0"],
-    ["repair"],
 )
 SMALL_FILES = {
     "fs": ("config.json", ".usage", ".writers/9-abc .writers/\x1b[2J"),

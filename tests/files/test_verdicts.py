@@ -1,24 +1,12 @@
 """What reading every block has shown is counted and listed, whatever store the blocks are in."""
 
-from dataclasses import dataclass
-
 import pytest
 
-from kvoffload_async.tiers.files.maintenance import Verdict, Verification, problem_of
+from kvoffload_async.tiers.files.maintenance import BadBlock, Verdict, Verification, problem_of
 
 COUNTS = ("checked", "verified", "without_digest", "newer", "other_key")
-COUNTS += ("corrupt_blocks", "unreadable_blocks")
-
-
-@dataclass(frozen=True)
-class Bad:
-    what: str
-
-    def __str__(self):
-        return f"{self.what}, 7 bytes short"
-
-
-BAD = Bad("block 3")
+COUNTS += ("corrupt_blocks", "unreadable_blocks", "gone")
+BAD = BadBlock("block 3", "7 bytes short")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +18,7 @@ BAD = Bad("block 3")
         (Verdict.OTHER_KEY, {"checked", "other_key"}),
         (Verdict.CORRUPT, {"checked", "corrupt_blocks"}),
         (Verdict.UNREADABLE, {"unreadable_blocks"}),
+        (Verdict.GONE, {"gone"}),
     ],
 )
 def test_a_block_is_counted_by_its_verdict_and_only_a_bad_one_is_a_problem(verdict, counted):
@@ -46,14 +35,14 @@ def test_a_block_is_counted_by_its_verdict_and_only_a_bad_one_is_a_problem(verdi
 
 def test_a_problem_names_the_verdict_and_the_block():
     problem = problem_of(Verdict.CORRUPT, BAD)
-    assert problem.text == "corrupt: block 3, 7 bytes short"
+    assert problem.text == "corrupt: block 3: 7 bytes short"
     assert problem.what == "block 3"
 
 
 @pytest.mark.parametrize(("bound", "num_listed"), [(2, 2), (None, 5)])
 def test_of_many_bad_blocks_all_are_counted_and_the_first_ones_listed(bound, num_listed):
     found = Verification(max_listed=bound)
-    blocks = [Bad(f"block {number}") for number in range(5)]
+    blocks = [BadBlock(f"block {number}", "short") for number in range(5)]
     for each in blocks:
         found.count(Verdict.CORRUPT, each)
         found.count(Verdict.UNREADABLE, each)
@@ -63,4 +52,4 @@ def test_of_many_bad_blocks_all_are_counted_and_the_first_ones_listed(bound, num
 
 def test_the_figures_for_people_have_every_count_once():
     found = Verification(**{name: 1000 + number for number, name in enumerate(COUNTS)})
-    assert [figure for _, figure in found.rows] == [f"1,00{number}" for number in range(7)]
+    assert [figure for _, figure in found.rows] == [f"1,00{number}" for number in range(8)]

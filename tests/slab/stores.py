@@ -15,7 +15,7 @@ from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, se
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.opening import OnMismatch
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
-from kvoffload_async.tiers.slab.records import keys_of, places_of
+from kvoffload_async.tiers.slab.records import Records, Scan, keys_of, places_of
 from kvoffload_async.tiers.slab.recovery import (
     by_use,
     list_folder,
@@ -35,6 +35,11 @@ OTHER_FIELDS = {"model_name": "m/x", "fingerprint": "other"}
 """Another identity, whose store has the same folder."""
 FIXED = 96 * KIB
 """Enough for everything but the slots of a small store."""
+
+
+def records_of(scanned: Scan) -> Records:
+    """Return a journal's valid records, in order."""
+    return scanned.units[scanned.rows]
 
 
 class OtherHarness(TierHarness):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from slab.stores import BLOCK, FIELDS, K
+from slab.stores import BLOCK, FIELDS, K, records_of
 
 from kvoffload_async import ConfigError
 from kvoffload_async.testing.harness import content_of
@@ -44,7 +44,7 @@ def rewrite_journal(store, change):
     """Write a journal whose frames are right, as anybody can who reads this package's code."""
     seed = Manifest.decode(store.manifest.read_bytes()).journal_seed
     scanned = scan(read_file(FileOps(), str(store.journal)), seed)
-    records = scanned.records.copy()
+    records = records_of(scanned)
     change(records)
     frames = checkpoint(scanned.sequence + 1, records, seed)
     store.journal.write_bytes(b"".join(frames))
@@ -52,7 +52,7 @@ def rewrite_journal(store, change):
 
 def keys_in_order(store):
     seed = Manifest.decode(store.manifest.read_bytes()).journal_seed
-    return keys_of(scan(read_file(FileOps(), str(store.journal)), seed).records)
+    return keys_of(records_of(scan(read_file(FileOps(), str(store.journal)), seed)))
 
 
 def overwrite(store, key, content):
@@ -71,9 +71,9 @@ def test_manifest_and_records_say_that_there_is_a_key_and_which(filled):
     manifest = Manifest.decode(filled.manifest.read_bytes())
     assert manifest.key_id == KEY.id.hex()
     scanned = scan(read_file(FileOps(), str(filled.journal)), manifest.journal_seed)
-    assert (scanned.records["flags"] == HAS_DIGEST | KEYED).all()
+    assert (records_of(scanned)["flags"] == HAS_DIGEST | KEYED).all()
     digester = create_digester(manifest.layout, KEY)
-    for key, record in zip(keys_of(scanned.records), scanned.records, strict=True):
+    for key, record in zip(keys_of(records_of(scanned)), records_of(scanned), strict=True):
         data = memoryview(content_of(key, BLOCK).tobytes())
         assert record["digest"].tobytes() == digester.digest(key, data)
 

@@ -3,6 +3,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from slab.stores import records_of
 
 from kvoffload_async.tables.keymap import MOST_PARTS
 from kvoffload_async.testing.harness import key_of
@@ -132,7 +133,7 @@ def test_any_bytes_in_the_journal_are_read_as_what_can_be_believed(batches, junk
     content, frames = journal_of(batches)
     at = min(at, len(content))
     fuzzed = content[:at] + junk + content[at + len(junk) :]
-    found = scan(fuzzed, SEED).records
+    found = records_of(scan(fuzzed, SEED))
     believed = {bytes(record) for record in found}
     written = {
         framed[start : start + RECORD_BYTES]
@@ -151,7 +152,7 @@ def test_a_frame_with_an_old_sequence_number_is_what_an_append_has_left_behind()
 
 
 def test_frames_of_another_layout_do_not_count():
-    assert not len(scan(frame(1, put_record(K[0], 0, None), SEED + 1), SEED).records)
+    assert not len(records_of(scan(frame(1, put_record(K[0], 0, None), SEED + 1), SEED)))
 
 
 def test_a_good_frame_far_behind_damage_is_found():
@@ -175,7 +176,7 @@ def test_records_of_places_that_do_not_exist_are_left_out():
 @given(st.lists(st.binary(min_size=4, max_size=MAX_KEY_BYTES), min_size=1, max_size=20))
 def test_keys_of_any_length_come_back(keys):
     body = b"".join(put_record(OffloadKey(key), i, None) for i, key in enumerate(keys))
-    assert keys_of(scan(frame(1, body, SEED), SEED).records) == keys
+    assert keys_of(records_of(scan(frame(1, body, SEED), SEED))) == keys
 
 
 @given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 32) - 2))
@@ -183,21 +184,21 @@ def test_a_place_is_its_segment_and_slot(segment, slot):
     place = place_of(segment, slot)
     assert (segment_of(place), slot_of(place)) == (segment, slot)
     body = put_record(K[0], place, None)
-    assert places_of(scan(frame(1, body, SEED), SEED).records) == [place]
+    assert places_of(records_of(scan(frame(1, body, SEED), SEED))) == [place]
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
 def test_a_checkpoint_is_frames_of_limited_size_with_rising_sequence_numbers(count):
     body = b"".join(put_record(K[i % 12], i, b"x" * 16) for i in range(count))
-    records = scan(frame(1, body, SEED), SEED).records if count else scan(b"", SEED).records
+    records = records_of(scan(frame(1, body, SEED) if count else b"", SEED))
     frames = list(checkpoint(10, records, SEED))
     content = b"".join(frames)
     assert len(content) == checkpoint_units(count) * RECORD_BYTES
     assert all(len(f) <= (1 + CHECKPOINT_FRAME_RECORDS) * RECORD_BYTES for f in frames)
     scanned = scan(content, SEED)
-    assert scanned.records.tobytes() == records.tobytes()
+    assert records_of(scanned).tobytes() == records.tobytes()
     assert scanned.sequence == (9 + len(frames) if count else 0)
-    assert (scanned.records["flags"] == HAS_DIGEST).all()
+    assert (records_of(scanned)["flags"] == HAS_DIGEST).all()
 
 
 MANIFEST = Manifest(

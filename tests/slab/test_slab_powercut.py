@@ -65,7 +65,7 @@ def check_or_refused(root: Path, acknowledged=(), **options) -> None:
     try:
         check(root, acknowledged, **options)
     except ConfigError as error:
-        if "repair" not in str(error) or "\n" in str(error):
+        if "remove that folder" not in str(error) or "\n" in str(error):
             raise
 
 

@@ -22,8 +22,6 @@ from kvoffload_async.abc.maintenance import (
     MaintenanceControl,
     Problem,
     Removal,
-    RepairOptions,
-    Rewrite,
     StoreMaintenance,
     Summary,
 )
@@ -41,7 +39,6 @@ CALLS = {
     "inspect": lambda store, control: store.inspect(control),
     "verify": lambda store, control: store.verify(control),
     "gc": lambda store, control: store.gc(CORRUPT, control),
-    "repair": lambda store, control: store.repair(RepairOptions(), control),
 }
 every_call = pytest.mark.parametrize("call", CALLS)
 
@@ -97,11 +94,10 @@ def test_a_corrupt_block_is_a_problem_then_a_removal_then_gone(store):
     assert isinstance(problem, Problem)
     assert problem.text.startswith(f"corrupt: {problem.what}: ")
     assert len(summary.figures["verification"]["corrupt"]) == 1
-    removal, *others, _ = run("gc", store)
+    removal, _ = run("gc", store)
     assert isinstance(removal, Removal)
     assert removal.what == problem.what
     assert removal.reason in problem.text
-    assert all(isinstance(finding, Removal | Rewrite) for finding in others)
     (summary,) = run("verify", store)
     assert summary.figures["verification"]["checked"] == NUM_BLOCKS - 1
 
@@ -150,8 +146,7 @@ def small_batches(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("call", ["gc", "repair"])
-def test_cancelling_it_ends_its_threads_and_gives_the_store_back(store, call):
+def test_cancelling_gc_ends_its_threads_and_gives_the_store_back(store):
     async def cancel_in_the_middle():
         steps = itertools.count()
 
@@ -160,9 +155,7 @@ def test_cancelling_it_ends_its_threads_and_gives_the_store_back(store, call):
                 task.cancel()
 
         async def work():
-            async with aclosing(
-                CALLS[call](store, MaintenanceControl(advance=advance))
-            ) as findings:
+            async with aclosing(store.gc(CORRUPT, MaintenanceControl(advance=advance))) as findings:
                 return [finding async for finding in findings]
 
         task = asyncio.create_task(work())
@@ -172,7 +165,7 @@ def test_cancelling_it_ends_its_threads_and_gives_the_store_back(store, call):
 
     asyncio.run(cancel_in_the_middle())
     assert is_free(store)
-    assert isinstance(run(call, store)[-1], Summary)
+    assert isinstance(run("gc", store)[-1], Summary)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -243,8 +236,7 @@ def test_a_cancellation_waits_for_the_thread_that_is_in_a_call(work):
 
 
 @pytest.mark.parametrize("step", ["lock", "rename"])
-@pytest.mark.parametrize("call", ["gc", "repair"])
-def test_a_store_is_given_back_only_when_the_call_in_it_has_ended(store, call, step, monkeypatch):
+def test_a_store_is_given_back_only_when_the_call_in_it_has_ended(store, step, monkeypatch):
     if step == "rename" and store.tier_type == "fs":
         step = "unlink"
     damage_a_block(store.tier_type, store.folder)
@@ -259,11 +251,11 @@ def test_a_store_is_given_back_only_when_the_call_in_it_has_ended(store, call, s
 
         with monkeypatch.context() as patch:
             patch.setattr(FileOps, step, slow)
-            await gate.cancel_inside(last_of(CALLS[call](store, MaintenanceControl())))
+            await gate.cancel_inside(last_of(store.gc(CORRUPT, MaintenanceControl())))
 
     asyncio.run(cancel())
     assert is_free(store)
-    assert isinstance(run(call, store)[-1], Summary)
+    assert isinstance(run("gc", store)[-1], Summary)
 
 
 def test_what_a_check_raises_comes_out(store, monkeypatch):
@@ -321,7 +313,7 @@ class Cabinet(StoreMaintenance):
         yield Summary("Cabinets", [("books", "3")], {"name": self.name, "books": 3})
 
     verify = inspect
-    gc = repair = None
+    gc = None
 
 
 class CabinetTier(ExampleTier):

@@ -37,13 +37,6 @@ class Features:
     read_only_compatible: frozenset[str] = frozenset()
     incompatible: frozenset[str] = frozenset()
 
-    def __or__(self, other: Features) -> Features:
-        return Features(
-            self.compatible | other.compatible,
-            self.read_only_compatible | other.read_only_compatible,
-            self.incompatible | other.incompatible,
-        )
-
     def encode(self) -> dict[str, list[str]]:
         """Encode as a JSON object."""
         return {each.name: sorted(getattr(self, each.name)) for each in fields(self)}
@@ -65,8 +58,8 @@ class Features:
 
 def check_format(
     body: Mapping[str, Any], newest: int, known: Features, *, for_writing: bool
-) -> tuple[int, Features]:
-    """Return a store's version and features.
+) -> Features:
+    """Check that this release supports a store's version and features; return the features.
 
     Args:
         body: The store's manifest, from JSON, not yet verified.
@@ -92,7 +85,7 @@ def check_format(
         raise NewerFormatError(
             f"it needs a release that knows {_named(unknown)}; this one may only read it"
         )
-    return version, features
+    return features
 
 
 def _named(names: frozenset[str]) -> str:

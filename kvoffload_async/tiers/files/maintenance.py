@@ -1,68 +1,65 @@
-"""Common parts of store maintenance: threads, verdicts and figures of `verify`."""
+"""Common parts of the maintenance of stores: threads, figures of `verify`, removal by `gc`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, Final, Generic, Protocol, TypeVar, TypeVarTuple
+import stat as stat_module
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any, Final, Generic, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
 
-from kvoffload_async.abc.maintenance import MAX_LISTED, MaintenanceControl, Problem
+from kvoffload_async.abc.maintenance import (
+    MAX_LISTED,
+    Finding,
+    MaintenanceControl,
+    Problem,
+    Removal,
+    StoreMaintenance,
+    Summary,
+)
+from kvoffload_async.errors import InputError
+from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.waiting import all_done
 
 
-class BadBlock(Protocol):
-    """A bad block; `str()` gives its name and the reason."""
+@dataclass(frozen=True, slots=True)
+class BadBlock:
+    """Name of a corrupt or unreadable block, and the reason."""
 
-    @property
-    def what(self) -> str:
-        """Name of the block."""
-        ...
-
-
-Bad = TypeVar("Bad", bound=BadBlock)
+    what: str
+    reason: str
 
 
 class Verdict(Enum):
-    """Result of verifying one block."""
+    """Result of verifying one block; the value is the figure of `Verification` that counts it."""
 
-    VERIFIED = auto()
+    VERIFIED = "verified"
     """The digest matches."""
-    WITHOUT_DIGEST = auto()
+    WITHOUT_DIGEST = "without_digest"
     """The length is right, and there is no digest."""
-    CORRUPT = auto()
-    UNREADABLE = auto()
-    NEWER = auto()
+    NEWER = "newer"
     """The length is right, and the digest is of a newer release."""
-    OTHER_KEY = auto()
+    OTHER_KEY = "other_key"
     """The digest cannot be compared: the integrity key is missing or a different one."""
-    GONE = auto()
+    CORRUPT = "corrupt_blocks"
+    UNREADABLE = "unreadable_blocks"
+    GONE = "gone"
     """Removed or replaced meanwhile."""
-
-
-FIGURE_OF: Final = {
-    Verdict.VERIFIED: "verified",
-    Verdict.WITHOUT_DIGEST: "without_digest",
-    Verdict.NEWER: "newer",
-    Verdict.OTHER_KEY: "other_key",
-    Verdict.CORRUPT: "corrupt_blocks",
-    Verdict.UNREADABLE: "unreadable_blocks",
-}
-"""Verdict on an existing block -> the figure of a `Verification` that counts it."""
 
 
 def problem_of(verdict: Verdict, bad: BadBlock) -> Problem:
     """Convert a verdict to a problem."""
-    return Problem(f"{verdict.name.lower()}: {bad}", bad.what)
+    return Problem(f"{verdict.name.lower()}: {bad.what}: {bad.reason}", bad.what)
 
 
 @dataclass(slots=True, kw_only=True)
-class Verification(Generic[Bad]):
+class Verification:
     """Counts of blocks by verdict, with the bad ones.
 
     Attributes:
@@ -74,6 +71,7 @@ class Verification(Generic[Bad]):
         other_key: Blocks whose digest cannot be compared with the given integrity key.
         corrupt_blocks: Blocks with a wrong length or digest.
         unreadable_blocks: Blocks that could not be read.
+        gone: Blocks that were removed or replaced meanwhile.
         corrupt: The first corrupt blocks; `unreadable`: the first unreadable ones.
     """
 
@@ -85,8 +83,9 @@ class Verification(Generic[Bad]):
     other_key: int = 0
     corrupt_blocks: int = 0
     unreadable_blocks: int = 0
-    corrupt: list[Bad] = field(default_factory=list)
-    unreadable: list[Bad] = field(default_factory=list)
+    gone: int = 0
+    corrupt: list[BadBlock] = field(default_factory=list)
+    unreadable: list[BadBlock] = field(default_factory=list)
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -99,19 +98,104 @@ class Verification(Generic[Bad]):
             ("of another integrity key", f"{self.other_key:,}"),
             ("corrupt", f"{self.corrupt_blocks:,}"),
             ("unreadable", f"{self.unreadable_blocks:,}"),
+            ("removed or replaced meanwhile", f"{self.gone:,}"),
         ]
 
-    def count(self, verdict: Verdict, bad: Bad) -> Problem | None:
-        """Count a block that still exists; return a problem if it is bad."""
-        name = FIGURE_OF[verdict]
-        setattr(self, name, getattr(self, name) + 1)
-        self.checked += verdict is not Verdict.UNREADABLE
+    def count(self, verdict: Verdict, bad: BadBlock) -> Problem | None:
+        """Count a block; return a problem if it is bad."""
+        setattr(self, verdict.value, getattr(self, verdict.value) + 1)
+        self.checked += verdict not in {Verdict.UNREADABLE, Verdict.GONE}
         listed = {Verdict.CORRUPT: self.corrupt, Verdict.UNREADABLE: self.unreadable}.get(verdict)
         if listed is None:
             return None
         if self.max_listed is None or len(listed) < self.max_listed:
             listed.append(bad)
         return problem_of(verdict, bad)
+
+
+@dataclass
+class Removed:
+    """What `gc` removed from one store, or would remove.
+
+    Attributes:
+        name: Name of the store's folder.
+        dry_run: Whether nothing was changed.
+        corrupt: Corrupt blocks.
+        unknown_files: Files that are not part of a store.
+        freed_bytes: Disk bytes of everything removed.
+        failures: What could not be removed or read, and why.
+    """
+
+    name: str
+    dry_run: bool
+    corrupt: list[str] = field(default_factory=list)
+    unknown_files: list[str] = field(default_factory=list)
+    freed_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value of each figure, for people."""
+        return [
+            ("corrupt blocks", f"{len(self.corrupt):,}"),
+            ("unknown files", f"{len(self.unknown_files):,}"),
+            ("bytes on disk", f"{self.freed_bytes:,}"),
+        ]
+
+    @property
+    def summary(self) -> Summary:
+        """The last finding."""
+        title = "Would be removed" if self.dry_run else "Removed"
+        return Summary(title, self.rows, asdict(self))
+
+
+AnyRemoved = TypeVar("AnyRemoved", bound=Removed)
+
+
+class Cleanup(Generic[AnyRemoved]):
+    """Removes parts of one store; in a dry run, only lists them. Not thread-safe.
+
+    Attributes:
+        removed: What was removed so far.
+    """
+
+    def __init__(self, ops: FileOps, removed: AnyRemoved) -> None:
+        self.removed = removed
+        self._ops = ops
+        self._findings: list[Finding] = []
+
+    def take_findings(self) -> list[Finding]:
+        """Return the findings since the last call."""
+        findings, self._findings = self._findings, []
+        return findings
+
+    def fail(self, text: str, what: str = "") -> None:
+        """Record a failure."""
+        self.removed.failures.append(text)
+        self._findings.append(Problem(text, what))
+
+    def note(self, removed: list[str], removal: Removal, problem: str = "") -> None:
+        """Record a removal in one of the lists of `removed`; in a dry run, also as a problem."""
+        removed.append(removal.what)
+        self.removed.freed_bytes += removal.freed_bytes
+        self._findings.append(removal)
+        if problem and self.removed.dry_run:
+            self._findings.append(Problem(problem, removal.what))
+
+    def remove(
+        self, removed: list[str], removal: Removal, call: Callable[[], None], problem: str = ""
+    ) -> None:
+        """Remove something by a call, unless in a dry run, and note it or the failure."""
+        if not self.removed.dry_run:
+            try:
+                call()
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                what = removal.what
+                self.fail(f"{what}: cannot be removed: {error.strerror or error}", what)
+                return
+        self.note(removed, removal, problem)
 
 
 IO_THREADS: Final = 4
@@ -175,3 +259,36 @@ async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Wait until tasks have ended even if cancelled; then raise the cancellation."""
     with anyio.CancelScope(shield=True):
         await all_done(*tasks)
+
+
+class FolderMaintenance(StoreMaintenance):
+    """Maintains a store in a folder."""
+
+    def __init__(self, folder: str, ops: FileOps) -> None:
+        """Maintain the store in a folder; `ops` must have entered the directory that has it."""
+        self.folder = folder
+        self._ops = ops
+        self._key: IntegrityKey | None = None
+
+    def use_integrity_key_file(self, path: str) -> None:
+        self._key = read_key_file(path)
+
+    @classmethod
+    async def find(cls, directory: str) -> Sequence[Self]:
+        ops = FileOps()
+        try:
+            return await MaintenanceIo(ops, MaintenanceControl()).run(cls._find, ops, directory)
+        except OSError as error:
+            raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
+
+    @classmethod
+    @abstractmethod
+    def _find(cls, ops: FileOps, directory: str) -> Sequence[Self]:
+        """Return the stores at or directly inside a directory; see `find`. Blocks on file I/O."""
+
+
+def folders_in(ops: FileOps, directory: str) -> list[str]:
+    """Enter a directory and return the paths of the folders in it, sorted."""
+    ops.enter(directory, make=False)
+    inside = ops.entries(directory)
+    return sorted(path for path, status in inside if stat_module.S_ISDIR(status.st_mode))

@@ -40,7 +40,7 @@ REST: Final = 256
 """Bucket of everything outside block folders; block folders have the buckets 0 to 255."""
 
 VERSION: Final = 2
-"""Version of the layout, part of the digest; 1 was vLLM's layout."""
+"""Version of the layout, part of the digest; directories in vLLM's layout have none."""
 
 FOLDERS: Final = tuple(f"{number:02x}" for number in range(REST))
 """Names of the folders of blocks."""

@@ -10,7 +10,6 @@ Run on I/O threads.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -24,11 +23,11 @@ from kvoffload_async.tiers.files.features import (
     NewerFormatError,
     check_format,
 )
-from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, read_file
+from kvoffload_async.tiers.files.ops import FileOps, read_file
 from kvoffload_async.tiers.fs.layout import FOLDERS, TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.outcome import Verify
-from kvoffload_async.tiers.fs.usage import FILE_BYTES, NewerCountError, read_usage
-from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry
+from kvoffload_async.tiers.fs.usage import FILE_BYTES
+from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER, BlockWriter
 
 FILE_NAME: Final = ".format"
@@ -109,8 +108,6 @@ logger = logging.getLogger(__name__)
 
 _CREATE = os.O_WRONLY | os.O_CREAT
 _PROBE = "user.kvoffload.probe"
-_MAX_FORMER = 20_000
-"""Files and folders of the former layout that are looked at, so that opening takes no longer."""
 
 
 def enter_namespace(
@@ -142,29 +139,6 @@ def enter_namespace(
     if verify is Verify.REQUIRED:
         _require_attributes(ops, namespace, writer)
     writer.sync_root()
-
-
-def warn_of_former(ops: FileOps, namespace: Namespace) -> None:
-    """Warn of blocks that former releases, with another layout, have stored for this identity.
-
-    Raises:
-        OSError: They cannot be read.
-    """
-    root_dir = namespace.folder.rpartition("/")[0]
-    former = Namespace(root_dir, namespace.fields, namespace.rank, is_vllms=True)
-    if namespace.is_vllms or not ops.exists(f"{former.folder}/{FOLDER}"):
-        return  # without writers, it is vLLM's own
-    found = itertools.islice(ops.walk(former.folder), _MAX_FORMER)
-    num_bytes = sum(disk_bytes(status) for _, status in found)
-    with contextlib.suppress(FileNotFoundError, NewerCountError):
-        if (usage := read_usage(ops, former.folder)) is not None:
-            num_bytes = max(num_bytes, usage.settled_bytes)
-    logger.warning(
-        "%s: at least %d bytes in the layout of former releases, which are not served and not "
-        "limited by capacity_bytes; `kvoffload store gc --former-layout` removes them",
-        former.folder,
-        num_bytes,
-    )
 
 
 def _write_config(ops: FileOps, namespace: Namespace, writer: BlockWriter) -> None:

@@ -40,7 +40,6 @@ from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
-from kvoffload_async.tiers.fs.namespace_init import warn_of_former
 from kvoffload_async.tiers.fs.native_files import NativeFiles
 from kvoffload_async.tiers.fs.outcome import (
     LOST_ROOM,
@@ -182,7 +181,6 @@ class FsTier(AsyncTier):
         try:
             await env.io.run(Direction.METADATA, self._enter)
             await env.io.run(Direction.METADATA, partial(self._housekeeping.enter, settings.verify))
-            await env.io.run(Direction.METADATA, partial(warn_of_former, self._ops, namespace))
             self._root = await env.io.run(
                 Direction.METADATA, partial(DirectoryIdentity, self._ops, settings.root_dir)
             )

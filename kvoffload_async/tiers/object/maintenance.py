@@ -21,14 +21,13 @@ from kvoffload_async.abc.maintenance import (
     MaintenanceControl,
     Problem,
     Removal,
-    RepairOptions,
     StoreMaintenance,
     Summary,
 )
 from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester, read_key_file
-from kvoffload_async.tiers.files.maintenance import Verdict, Verification
+from kvoffload_async.tiers.files.maintenance import BadBlock, Verdict, Verification
 from kvoffload_async.tiers.object.client import (
     NAMESPACE,
     RENEWALS,
@@ -128,17 +127,6 @@ class FoundObject:
     size_bytes: int
     age_s: float
     key: OffloadKey | None
-
-
-@dataclass(frozen=True, slots=True)
-class BadObject:
-    """An object with a bad block, and the reason."""
-
-    what: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.reason}"
 
 
 @dataclass(slots=True)
@@ -253,15 +241,13 @@ class ObjectMaintenance(StoreMaintenance):
 
     async def verify(self, control: MaintenanceControl) -> Findings:
         inspected, place = Inspection(), self._begin(control)
-        verified = Verification[BadObject](max_listed=control.max_listed)
+        verified = Verification(max_listed=control.max_listed)
         async with aclosing(self._pages(control, place)) as pages:
             async for page in pages:
                 for item in page:
                     inspected.take_in(item)
                 for item, verdict, reason in await self._verdicts(page):
-                    if verdict is Verdict.GONE:
-                        continue
-                    problem = verified.count(verdict, BadObject(item.name, reason))
+                    problem = verified.count(verdict, BadBlock(item.name, reason))
                     if problem is not None:
                         yield problem
         figures = asdict(inspected) | {"verification": asdict(verified)}
@@ -278,11 +264,6 @@ class ObjectMaintenance(StoreMaintenance):
                 async for finding in self._clean_up(page, options, surplus_age_s, removed):
                     yield finding
         yield Summary("Removed", removed.rows, asdict(removed), place.stopped_after)
-
-    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Remove corrupt blocks, like `gc` with `corrupt`; nothing can be rebuilt."""
-        del options
-        return self.gc(GcOptions(corrupt=True), control)
 
     # -- internal -------------------------------------------------------------------------------
 

@@ -15,7 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvoffload_async.tiers.files.ops import safe_name
-from kvoffload_async.tiers.slab.manifest import HEADER_BYTES, Manifest
+from kvoffload_async.tiers.slab.manifest import (
+    BASE_FEATURES,
+    HEADER_BYTES,
+    KEYED_FEATURES,
+    Manifest,
+)
 from kvoffload_async.tiers.slab.places import MAX_SLOTS
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
@@ -210,7 +215,9 @@ class StoreLayout:
             rank=rank,
             layout=f"{digest}:{rank}:{block_bytes}",
             fields=dict(fields),
-        ).with_key(key_id)
+            features=BASE_FEATURES if key_id is None else KEYED_FEATURES,
+            key_id=key_id,
+        )
 
     def may_replace(self, found: Manifest) -> bool:
         """Return whether a store has the same rank, model and namespace, and may be replaced."""

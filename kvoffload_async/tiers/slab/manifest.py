@@ -80,8 +80,11 @@ journal is bound to the UUID."""
 KNOWN: Final = Features(incompatible=frozenset({INTEGRITY_KEY, SEGMENT_HEADERS}))
 """The features that this release supports; see docs/formats.md."""
 
-OF_EVERY_STORE: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
-"""The features of every store."""
+BASE_FEATURES: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
+"""The features of a store without an integrity key."""
+
+KEYED_FEATURES: Final = Features(incompatible=frozenset({INTEGRITY_KEY, SEGMENT_HEADERS}))
+"""The features of a store with an integrity key."""
 
 _LAYOUT: Final = re.compile(r"[0-9a-f]{12}:[0-9]{1,9}:[1-9][0-9]{0,14}")
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -115,7 +118,7 @@ class Manifest:
     rank: int
     layout: str
     fields: Mapping[str, Any]
-    features: Features = OF_EVERY_STORE
+    features: Features = BASE_FEATURES
     store_uuid: str = ""
     key_id: str | None = None
 
@@ -135,15 +138,6 @@ class Manifest:
     def of_new_store(self) -> Self:
         """Return the manifest for a new store: with a new UUID."""
         return replace(self, store_uuid=str(uuid.uuid4()))
-
-    def with_key(self, key_id: str | None) -> Self:
-        """Return a copy with this integrity key id, or without one."""
-        incompatible = self.features.incompatible - {INTEGRITY_KEY}
-        if key_id is not None:
-            incompatible |= {INTEGRITY_KEY}
-        return replace(
-            self, features=replace(self.features, incompatible=incompatible), key_id=key_id
-        )
 
     def encode(self) -> bytes:
         """Return the file's content."""
@@ -182,13 +176,11 @@ class Manifest:
             raise UnreadableManifestError("it is not the manifest of a slab store")
         try:
             # First: the checksum of a newer release's manifest may be defined differently.
-            version, features = check_format(body, VERSION, KNOWN, for_writing=for_writing)
+            features = check_format(body, VERSION, KNOWN, for_writing=for_writing)
         except MalformedFormatError as error:
             raise UnreadableManifestError(str(error)) from error
         if not _is_sound(body, body.pop("xxh3", None)):
             raise UnreadableManifestError("its checksum is wrong")
-        if version < VERSION or SEGMENT_HEADERS not in features.incompatible:
-            raise UnreadableManifestError("its format is from before the first release")
         if not _is_possible(body, features):
             raise UnreadableManifestError("a value is missing or out of range")
         return cls(
@@ -217,6 +209,8 @@ def _is_possible(body: Mapping[str, Any], features: Features) -> bool:
         all(type(number) is int and number <= _MAX_NUMBER for number in numbers)
         and 0 < numbers[0] <= numbers[1]
         and numbers[2] >= 0
+        and body[VERSION_FIELD] == VERSION
+        and SEGMENT_HEADERS in features.incompatible
         and isinstance(layout, str)
         and _LAYOUT.fullmatch(layout) is not None
         and isinstance(body.get("run_config"), dict)

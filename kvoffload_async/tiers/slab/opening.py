@@ -266,7 +266,7 @@ class OpenStore:
             if not found.is_empty:
                 raise ConfigError(
                     f"root_dir: the store in {self.folder!r} has lost its manifest; "
-                    f"run `kvoffload store repair {self.folder}`, or give another directory"
+                    "remove that folder, or give another directory"
                 )
         elif difference := layout.difference(manifest):
             replaces = self._settings.on_mismatch is OnMismatch.REPLACE
@@ -420,7 +420,7 @@ def _readable_manifest(ops: FileOps, folder: str) -> Manifest | None:
     except UnreadableManifestError as error:
         raise ConfigError(
             f"root_dir: the manifest of the store in {folder!r} is unreadable: {error}; "
-            f"run `kvoffload store repair {folder}`, or give another directory"
+            "remove that folder, or give another directory"
         ) from error
 
 

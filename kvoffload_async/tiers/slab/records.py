@@ -199,12 +199,6 @@ class Scan:
     is_torn: bool
 
     @property
-    def records(self) -> Records:
-        """A copy of the valid records, in order."""
-        records: Records = self.units[self.rows]
-        return records
-
-    @property
     def is_damaged(self) -> bool:
         """Whether frames are missing."""
         return bool(self.lost_bytes or self.num_gaps)

@@ -171,7 +171,7 @@ def _uses(body: memoryview, num_segments: int, check: int, seed: int) -> dict[in
     return uses if xxhash.xxh3_64_intdigest(body[:end], seed) == check else {}
 
 
-MAX_MANIFEST_BYTES = 1 << 20
+_MAX_MANIFEST_BYTES = 1 << 20
 _TEMPS = {NEXT_JOURNAL, *(name + TEMP_SUFFIX for name in (MANIFEST, JOURNAL, SESSION))}
 
 
@@ -248,7 +248,7 @@ def read_manifest(ops: FileOps, folder: str, *, for_writing: bool = True) -> Man
         OSError: It cannot be read.
     """
     try:
-        content = read_file(ops, f"{folder}/{MANIFEST}", MAX_MANIFEST_BYTES)
+        content = read_file(ops, f"{folder}/{MANIFEST}", _MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     return Manifest.decode(bytes(content), for_writing=for_writing)

@@ -48,7 +48,7 @@ def test_what_is_damaged_is_named_by_verify_and_removed_by_gc(store, damage):
     for path in victims:
         assert any(str(path) in line for line in lines)
     found = store.run("verify", "--all", exit_code=1)["verification"]
-    assert sorted(bad["path"] for bad in found["corrupt"]) == [str(path) for path in victims]
+    assert sorted(bad["what"] for bad in found["corrupt"]) == [str(path) for path in victims]
     assert found["checked"] == len(before)
     assert store.blocks == before
 

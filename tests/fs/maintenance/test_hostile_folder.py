@@ -6,7 +6,7 @@ import os
 import pytest
 from files.traps import Outside, folder_link, link, pipe, spring
 
-VERBS = ["inspect", "verify", "gc", "repair"]
+VERBS = ["inspect", "verify", "gc"]
 
 
 @pytest.fixture

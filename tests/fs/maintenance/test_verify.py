@@ -28,7 +28,7 @@ def test_without_a_manifest_the_usual_length_judges_files_without_a_digest(store
             os.removexattr(path, "user.kvoffload.xxh3")
     truncate(store.blocks[3])
     found = store.run("verify", exit_code=1)["verification"]
-    assert [bad["path"] for bad in found["corrupt"]] == [str(store.blocks[3])]
+    assert [bad["what"] for bad in found["corrupt"]] == [str(store.blocks[3])]
     assert found["corrupt"][0]["reason"] == "1000 bytes instead of 4096"
 
 
@@ -60,7 +60,7 @@ def test_verify_names_what_cannot_be_read(store, monkeypatch):
     monkeypatch.setattr(FileOps, "open", open_)
     monkeypatch.setattr(FileOps, "pread_into", pread_into)
     reasons = {
-        bad["path"]: bad["reason"]
+        bad["what"]: bad["reason"]
         for bad in store.run("verify", exit_code=1)["verification"]["unreadable"]
     }
     assert reasons == {victim: "Input/output error", str(store.blocks[4]): "Permission denied"}

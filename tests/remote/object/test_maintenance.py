@@ -177,7 +177,6 @@ def test_gc_removes_corrupt_and_unknown_objects_on_demand(store):
     _, found, _ = store.run("gc", "--corrupt", "--unknown-files")
     assert (found["corrupt_objects"], found["unknown_files"]) == (1, 1)
     assert len(store.names()) == 10
-    assert store.run("repair")[0] == 0
 
 
 def test_gc_removes_copies_that_a_renewal_has_left(store):

@@ -4,7 +4,6 @@ import fcntl
 import os
 import threading
 
-import pytest
 from slab.maintenance.slabs import NUM_BLOCKS
 
 from kvoffload_async.testing.harness import key_of
@@ -27,17 +26,16 @@ def test_a_store_in_use_can_be_inspected_and_verified(slab):
     tier.shutdown()
 
 
-@pytest.mark.parametrize("verb", ["gc", "repair"])
-def test_what_changes_a_store_refuses_one_in_use_and_names_the_process(slab, verb):
+def test_gc_refuses_a_store_in_use_and_names_the_process(slab):
     tier = slab.open()
     before = slab.files()
-    message = slab.command.refusal("store", verb, slab.root)
+    message = slab.command.refusal("store", "gc", slab.root)
     assert f"already opened by process {os.getpid()}; close it there first" in message
     assert slab.files() == before
     tier.shutdown()
 
 
-def test_a_tier_cannot_open_what_is_being_repaired(slab, monkeypatch):
+def test_a_tier_cannot_open_what_gc_rewrites(slab, monkeypatch):
     seen = []
 
     class Curious(FileOps):
@@ -49,9 +47,9 @@ def test_a_tier_cannot_open_what_is_being_repaired(slab, monkeypatch):
                     seen.append(lock.read().decode().strip())
             super().fdatasync(fd)
 
-    monkeypatch.setattr("kvoffload_async.tiers.slab.maintenance.store.FileOps", Curious)
+    monkeypatch.setattr("kvoffload_async.tiers.files.maintenance.FileOps", Curious)
     slab.flip(3)
-    slab.run("repair")
+    slab.run("gc", "--corrupt")
     assert set(seen) == {str(os.getpid())}
 
 
@@ -84,8 +82,8 @@ def test_a_block_that_is_replaced_while_it_is_read_is_not_corrupt(slab, monkeypa
 
     monkeypatch.setattr(verification_module.SlotChecker, "check", late)
     found = slab.run("verify")["verification"]
-    assert found["changed"] > 0
-    assert found["changed"] + found["checked"] == 12
+    assert found["gone"] > 0
+    assert found["gone"] + found["checked"] == 12
     assert found["corrupt"] == []
     tiers[0].shutdown()
 

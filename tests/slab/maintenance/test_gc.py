@@ -21,7 +21,7 @@ def test_gc_removes_what_killed_writers_left_and_unknown_files_only_when_asked_a
 
 def test_gc_drops_corrupt_blocks_only_when_asked(slab):
     slab.flip(5)
-    assert slab.run("gc")["dropped"] == []
+    assert slab.run("gc")["corrupt"] == []
     assert slab.complaints("gc", "--corrupt", "--dry-run")[0].startswith("corrupt: ")
     assert slab.run("inspect")["blocks"] == 12
     assert slab.run("gc", "--corrupt")["blocks"] == 11
@@ -33,7 +33,7 @@ def test_gc_keeps_what_cannot_be_read_just_now(slab, monkeypatch):
     assert path != other
 
     slab.flip(0)
-    monkeypatch.setattr("kvoffload_async.tiers.slab.maintenance.store.FileOps", deaf_to(other.name))
+    monkeypatch.setattr("kvoffload_async.tiers.files.maintenance.FileOps", deaf_to(other.name))
     assert slab.run("gc", "--corrupt", exit_code=1)["blocks"] == 11
     monkeypatch.undo()
     assert slab.served() == list(range(1, 12))

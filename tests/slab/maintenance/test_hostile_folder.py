@@ -5,7 +5,7 @@ from files.traps import TRAPS, Outside, folder_link, pipe, spring
 
 from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_name
 
-VERBS = ["inspect", "verify", "gc", "repair"]
+VERBS = ["inspect", "verify", "gc"]
 NAMES = [LOCK, MANIFEST, JOURNAL, MANIFEST + ".tmp", JOURNAL + ".tmp", segment_name(0)]
 
 
@@ -39,11 +39,3 @@ def test_a_store_that_is_a_link_is_not_looked_after(slab, outside):
     slab.folder.rename(outside.path / "away")
     slab.folder.symlink_to(outside.path / "away")
     assert "no slab store" in slab.command.refusal("store", "gc", slab.root)
-
-
-def test_a_manifest_beside_the_store_that_is_a_pipe_hangs_no_repair(slab, outside):
-    slab.manifest.unlink()
-    other = slab.root / "other_r0"
-    other.mkdir()
-    pipe(other / MANIFEST, outside)
-    slab.command.run("store", "repair", slab.folder, "--json")

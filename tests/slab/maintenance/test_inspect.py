@@ -38,7 +38,7 @@ def test_blocks_without_a_checksum_are_told_apart(command):
 def test_a_directory_with_both_kinds_of_store_shows_both(slab):
     trace = slab.command.trace([[1, 2, 3]])
     slab.command.figures(trace, "--primary-blocks", 8, "--tier", f"fs:root_dir={slab.root}")
-    for verb in ("inspect", "verify", "gc", "repair"):
+    for verb in ("inspect", "verify", "gc"):
         result = slab.command.run("store", verb, slab.root, "--json")
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
@@ -46,7 +46,7 @@ def test_a_directory_with_both_kinds_of_store_shows_both(slab):
         assert slab.command.run("store", verb, slab.root).exit_code == 0
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "gc", "repair"])
+@pytest.mark.parametrize("verb", ["inspect", "verify", "gc"])
 def test_for_people_there_is_a_table(slab, verb):
     result = slab.command.run("store", verb, slab.root)
     assert result.exit_code == 0, result.output

@@ -1,11 +1,7 @@
 """A store with an integrity key, as the command sees it: with the key, without it, with another."""
 
-import json
-
 import pytest
 from slab.maintenance.slabs import Slab
-
-from kvoffload_async.tiers.slab.manifest import Manifest
 
 
 @pytest.fixture
@@ -36,7 +32,7 @@ def test_verify_compares_with_the_key(keyed, keys):
 
 
 @pytest.mark.parametrize("which", [None, 1], ids=["no key", "another key"])
-@pytest.mark.parametrize("verb", ["verify", "gc", "repair"])
+@pytest.mark.parametrize("verb", ["verify", "gc"])
 def test_without_the_key_nothing_is_called_corrupt_and_nothing_dropped(keyed, keys, verb, which):
     keyed.flip(3)
     arguments = ["--corrupt"] if verb == "gc" else []
@@ -58,49 +54,19 @@ def test_gc_needs_no_key_where_it_compares_nothing(keyed):
 
 
 def test_a_store_without_a_key_does_not_verify_with_one(slab, keys):
-    for verb, arguments in (("verify", []), ("gc", ["--corrupt"]), ("repair", [])):
+    for verb, arguments in (("verify", []), ("gc", ["--corrupt"])):
         (complaint,) = slab.complaints(verb, *arguments, "--integrity-key-file", keys[0])
         assert "without an integrity key, but one is given" in complaint
 
 
-def test_gc_and_repair_drop_what_does_not_verify_with_the_key(keyed, keys):
+def test_gc_drops_what_does_not_verify_with_the_key(keyed, keys):
     keyed.flip(3)
-    assert len(keyed.run("gc", "--corrupt", "--integrity-key-file", keys[0])["dropped"]) == 1
-    keyed.flip(4)
-    assert len(keyed.run("repair", "--integrity-key-file", keys[0])["dropped"]) == 1
+    assert len(keyed.run("gc", "--corrupt", "--integrity-key-file", keys[0])["corrupt"]) == 1
     served = keyed.served(integrity_key_file=str(keys[0]))
-    assert served == [i for i in range(12) if i not in {3, 4}]
+    assert served == [i for i in range(12) if i != 3]
 
 
-def test_a_lost_manifest_is_rebuilt_with_the_keys_id(keyed, keys):
-    backup = keyed.command.directory / "backup.json"
-    keyed.manifest.rename(backup)
-    arguments = ("--manifest", backup)
-    (complaint,) = keyed.complaints("repair", *arguments)
-    assert "give --integrity-key-file" in complaint
-    (complaint,) = keyed.complaints("repair", *arguments, "--integrity-key-file", keys[1])
-    assert "no block verifies with the integrity key: it may be the wrong key" in complaint
-    assert not keyed.manifest.exists()
-    keyed.run("repair", *arguments, "--integrity-key-file", keys[0])
-    key_id = json.loads(backup.read_bytes())["integrity_key_id"]
-    assert Manifest.decode(keyed.manifest.read_bytes()).key_id == key_id
-    assert keyed.served(integrity_key_file=str(keys[0])) == list(range(12))
-
-
-def test_a_key_of_its_own_namespace_is_in_the_folders_name(slab, keys):
-    tier = slab.open(on_mismatch="new_namespace", integrity_key_file=str(keys[0]))
-    slab.rows[:] = slab.truth
-    assert slab.job(tier, range(5)).success
-    tier.shutdown()
-    (own,) = slab.root.glob("m_r0_*_k*")
-    (own / "manifest.json").unlink()
-    result = slab.command.run("store", "repair", own, "--json", "--integrity-key-file", keys[0])
-    assert result.exit_code == 0, result.output
-    (changed,) = json.loads(result.stdout)["slab_stores"]
-    assert (changed["manifest_rebuilt"], changed["blocks"]) == (True, 5)
-
-
-@pytest.mark.parametrize("verb", ["verify", "gc", "repair"])
+@pytest.mark.parametrize("verb", ["verify", "gc"])
 def test_an_unusable_key_is_refused_before_anything_is_done(keyed, keys, verb):
     keys[0].chmod(0o644)
     before = keyed.files()

@@ -1,4 +1,4 @@
-"""Inspection and repair of namespaces, also while tiers are open; see `FsMaintenance`.
+"""Inspection and clean-up of namespaces, also while tiers are open; see `FsMaintenance`.
 
 Not needed by an open tier.
 """

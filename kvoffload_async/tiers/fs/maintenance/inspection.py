@@ -17,10 +17,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from kvoffload_async.abc.maintenance import Problem
-from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.digests import IntegrityKey
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, Verification
+from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
 from kvoffload_async.tiers.files.ops import Entry, FileOps, names_in, read_all, read_file
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
@@ -34,7 +32,6 @@ _FOLDER: Final = re.compile(
 )
 _OWN_ENGINE: Final = "kvoffload_async"
 _MAX_MANIFEST_BYTES: Final = 1 << 20
-_MAX_DEPTH = 64
 
 
 class FoundNamespace(Namespace):
@@ -74,21 +71,13 @@ def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
     """Return the namespaces below an absolute directory, ordered by name.
 
     Raises:
-        InputError: The directory cannot be read.
+        OSError: The directory cannot be read.
 
     May be called from any thread. Blocks on file I/O.
     """
-    try:
-        ops.enter(directory, make=False)
-        found = [
-            path.rpartition("/")[2]
-            for path, status in ops.entries(directory)
-            if stat_module.S_ISDIR(status.st_mode)
-        ]
-    except OSError as error:
-        raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
     namespaces = []
-    for match in filter(None, map(_FOLDER.fullmatch, sorted(found))):
+    found = (path.rpartition("/")[2] for path in folders_in(ops, directory))
+    for match in filter(None, map(_FOLDER.fullmatch, found)):
         names: list[str] = []
         with contextlib.suppress(OSError):  # reported when it is walked
             names = names_in(ops, f"{directory}/{match[0]}")
@@ -104,18 +93,7 @@ def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
         fields = json.loads(bytes(read_file(ops, path, _MAX_MANIFEST_BYTES)))
     except (OSError, ValueError, RecursionError):
         return None
-    return fields if isinstance(fields, dict) and _is_shallow(fields) else None
-
-
-def _is_shallow(fields: Mapping[str, Any]) -> bool:
-    """Return whether values can be compared and printed without deep recursion."""
-    level: list[Any] = [fields]
-    for _ in range(_MAX_DEPTH):
-        inner = [value.values() if isinstance(value, dict) else value for value in level]
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
-        if not level:
-            return True
-    return False
+    return fields if isinstance(fields, dict) else None
 
 
 def _manifest_path(root_dir: str, match: re.Match[str]) -> str:
@@ -404,7 +382,7 @@ def _inspection(
     model = namespace.fields.get("model_name")
     return Inspection(
         name=namespace.name,
-        model=None if model is None else str(model),
+        model=model if isinstance(model, str) else None,
         has_manifest=namespace.has_manifest,
         block_bytes=namespace.block_bytes,
         blocks=len(scan.blocks),
@@ -463,37 +441,6 @@ _NOT_COMPARED = {None: Verdict.WITHOUT_DIGEST, Origin.OTHER_KEY: Verdict.OTHER_K
 
 
 @dataclass(frozen=True, slots=True)
-class BadFile:
-    """A corrupt or unverifiable block, the reason, and whether it was removed."""
-
-    path: str
-    reason: str
-    is_removed: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
-
-    @property
-    def what(self) -> str:
-        """Name of the block."""
-        return self.path
-
-
-@dataclass(slots=True, kw_only=True)
-class FileVerification(Verification[BadFile]):
-    """Result of reading the blocks; `gone` were removed by others meanwhile."""
-
-    gone: int = 0
-
-    def take_in(self, outcome: Outcome) -> Problem | None:
-        """Count a block; return its problem, if any."""
-        if outcome.verdict is not Verdict.GONE:
-            return self.count(outcome.verdict, outcome.bad)
-        self.gone += 1
-        return None
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """Verdict on one block, and whether its file was removed."""
 
@@ -503,9 +450,9 @@ class Outcome:
     is_removed: bool = False
 
     @property
-    def bad(self) -> BadFile:
-        """The outcome as a bad file."""
-        return BadFile(self.block.path, self.reason, self.is_removed)
+    def bad(self) -> BadBlock:
+        """The outcome as a bad block."""
+        return BadBlock(self.block.path, self.reason)
 
 
 async def verify_blocks(
@@ -567,7 +514,7 @@ class BlockChecker:
         except OSError as error:
             return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
         try:
-            verdict, reason = self._judge(fd, block)
+            verdict, reason = self._classify(fd, block)
             if verdict is not Verdict.CORRUPT:
                 return Outcome(block, verdict, reason)
             return self._corrupt(fd, block, reason)
@@ -578,7 +525,7 @@ class BlockChecker:
         finally:
             self._ops.close(fd)
 
-    def _judge(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
+    def _classify(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
         length = self._ops.fstat(fd).st_size
         # Read before the bytes, so that a file overwritten meanwhile does not match.
         digest = self._ops.get_xattr(fd, ATTRIBUTE)

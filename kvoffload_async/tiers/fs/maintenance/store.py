@@ -11,30 +11,33 @@ import math
 import stat as stat_module
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import ClassVar, Self
 
 from kvoffload_async.abc.maintenance import (
-    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
     Problem,
     Removal,
-    RepairOptions,
-    StoreMaintenance,
     Summary,
 )
 from kvoffload_async.errors import InputError
-from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict
+from kvoffload_async.tiers.files.maintenance import (
+    Cleanup,
+    FolderMaintenance,
+    MaintenanceIo,
+    Removed,
+    Verdict,
+    Verification,
+    problem_of,
+)
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
 from kvoffload_async.tiers.fs.maintenance.inspection import (
-    FileVerification,
     FoundFile,
     FoundNamespace,
     Outcome,
@@ -55,79 +58,45 @@ from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, remove_entr
 _PAUSE_S = 0.05
 
 
-@dataclass(slots=True)
-class Removed:
-    """Files removed from one namespace, or to be removed.
+@dataclass
+class RemovedFiles(Removed):
+    """What `gc` removed from one namespace.
 
     Attributes:
-        name: Name of the namespace's folder.
-        dry_run: Whether nothing was changed.
         temps_of_dead: Temporary files of dead writers.
         temps_foreign: Old temporary files of unknown writers.
-        corrupt: Corrupt blocks.
-        unknown_files: Files that are not blocks.
-        former: Blocks in the layout of former releases.
         writers: Entries of dead writers.
         folders: Empty folders; last the namespace's own, if nothing is left in it.
-        freed_bytes: Disk bytes of all of these.
         counted_bytes: The shared count afterwards, if there is one.
-        failures: Files that could not be removed or read, with the reason.
     """
 
-    name: str
-    dry_run: bool
     temps_of_dead: list[str] = field(default_factory=list)
     temps_foreign: list[str] = field(default_factory=list)
-    corrupt: list[str] = field(default_factory=list)
-    unknown_files: list[str] = field(default_factory=list)
-    former: list[str] = field(default_factory=list)
     writers: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
-    freed_bytes: int = 0
     counted_bytes: int | None = None
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        """Title of the table of figures."""
-        return "Would be removed" if self.dry_run else "Removed"
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Rows of the table of figures."""
         return [
             ("temporary files of dead writers", f"{len(self.temps_of_dead):,}"),
             ("old temporary files of unknown ones", f"{len(self.temps_foreign):,}"),
             ("entries of dead writers", f"{len(self.writers):,}"),
-            ("corrupt blocks", f"{len(self.corrupt):,}"),
-            ("unknown files", f"{len(self.unknown_files):,}"),
-            ("blocks in the former layout", f"{len(self.former):,}"),
             ("empty folders", f"{len(self.folders):,}"),
-            ("bytes on disk", f"{self.freed_bytes:,}"),
+            *super().rows,
         ]
 
 
-class Cleanup:
-    """Cleans up one namespace as one of its writers. Run by one thread at a time.
-
-    Attributes:
-        removed: Files removed so far.
-    """
+class NamespaceCleanup(Cleanup[RemovedFiles]):
+    """Cleans up one namespace as one of its writers."""
 
     def __init__(self, ops: FileOps, namespace: FoundNamespace, options: GcOptions) -> None:
-        self.removed = Removed(namespace.name, options.dry_run)
+        super().__init__(ops, RemovedFiles(namespace.name, options.dry_run))
         self._options = options
-        self._ops = ops
         self._namespace = namespace
         self._writers: WriterRegistry | None = None
         self._gone: set[str] = set()
         self._is_empty = False
-        self._findings: list[Finding] = []
-
-    def take_findings(self) -> list[Finding]:
-        """Return the findings since the last call."""
-        findings, self._findings = self._findings, []
-        return findings
 
     # -- blocking calls, in this order ------------------------------------------------------------
 
@@ -160,22 +129,20 @@ class Cleanup:
         removed = self.removed
         latest_s = self._now_s() - self._options.older_than_s
         temps = sort_temps(scan.temps, writers)
-        old_foreign = [temp for temp in temps.foreign if temp.modified_s <= latest_s]
-        self._remove_files(temps.dead, removed.temps_of_dead, "left by a dead writer")
-        self._remove_files(old_foreign, removed.temps_foreign, "old, of an unknown writer")
-        if self._options.unknown_files:
-            old = [file for file in scan.unknown_files if file.modified_s <= latest_s]
-            self._remove_files(old, removed.unknown_files, "no block")
-        is_own = self._ops.exists(f"{self._namespace.folder}/{FOLDER}")  # not only vLLM's
-        if self._options.former_layout and self._namespace.is_vllms and is_own:
-            if writers.living:
-                self.fail(f"{self._namespace.folder}: in use, and therefore not removed")
-            else:
-                self._remove_files(scan.blocks, removed.former, "in the former layout")
+        for temp in temps.dead:
+            reason = "left by a dead writer"
+            self._unlink(temp, removed.temps_of_dead, reason, f"{reason}: {temp.path}")
+        for temp in temps.foreign:
+            if temp.modified_s <= latest_s:
+                self._unlink(temp, removed.temps_foreign, "old, of an unknown writer")
+        for file in scan.unknown_files if self._options.unknown_files else ():
+            if file.modified_s <= latest_s:
+                self._unlink(file, removed.unknown_files, "no block")
         left = {writer_of(t.path) for t in temps.dead if t.path not in self._gone}
         self._remove_entries(sorted(writers.dead - left))
         self._remove_folders(scan)
         files = (*scan.blocks, *scan.temps, *scan.unknown_files)
+        is_own = self._ops.exists(f"{self._namespace.folder}/{FOLDER}")  # not only vLLM's
         self._is_empty = is_own and not (
             writers.living
             or scan.other_folders
@@ -183,10 +150,7 @@ class Cleanup:
             or any(file.path not in self._gone for file in files)
         )
         if self._is_empty and self._options.dry_run:
-            self._note(removed.folders, self._namespace.folder, "empty", 0)
-        if self._options.dry_run:
-            for path in removed.temps_of_dead:
-                self._findings.append(Problem(f"left by a dead writer: {path}", path))
+            self.note(removed.folders, Removal(self._namespace.folder, "empty"))
 
     def unregister(self) -> None:
         """Correct the shared count, and unregister."""
@@ -207,18 +171,13 @@ class Cleanup:
 
     def take_in(self, outcome: Outcome) -> None:
         """Record a block that was read, and removed if corrupt."""
-        bad, dry_run = outcome.bad, self._options.dry_run
-        if outcome.verdict is Verdict.CORRUPT and (bad.is_removed or dry_run):
-            self._note(self.removed.corrupt, bad.path, bad.reason, outcome.block.disk_bytes)
-            if dry_run:
-                self._findings.append(Problem(f"corrupt: {bad.path}", bad.path))
-        elif outcome.verdict in {Verdict.CORRUPT, Verdict.UNREADABLE} and not dry_run:
-            self.fail(str(bad), bad.path)
-
-    def fail(self, text: str, what: str = "") -> None:
-        """Record a failure."""
-        self.removed.failures.append(text)
-        self._findings.append(Problem(text, what))
+        bad, dry_run = outcome.bad, self.removed.dry_run
+        problem = problem_of(outcome.verdict, bad).text
+        if outcome.verdict is Verdict.CORRUPT and (outcome.is_removed or dry_run):
+            removal = Removal(bad.what, bad.reason, outcome.block.disk_bytes)
+            self.note(self.removed.corrupt, removal, problem)
+        elif outcome.verdict in {Verdict.CORRUPT, Verdict.UNREADABLE}:
+            self.fail(problem, bad.what)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -232,17 +191,21 @@ class Cleanup:
     def _entry(self, writer_id: str) -> str:
         return f"{self._namespace.folder}/{FOLDER}/{writer_id}"
 
-    def _remove_files(self, files: Iterable[FoundFile], removed: list[str], reason: str) -> None:
-        for file in files:
-            self._remove(file.path, file.disk_bytes, removed, reason, self._ops.unlink)
+    def note(self, removed: list[str], removal: Removal, problem: str = "") -> None:
+        super().note(removed, removal, problem)
+        self._gone.add(removal.what)
+
+    def _unlink(self, file: FoundFile, removed: list[str], reason: str, problem: str = "") -> None:
+        removal = Removal(file.path, reason, file.disk_bytes)
+        self.remove(removed, removal, partial(self._ops.unlink, file.path), problem)
 
     def _remove_entries(self, writer_ids: Iterable[str]) -> None:
         for writer_id in writer_ids:
             path = self._entry(writer_id)
             with contextlib.suppress(FileNotFoundError):
-                size_bytes = disk_bytes(self._ops.stat(path))
-                remove = partial(remove_entry, self._ops)
-                self._remove(path, size_bytes, self.removed.writers, "of a dead writer", remove)
+                removal = Removal(path, "of a dead writer", disk_bytes(self._ops.stat(path)))
+                call = partial(remove_entry, self._ops, path)
+                self.remove(self.removed.writers, removal, call)
 
     def _remove_folders(self, scan: Scan) -> None:
         """Remove empty folders in vLLM's layout, deepest first; writers create them again."""
@@ -253,12 +216,12 @@ class Cleanup:
         for path in (*(file.path for file in files), *scan.other_folders):
             if path not in self._gone:
                 _add_parents(occupied, path)
-        for folder in sorted(scan.folders, reverse=True):
-            if folder not in occupied:
-                with contextlib.suppress(FileNotFoundError):
-                    size_bytes = disk_bytes(self._ops.stat(folder))
-                    removed = self.removed.folders
-                    self._remove(folder, size_bytes, removed, "empty", self._ops.rmdir)
+        for folder in sorted(set(scan.folders) - occupied, reverse=True):
+            with contextlib.suppress(OSError):  # it is in use again
+                removal = Removal(folder, "empty", disk_bytes(self._ops.stat(folder)))
+                if not self.removed.dry_run:
+                    self._ops.rmdir(folder)
+                self.note(self.removed.folders, removal)
 
     def _remove_namespace(self) -> None:
         """Remove a namespace without blocks, unless a tier opens it meanwhile.
@@ -277,7 +240,7 @@ class Cleanup:
             ops.rmdir(folder)
         except OSError:  # it is in use again
             return
-        self._note(self.removed.folders, folder, "empty", 0)
+        self.note(self.removed.folders, Removal(folder, "empty"))
         config_path = self._namespace.config_path
         base = config_path.rpartition("/")[0]
         others = names_in(ops, base.rpartition("/")[0])
@@ -285,31 +248,6 @@ class Cleanup:
             with contextlib.suppress(OSError):  # it is of another version, or in use again
                 ops.unlink(config_path)
                 ops.rmdir(base)
-
-    def _remove(
-        self,
-        path: str,
-        size_bytes: int,
-        removed: list[str],
-        reason: str,
-        call: Callable[[str], None],
-    ) -> None:
-        if not self._options.dry_run:
-            try:
-                call(path)
-            except FileNotFoundError:
-                return
-            except OSError as error:
-                if call != self._ops.rmdir:  # a folder that is in use again is skipped
-                    self.fail(f"{path}: {error.strerror or error}", path)
-                return
-        self._note(removed, path, reason, size_bytes)
-
-    def _note(self, removed: list[str], path: str, reason: str, freed_bytes: int) -> None:
-        removed.append(path)
-        self._gone.add(path)
-        self.removed.freed_bytes += freed_bytes
-        self._findings.append(Removal(path, reason, freed_bytes))
 
     def _recount(self, writers: WriterRegistry) -> int:
         """Correct the shared count by a walk, as far as concurrent writers allow."""
@@ -335,8 +273,8 @@ def _add_parents(folders: set[str], path: str) -> None:
         parent = parent.rpartition("/")[0]
 
 
-class FsMaintenance(StoreMaintenance):
-    """Inspects and repairs a namespace; works while tiers are open on it."""
+class FsMaintenance(FolderMaintenance):
+    """Inspects and cleans a namespace; works while tiers are open on it."""
 
     tier_type: ClassVar[str] = "fs"
     report_key: ClassVar[str] = "namespaces"
@@ -344,21 +282,12 @@ class FsMaintenance(StoreMaintenance):
     has_generic_name: ClassVar[bool] = True
 
     def __init__(self, namespace: FoundNamespace, ops: FileOps) -> None:
-        """Use a namespace; `ops` has entered the directory that contains it."""
-        self.folder = namespace.folder
+        super().__init__(namespace.folder, ops)
         self._namespace = namespace
-        self._ops = ops
-        self._key: IntegrityKey | None = None
-
-    def use_integrity_key_file(self, path: str) -> None:
-        self._key = read_key_file(path)
 
     @classmethod
-    async def find(cls, directory: str) -> Sequence[Self]:
-        ops = FileOps()
-        io = MaintenanceIo(ops, MaintenanceControl())
-        namespaces = await io.run(find_namespaces, ops, directory)
-        return [cls(namespace, ops) for namespace in namespaces]
+    def _find(cls, ops: FileOps, directory: str) -> Sequence[Self]:
+        return [cls(namespace, ops) for namespace in find_namespaces(ops, directory)]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
@@ -374,15 +303,14 @@ class FsMaintenance(StoreMaintenance):
         found, scan = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
-        verified = FileVerification(max_listed=control.max_listed)
+        verified = Verification(max_listed=control.max_listed)
         blocks = scan.blocks
         if refusal := await self._refusal(io, for_writing=False):
             yield Problem(refusal)
             blocks = []
         async with aclosing(verify_blocks(io, self._namespace, blocks, self._key)) as outcomes:
             async for outcome in outcomes:
-                problem = verified.take_in(outcome)
-                if problem is not None:
+                if problem := verified.count(outcome.verdict, outcome.bad):
                     yield problem
         figures = asdict(found) | {"verification": asdict(verified)}
         yield Summary("Blocks", verified.rows, figures)
@@ -394,10 +322,10 @@ class FsMaintenance(StoreMaintenance):
         bytes is correct.
         """
         io = MaintenanceIo(self._ops, control)
-        cleanup = Cleanup(self._ops, self._namespace, options)
+        cleanup = NamespaceCleanup(self._ops, self._namespace, options)
         if refusal := await self._refusal(io, for_writing=True):
             yield Problem(refusal)
-            yield Summary(cleanup.removed.title, cleanup.removed.rows, asdict(cleanup.removed))
+            yield cleanup.removed.summary
             return
         try:
             await io.run(cleanup.register)
@@ -408,13 +336,7 @@ class FsMaintenance(StoreMaintenance):
             await io.run(cleanup.unregister)
         for finding in cleanup.take_findings():
             yield finding
-        removed = cleanup.removed
-        yield Summary(removed.title, removed.rows, asdict(removed))
-
-    def repair(self, options: RepairOptions, control: MaintenanceControl) -> Findings:
-        """Remove corrupt blocks like `gc`; there is no index to rebuild."""
-        del options  # all options concern a lost manifest
-        return self.gc(GcOptions(corrupt=True), control)
+        yield cleanup.removed.summary
 
     async def _refusal(self, io: MaintenanceIo, *, for_writing: bool) -> str | None:
         """Return the reason why this release must not access the namespace, or None."""
@@ -425,7 +347,9 @@ class FsMaintenance(StoreMaintenance):
             return f"it is of a newer release: {error}"
         return None
 
-    async def _clean_up(self, io: MaintenanceIo, cleanup: Cleanup, options: GcOptions) -> Findings:
+    async def _clean_up(
+        self, io: MaintenanceIo, cleanup: NamespaceCleanup, options: GcOptions
+    ) -> Findings:
         scan = await scan_namespace(io, self._namespace)
         for reason in scan.unreadable:
             cleanup.fail(reason)

@@ -1,51 +1,188 @@
-"""Inspects a slab store and verifies its blocks against their digests.
+"""Finds, reads and inspects slab stores, and verifies their blocks against their digests.
 
-Safe while a tier is open: a block's removal is journalled before its slot is overwritten. So a
-failed verification counts only if the journal, read again, still has the block.
+Safe while a tier is open: the journal is read before the segments are listed, so that missing
+segments were removed in between; and a block's removal is journalled before its slot is
+overwritten. So a failed verification counts only if the journal, read again, still has the block.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import stat as stat_module
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
-from kvoffload_async.tiers.files.maintenance import (
-    FIGURE_OF,
-    MaintenanceIo,
-    Verdict,
-    Verification,
-    problem_of,
+from kvoffload_async.tiers.files.features import NewerFormatError
+from kvoffload_async.tiers.files.identity import boot_id
+from kvoffload_async.tiers.files.locks import holder_of
+from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
+from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, read_all
+from kvoffload_async.tiers.slab.layout import (
+    BAD_JOURNAL,
+    JOURNAL,
+    LOCK,
+    MANIFEST,
+    segment_name,
+    segment_number,
 )
-from kvoffload_async.tiers.files.ops import FileOps, read_all
-from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, segment_name
-from kvoffload_async.tiers.slab.maintenance.stores import (
-    Contents,
-    SlabStore,
-    key_problem,
-    read_contents,
-    user_of,
-)
-from kvoffload_async.tiers.slab.manifest import Manifest
+from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.places import SlotAddress, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
     NEEDS_VERIFY,
     RECORD_BYTES,
+    RecordRows,
     Records,
+    Scan,
     keys_of,
     places_of,
+    scan,
+)
+from kvoffload_async.tiers.slab.recovery import (
+    Folder,
+    by_use,
+    list_folder,
+    live_in,
+    note_uses,
+    read_if_there,
+    read_manifest,
+    read_session,
+    refuse_strange_segments,
 )
 from kvoffload_async.types import OffloadKey
+
+
+def find_slab_stores(ops: FileOps, directory: str) -> list[str]:
+    """Return the folders of the stores at or directly inside an absolute directory, sorted.
+
+    Raises:
+        OSError: The directory cannot be read.
+
+    Thread: any; blocks.
+    """
+    folders = folders_in(ops, directory)
+    return [path for path in (directory, *folders) if _is_store(ops, path)]
+
+
+def _is_store(ops: FileOps, folder: str) -> bool:
+    try:
+        entries = ops.entries(folder)
+    except (PermissionError, FileNotFoundError, NotADirectoryError):
+        return False
+    names = {
+        path.rpartition("/")[2] for path, status in entries if stat_module.S_ISREG(status.st_mode)
+    }
+    return not names.isdisjoint({MANIFEST, JOURNAL}) or any(
+        segment_number(name) is not None for name in names
+    )
+
+
+def user_of(ops: FileOps, folder: str) -> str | None:
+    """Return the pid of the process that has a store open, "unknown" if not recorded, or None."""
+    try:
+        return holder_of(ops, f"{folder}/{LOCK}")  # its own lock is released at once
+    except (FileNotFoundError, NotRegularFileError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Contents of a store's files.
+
+    Attributes:
+        manifest: The manifest; None if unreadable.
+        manifest_problem: Why the manifest is unreadable, and the remedy.
+        found: The files.
+        scanned: The valid part of the journal.
+        journal_bytes: Length of the journal.
+        is_trusted: Whether the journal is believed to match the slots' contents.
+        live: Records of existing blocks, oldest first; those recorded before damage, or in an
+            untrusted journal, are marked for verification.
+    """
+
+    manifest: Manifest | None
+    manifest_problem: str | None
+    found: Folder
+    scanned: Scan
+    journal_bytes: int
+    is_trusted: bool
+    live: Records
+
+
+def read_known_manifest(
+    ops: FileOps, folder: str, *, for_writing: bool
+) -> tuple[Manifest | None, str | None]:
+    """Return the manifest; or None, and why this release cannot use the store.
+
+    Raises:
+        OSError: The manifest cannot be read.
+
+    Thread: any; blocks.
+    """
+    try:
+        if manifest := read_manifest(ops, folder, for_writing=for_writing):
+            return manifest, None
+        problem = "the manifest is missing"
+    except NewerFormatError as error:
+        return None, f"the store is of a newer release: {error}"
+    except UnreadableManifestError as error:
+        problem = f"the manifest is unreadable: {error}"
+    except NotRegularFileError:
+        problem = "the manifest is not a regular file"
+    return None, f"{problem}; no tier can open the store: remove the folder {folder}"
+
+
+def read_contents(ops: FileOps, folder: str) -> Contents:
+    """Read a store without changing it.
+
+    Raises:
+        OSError: A file cannot be read.
+
+    Thread: any; blocks.
+    """
+    manifest, problem = read_known_manifest(ops, folder, for_writing=False)
+    journal = read_if_there(ops, f"{folder}/{JOURNAL}")
+    scanned = scan(journal if manifest else bytearray(), manifest.journal_seed if manifest else 0)
+    found = list_folder(ops, folder)
+    live, is_trusted = scanned.units[:0], True
+    if manifest is not None:
+        refuse_strange_segments(ops, folder, found, manifest)
+        session = read_session(ops, folder, manifest.journal_seed)
+        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
+        rows = live_in(found, scanned, manifest)
+        note_uses(scanned, rows, session)
+        rows = by_use(scanned, rows)
+        live = scanned.units[rows]
+        live["flags"][(rows < scanned.damage_at) | (not is_trusted)] |= NEEDS_VERIFY
+        live = _last_of_each_key(live, rows)
+    return Contents(manifest, problem, found, scanned, len(journal), is_trusted, live)
+
+
+def _last_of_each_key(live: Records, rows: RecordRows) -> Records:
+    """Drop records of keys that are recorded again later; duplicates exist only after damage."""
+    in_order = np.argsort(rows)
+    last = dict(zip(keys_of(live[in_order]), in_order.tolist(), strict=True))
+    return live[np.array(sorted(last.values()), dtype=np.int64)]
+
+
+def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
+    """Return why checksums cannot be verified with this key, or None if they can be."""
+    key_id = contents.manifest.key_id if contents.manifest is not None else None
+    if contents.manifest is None or key_id == (None if key is None else key.id.hex()):
+        return None
+    if key is None:
+        return "its checksums are made with an integrity key; give --integrity-key-file"
+    if key_id is None:
+        return "its checksums are made without an integrity key, but one is given"
+    return f"it has another integrity key, with the id {key_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,24 +245,18 @@ class SlabInspection:
         ]
 
 
-async def inspect_slab(io: MaintenanceIo, store: SlabStore) -> tuple[SlabInspection, Contents]:
+async def inspect_slab(io: MaintenanceIo, folder: str) -> tuple[SlabInspection, Contents]:
     """Inspect a store; changes nothing.
 
     Raises:
         OSError: A file cannot be read.
     """
-    user = await io.run(user_of, io.ops, store)
-    contents = await io.run(read_contents, io.ops, store)
-    return inspection_of(store, contents, user), contents
-
-
-def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> SlabInspection:
-    """Compute a store's figures from its contents and the pid of its user."""
+    user = await io.run(user_of, io.ops, folder)
+    contents = await io.run(read_contents, io.ops, folder)
     manifest, scanned, flags = contents.manifest, contents.scanned, contents.live["flags"]
-    is_known = manifest is not None
-    slots = sum(contents.slots.values())
-    return SlabInspection(
-        name=store.name,
+    slots = sum(map(manifest.slots_in, contents.found.segments.values())) if manifest else 0
+    inspection = SlabInspection(
+        name=folder.rpartition("/")[2],
         model=str(manifest.fields.get("model_name")) if manifest else None,
         rank=manifest.rank if manifest else None,
         block_bytes=manifest.block_bytes if manifest else None,
@@ -139,19 +270,18 @@ def inspection_of(store: SlabStore, contents: Contents, user: str | None) -> Sla
         disk_bytes=contents.found.allocated_bytes,
         journal_bytes=contents.journal_bytes,
         damaged_bytes=scanned.lost_bytes,
-        torn_bytes=contents.journal_bytes - scanned.end_bytes if is_known else 0,
+        torn_bytes=contents.journal_bytes - scanned.end_bytes if manifest else 0,
         temps=tuple(contents.found.temps),
         unknown_files=tuple(contents.found.unknown_files),
         problems=tuple(_problems(contents, user)),
     )
+    return inspection, contents
 
 
 def _problems(contents: Contents, user: str | None) -> list[str]:
+    if contents.manifest_problem:  # the rest cannot be interpreted
+        return [contents.manifest_problem]
     problems = []
-    if contents.is_newer:  # this release cannot interpret the rest
-        return [str(contents.manifest_problem)]
-    if contents.manifest_problem:
-        problems.append(f"{contents.manifest_problem}; no tier can open the store; run repair")
     if contents.found.segments and not contents.found.has_journal:
         problems.append("the journal is missing: the blocks cannot be identified")
     if contents.scanned.lost_bytes:
@@ -178,125 +308,74 @@ BATCH_BYTES: Final = 4 << 20
 _LOOKS: Final = 3
 """Number of verification attempts for a block of an open store."""
 
-Rows = npt.NDArray[np.int64]
-Judgement = tuple[Verdict, str]
+_BAD_AT_ONCE: Final = 1000
+"""Number of bad blocks reported before the loop may run other tasks."""
+
+_UNNAMED: Final = BadBlock("", "")
+
+VerdictAndReason = tuple[Verdict, str]
 """A verdict and, for a bad block, the reason."""
 
-DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
+_DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
 """Verdicts that a concurrent replacement of the block can also cause."""
 
 
 @dataclass(frozen=True, slots=True)
-class BadSlot:
-    """A block that failed verification; the key in hex digits."""
+class Outcome:
+    """Verdict on the block in one row of `Contents.live`; `bad` has the name only of a bad one."""
 
-    key: str
-    segment: int
-    slot: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.reason}"
-
-    @property
-    def what(self) -> str:
-        """Key and place of the block."""
-        return f"{self.key} (segment {self.segment}, slot {self.slot})"
-
-
-@dataclass(slots=True, kw_only=True)
-class SlabVerification(Verification[BadSlot]):
-    """Result of a verification; `changed` blocks were removed or replaced meanwhile."""
-
-    changed: int = 0
-
-
-class Judged:
-    """Verification results of all records, in a few bytes each.
-
-    Not thread-safe.
-    """
-
-    def __init__(self, checker: SlotChecker | None, count: int) -> None:
-        """Start without results; without a checker there never are any."""
-        self._checker = checker
-        self._verdicts = np.zeros(count, dtype=np.uint8)  # value of a `Verdict`, 0: none yet
-        self._reasons: dict[int, str] = {}
-
-    def take_in(self, judgements: Mapping[int, Judgement]) -> None:
-        """Store results by row, replacing earlier ones."""
-        for row, (verdict, reason) in judgements.items():
-            self._verdicts[row] = verdict.value
-            if reason:
-                self._reasons[row] = reason
-
-    def are(self, *verdicts: Verdict) -> npt.NDArray[np.bool_]:
-        """Return for each row whether its verdict is one of these."""
-        return np.isin(self._verdicts, [verdict.value for verdict in verdicts])
-
-    def bad(self, *verdicts: Verdict) -> Iterator[tuple[Verdict, BadSlot]]:
-        """Yield the blocks with these verdicts, in record order."""
-        if self._checker is not None:
-            for row in np.flatnonzero(self.are(*verdicts)).tolist():
-                bad = self._checker.named(row, self._reasons.get(row, ""))
-                yield Verdict(self._verdicts[row]), bad
-
-    @property
-    def is_good(self) -> npt.NDArray[np.bool_]:
-        """Which blocks may be kept."""
-        return self.are(Verdict.VERIFIED, Verdict.WITHOUT_DIGEST)
-
-    @property
-    def problems(self) -> Iterator[Problem]:
-        """The bad blocks as problems, in record order."""
-        for verdict, bad in self.bad(*DOUBTFUL):
-            yield problem_of(verdict, bad)
-
-    def verification(self, max_listed: int | None) -> SlabVerification:
-        """Return the figures, with at most `max_listed` blocks listed per kind."""
-        counts = {verdict: int(self.are(verdict).sum()) for verdict in Verdict}
-        read = (Verdict.VERIFIED, Verdict.WITHOUT_DIGEST, Verdict.CORRUPT)
-        return SlabVerification(
-            max_listed=max_listed,
-            checked=sum(counts[verdict] for verdict in read),
-            corrupt=[bad for _, bad in islice(self.bad(Verdict.CORRUPT), max_listed)],
-            unreadable=[bad for _, bad in islice(self.bad(Verdict.UNREADABLE), max_listed)],
-            changed=counts[Verdict.GONE],
-            **{name: counts[verdict] for verdict, name in FIGURE_OF.items()},
-        )
+    row: int
+    verdict: Verdict
+    bad: BadBlock = _UNNAMED
 
 
 async def verify_slab(
-    io: MaintenanceIo, store: SlabStore, contents: Contents, key: IntegrityKey | None
-) -> Judged:
-    """Read and verify every block; incomplete if stopped.
+    io: MaintenanceIo, folder: str, contents: Contents, key: IntegrityKey | None
+) -> AsyncGenerator[Outcome, None]:
+    """Read and verify every block; yield the outcomes. Incomplete if stopped.
 
-    Reads nothing if `key_problem` reports a problem, because checksums cannot be compared.
+    Bad blocks come last, because those replaced by a tier meanwhile do not count. `key_problem`
+    must be None, so that checksums can be compared.
 
     Raises:
         OSError: The journal cannot be read again.
     """
-    live = contents.live
     if contents.manifest is None:
-        return Judged(None, len(live))
-    if key_problem(contents, key):
-        judged = Judged(None, len(live))
-        judged.take_in(dict.fromkeys(range(len(live)), (Verdict.OTHER_KEY, "")))
-        return judged
-    checker = await io.run(SlotChecker, io.ops, store, contents.manifest, live, key)
-    judged = Judged(checker, len(live))
-    io.control.expect(len(live))
-    await _check(io, checker, judged, np.argsort(live["place"], kind="stable"))
-    for _ in range(_LOOKS - 1):
-        doubtful = np.flatnonzero(judged.are(*DOUBTFUL))
-        if not len(doubtful) or io.control.should_stop():
+        return
+    live = contents.live
+    checker = await io.run(SlotChecker, io.ops, folder, contents.manifest, live, key)
+    rows: RecordRows = np.argsort(live["place"], kind="stable")
+    doubtful: dict[int, VerdictAndReason] = {}
+    for _ in range(_LOOKS):
+        io.control.expect(len(rows))
+        async with aclosing(io.share_out(checker.batches(rows), checker.check)) as checked:
+            async for batch, results in checked:
+                io.control.advance(len(batch))
+                for row, (verdict, reason) in results.items():
+                    if verdict in _DOUBTFUL:
+                        doubtful[row] = verdict, reason
+                    else:
+                        doubtful.pop(row, None)
+                        yield Outcome(row, verdict)
+        if not doubtful or io.control.should_stop():
             break
-        now = await io.run(read_contents, io.ops, store, contents.manifest)
-        is_here = await io.run(_are_in, live[doubtful], now.live)
-        judged.take_in(dict.fromkeys(doubtful[~is_here].tolist(), (Verdict.GONE, "")))
-        io.control.expect(int(is_here.sum()))
-        await _check(io, checker, judged, doubtful[is_here])
-    return judged
+        rows = np.array(sorted(doubtful), dtype=np.int64)
+        now = await io.run(read_contents, io.ops, folder)
+        is_here = await io.run(_are_in, live[rows], now.live)
+        for row in rows[~is_here].tolist():
+            del doubtful[row]
+            yield Outcome(row, Verdict.GONE)
+        rows = rows[is_here]
+    for number, (row, (verdict, reason)) in enumerate(sorted(doubtful.items())):
+        if number % _BAD_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        yield Outcome(row, verdict, BadBlock(_name_of(live[row : row + 1]), reason))
+
+
+def _name_of(record: Records) -> str:
+    """Return a block's key in hex digits, and its place."""
+    (key,), (place,) = keys_of(record), places_of(record)
+    return f"{key.hex()} (segment {segment_of(place)}, slot {slot_of(place)})"
 
 
 class SlotChecker:
@@ -305,13 +384,13 @@ class SlotChecker:
     def __init__(
         self,
         ops: FileOps,
-        store: SlabStore,
+        folder: str,
         manifest: Manifest,
         live: Records,
         key: IntegrityKey | None,
     ) -> None:
         self._ops = ops
-        self._folder = store.folder
+        self._folder = folder
         self._manifest = manifest
         self._digester = create_digester(manifest.layout, key)
         self._keys: Sequence[OffloadKey] = keys_of(live)
@@ -319,12 +398,7 @@ class SlotChecker:
         self._flags: Sequence[int] = live["flags"].tolist()
         self._digests = live["digest"]
 
-    def named(self, row: int, reason: str) -> BadSlot:
-        """Return a block's key and place with a reason."""
-        place = self._places[row]
-        return BadSlot(self._keys[row].hex(), segment_of(place), slot_of(place), reason)
-
-    def batches(self, rows: Rows) -> Iterator[list[int]]:
+    def batches(self, rows: RecordRows) -> Iterator[list[int]]:
         """Yield batches of rows, each of one segment and of limited size."""
         size = max(1, BATCH_BYTES // self._manifest.block_bytes)
         batch: list[int] = []
@@ -337,7 +411,7 @@ class SlotChecker:
         if batch:
             yield batch
 
-    def check(self, batch: Sequence[int]) -> dict[int, Judgement]:
+    def check(self, batch: Sequence[int]) -> dict[int, VerdictAndReason]:
         """Verify blocks of one segment, each on its own."""
         path = f"{self._folder}/{segment_name(segment_of(self._places[batch[0]]))}"
         try:
@@ -346,11 +420,11 @@ class SlotChecker:
             return dict.fromkeys(batch, _unreadable(error))
         try:
             buffer = memoryview(bytearray(self._manifest.block_bytes))
-            return {row: self._judge(fd, row, buffer) for row in batch}
+            return {row: self._check_slot(fd, row, buffer) for row in batch}
         finally:
             self._ops.close(fd)
 
-    def _judge(self, fd: int, row: int, buffer: memoryview) -> Judgement:
+    def _check_slot(self, fd: int, row: int, buffer: memoryview) -> VerdictAndReason:
         offset = self._manifest.offset_of(slot_of(self._places[row]))
         try:
             num_bytes = read_all(self._ops, fd, buffer, offset)
@@ -360,7 +434,7 @@ class SlotChecker:
             return Verdict.CORRUPT, f"ends after {num_bytes} bytes"
         return self._compare(row, buffer)
 
-    def _compare(self, row: int, data: memoryview) -> Judgement:
+    def _compare(self, row: int, data: memoryview) -> VerdictAndReason:
         flags, is_keyed = self._flags[row], self._digester.is_keyed
         if not flags & HAS_DIGEST:
             if flags & NEEDS_VERIFY:
@@ -374,31 +448,18 @@ class SlotChecker:
         return Verdict.VERIFIED, ""
 
 
-async def _check(io: MaintenanceIo, checker: SlotChecker, judged: Judged, rows: Rows) -> None:
-    async with aclosing(io.share_out(checker.batches(rows), checker.check)) as checked:
-        async for batch, judgements in checked:
-            judged.take_in(judgements)
-            io.control.advance(len(batch))
-
-
 def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
     """Return for each record whether `live` has the same block at the same place."""
-    if not len(live):
-        return np.zeros(len(records), dtype=np.bool_)
-    by_place = np.argsort(live["place"], kind="stable")
-    at = np.searchsorted(live["place"], records["place"], sorter=by_place)
-    there = live[by_place[np.minimum(at, len(live) - 1)]]
-    is_same: npt.NDArray[np.bool_] = (_identities(records) == _identities(there)).all(axis=1)
-    return is_same
+    return np.isin(_identities(records), _identities(live))
 
 
-def _identities(records: Records) -> npt.NDArray[np.uint8]:
+def _identities(records: Records) -> npt.NDArray[np.void]:
     """Return the bytes of records that identify block and place."""
     same = records.copy()
     same["flags"] = 0
     same["use"] = 0
-    return same.view(np.uint8).reshape(-1, RECORD_BYTES)
+    return same.view(f"V{RECORD_BYTES}")
 
 
-def _unreadable(error: OSError) -> Judgement:
+def _unreadable(error: OSError) -> VerdictAndReason:
     return Verdict.UNREADABLE, error.strerror or str(error)

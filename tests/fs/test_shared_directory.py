@@ -1,6 +1,4 @@
-"""vLLM's layout, which is also that of former releases: shared, and otherwise a miss."""
-
-import re
+"""vLLM's layout: in a directory shared with its tier, and otherwise a miss."""
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
@@ -53,27 +51,11 @@ def test_victims_in_a_shared_directory_are_never_overwritten(shared):
         assert not [c for c in ops.calls if c.name == "truncate" and is_temp(c)]
 
 
-def test_blocks_of_the_former_layout_are_a_miss_and_warned_of_once_with_their_size(
-    place, shared, caplog
-):
-    with shared.open(capacity_bytes=ROOM_FOR_8) as harness:
+def test_blocks_in_vllms_layout_are_a_miss_for_a_tier_that_does_not_share_it(place, shared):
+    with shared.open() as harness:
         assert harness.store(K[:8]) == {}
-    former_bytes = shared.counted_bytes()
-    assert not caplog.messages
     with place.open(capacity_bytes=ROOM_FOR_8) as harness:
-        (line,) = caplog.messages
-        assert str(shared.folder) in line
-        (told_bytes,) = re.findall(r"at least (\d+) bytes in the layout of former releases", line)
-        assert former_bytes <= int(told_bytes) <= former_bytes + 30 * 4096  # with the folders
-        assert "store gc --former-layout" in line
         assert isinstance(harness.load(K[:1])[0], BlockMissingError)
         assert harness.store(K[:8]) == {}
         check(place, harness, ROOM_FOR_8)
     assert shared.blocks() == set(K[:8])
-
-
-def test_a_directory_of_vllms_own_tier_is_not_warned_of(place, shared, caplog):
-    shared.put(K[0])
-    with place.open() as harness:
-        assert isinstance(harness.load(K[:1])[0], BlockMissingError)
-    assert not caplog.messages

@@ -1,4 +1,4 @@
-"""`kvoffload store repair`: damage is named by the others, and only what verifies is kept."""
+"""Damage of a slab store: named by the command, and only what verifies is served and kept."""
 
 import itertools
 import os
@@ -11,8 +11,7 @@ from slab.stores import flip
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, segment_name
-from kvoffload_async.tiers.slab.maintenance.stores import read_contents
+from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, JOURNAL, NEXT_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.manifest import HEADER_BYTES
 from kvoffload_async.tiers.slab.places import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
@@ -27,7 +26,7 @@ from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
 _numbers = itertools.count()
 
 
-def test_a_flipped_bit_is_named_by_verify_and_dropped_by_repair(slab):
+def test_a_flipped_bit_is_named_by_verify_and_dropped_by_gc(slab):
     slab.flip(3)
     path, offset = slab.place(3)
     slot = (offset - slab.offset_of(0)) // BLOCK
@@ -37,21 +36,18 @@ def test_a_flipped_bit_is_named_by_verify_and_dropped_by_repair(slab):
     assert slab.complaints("verify") == [complaint]
     found = slab.run("verify", exit_code=1)["verification"]
     assert (found["checked"], found["verified"], len(found["corrupt"])) == (12, 11, 1)
-    changed = slab.run("repair")
-    assert changed["journal_rebuilt"]
-    assert not changed["manifest_rebuilt"]
+    changed = slab.run("gc", "--corrupt")
     assert changed["blocks"] == 11
-    assert [bad["key"] for bad in changed["dropped"]] == [key_of(3).hex()]
+    assert [f"corrupt: {name}: wrong checksum" for name in changed["corrupt"]] == [complaint]
     assert slab.run("verify")["verification"]["verified"] == 11
     assert slab.served() == [i for i in range(12) if i != 3]
 
 
-def test_repair_of_a_sound_store_changes_nothing(slab):
+def test_gc_of_a_sound_store_changes_nothing(slab):
     before = slab.files()
-    changed = slab.run("repair")
+    changed = slab.run("gc", "--corrupt")
     assert slab.files() == before
     assert changed["blocks"] == 12
-    assert not changed["journal_rebuilt"]
 
 
 def test_a_damaged_journal_costs_its_frame_and_no_other_block(slab):
@@ -69,14 +65,11 @@ def test_a_damaged_journal_costs_its_frame_and_no_other_block(slab):
     tier.shutdown()
     other.close()
     assert slab.complaints("inspect") == [f"{kept} bytes of the journal are damaged"]
-    changed = slab.run("repair")
-    assert changed["journal_rebuilt"]
-    assert changed["blocks"] == 6
-    assert slab.run("inspect")["damaged_bytes"] == 0
     assert slab.served() == list(second_half)
+    assert slab.run("inspect")["damaged_bytes"] == 0
 
 
-def test_blocks_before_damage_are_suspect_until_repair_has_verified_them(slab):
+def test_blocks_before_damage_are_suspect_and_served_once_verified(slab):
     tier = slab.open()
     slab.rows[:] = slab.truth
     extra = tuple(key_of(100 + i) for i in range(4))
@@ -89,17 +82,15 @@ def test_blocks_before_damage_are_suspect_until_repair_has_verified_them(slab):
     slab.journal.write_bytes(journal)
     flip(slab.journal, len(journal) - 3 * RECORD_BYTES)  # the last frame but one
     assert slab.run("inspect", exit_code=1)["suspect"] == 14
-    changed = slab.run("repair")
-    assert changed["blocks"] == 15
-    found = slab.run("inspect")
-    assert (found["blocks"], found["suspect"]) == (15, 0)
+    assert slab.run("verify", exit_code=1)["verification"]["verified"] == 15
     assert slab.served() == list(range(12))
+    assert slab.run("inspect")["blocks"] == 15
 
 
 def test_of_two_records_of_a_key_the_later_one_counts(slab):
     """As it is when the removal of the first was damaged."""
     path, offset = slab.place(3)
-    contents = read_contents(FileOps(), slab.store)
+    contents = slab.contents()
     free = max(places_of(contents.live)) + 1
     with (slab.folder / segment_name(segment_of(free))).open("r+b") as file:
         file.seek(slab.offset_of(slot_of(free)))
@@ -110,58 +101,52 @@ def test_of_two_records_of_a_key_the_later_one_counts(slab):
     with slab.journal.open("ab") as file:
         file.write(frame(contents.scanned.sequence + 1, puts, seed))
     slab.flip(2)
-    assert slab.run("repair")["blocks"] == 11
+    assert slab.run("gc", "--corrupt")["blocks"] == 11
     assert slab.place(3)[1] == slab.offset_of(slot_of(free))
     assert slab.served() == [i for i in range(12) if i != 2]
 
 
-def test_a_torn_tail_is_no_problem_and_is_cut_by_repair(slab):
+def test_a_torn_tail_is_no_problem_and_is_cut_at_the_next_opening(slab):
     with slab.journal.open("ab") as file:
         file.write(b"KVSLABF1" + bytes(60))
     assert slab.run("inspect")["torn_bytes"] == 68
-    assert slab.run("repair")["journal_rebuilt"]
-    assert slab.run("inspect")["torn_bytes"] == 0
     assert slab.served() == list(range(12))
+    assert slab.run("inspect")["torn_bytes"] == 0
 
 
-def test_without_a_journal_nothing_can_be_kept_and_repair_says_so(slab):
+def test_without_a_journal_nothing_can_be_served_and_inspect_says_so(slab):
     slab.journal.unlink()
     assert slab.complaints("inspect") == ["the journal is missing: the blocks cannot be identified"]
-    changed = slab.run("repair")
-    assert changed["blocks"] == 0
-    assert changed["journal_rebuilt"]
     assert slab.served() == []
+    assert slab.run("inspect")["problems"] == []
 
 
 def test_a_shortened_segment_loses_only_what_was_behind_its_end(slab):
     path, _ = slab.place(0)
     os.truncate(path, slab.offset_of(3) + 1)
-    slab.run("repair")
     found = slab.run("verify")
     assert found["verification"]["verified"] == found["blocks"] == 7
     assert len(slab.served()) == 7
 
 
-def test_a_segment_that_cannot_be_read_is_said_and_its_blocks_are_dropped(slab, monkeypatch):
-    monkeypatch.setattr(
-        "kvoffload_async.tiers.slab.maintenance.store.FileOps", deaf_to(segment_name(0))
-    )
+def test_a_segment_that_cannot_be_read_is_said_and_its_blocks_are_kept(slab, monkeypatch):
+    monkeypatch.setattr("kvoffload_async.tiers.files.maintenance.FileOps", deaf_to(segment_name(0)))
     assert all("unreadable: " in line for line in slab.complaints("verify"))
     assert len(slab.complaints("gc", "--corrupt")) == 8
-    assert slab.run("repair")["blocks"] == 4
     monkeypatch.undo()
-    assert len(slab.served()) == 4
+    assert slab.served() == list(range(12))
 
 
-def test_a_repair_that_cannot_write_leaves_what_it_found(slab, monkeypatch):
+def test_a_gc_that_cannot_write_leaves_what_it_found(slab, monkeypatch):
     class Full(FileOps):
         def fdatasync(self, fd):
             raise OSError(28, "No space left on device")
 
     slab.flip(3)
     before = slab.files()
-    monkeypatch.setattr("kvoffload_async.tiers.slab.maintenance.store.FileOps", Full)
-    assert slab.complaints("repair") == ["cannot be written: No space left on device"]
+    monkeypatch.setattr("kvoffload_async.tiers.files.maintenance.FileOps", Full)
+    (complaint,) = slab.complaints("gc", "--corrupt")
+    assert complaint == "the journal cannot be written: No space left on device"
     assert {k: v for k, v in slab.files().items() if k != "journal.tmp"} == before
     monkeypatch.undo()
     assert slab.served() == [i for i in range(12) if i != 3]
@@ -172,7 +157,7 @@ def test_a_repair_that_cannot_write_leaves_what_it_found(slab, monkeypatch):
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a directory an example
 )
 @given(data=st.data())
-def test_repair_keeps_exactly_what_verifies_whatever_is_damaged(command, data):
+def test_gc_keeps_exactly_what_verifies_whatever_is_damaged(command, data):
     slab = Slab(command, f"root{next(_numbers)}")
     slab.store_blocks()
     names = [JOURNAL, segment_name(0), segment_name(1)]
@@ -180,15 +165,17 @@ def test_repair_keeps_exactly_what_verifies_whatever_is_damaged(command, data):
         path = slab.folder / data.draw(st.sampled_from(names))
         start = 0 if path.name == JOURNAL else HEADER_BYTES
         flip(path, data.draw(st.integers(start, path.stat().st_size - 1)))
-    contents = read_contents(FileOps(), slab.store)
+    contents = slab.contents()
     sound = {
         key
         for key, place in zip(keys_of(contents.live), places_of(contents.live), strict=True)
         if _is_sound(slab, key, place)
     }
-    assert slab.run("repair")["blocks"] == len(sound)
+    assert slab.run("gc", "--corrupt")["blocks"] == len(sound)
     assert {key_of(number) for number in slab.served()} == sound
-    assert slab.run("verify")["problems"] == []
+    found = slab.run("verify", exit_code=None)
+    assert found["verification"]["verified"] == len(sound)
+    assert all(problem.startswith(BAD_JOURNAL) for problem in found["problems"])
     slab.close()
 
 
