@@ -20,7 +20,7 @@ from itertools import permutations
 import pytest
 
 from kvoffload_async.bench.baseline import Payload
-from kvoffload_async.bench.contender import OwnTier, load_peer
+from kvoffload_async.bench.contender import OwnTier
 from kvoffload_async.types import as_block_ids, make_offload_key
 
 BLOCKS = 16

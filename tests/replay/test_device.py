@@ -5,7 +5,7 @@ import pytest
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.replay.device import FramePool
-from kvoffload_async.testing.cuda import SimulatedCuda
+from simulated_cuda.device import SimulatedCuda
 from kvoffload_async.transport.paged import PagedMemory
 
 

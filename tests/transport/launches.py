@@ -19,7 +19,7 @@ from transport.worlds import (
 )
 
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing.cuda import CudaError, Progress, Schedule, SimulatedCuda
+from simulated_cuda.device import CudaError, Progress, Schedule, SimulatedCuda
 from kvoffload_async.transport.cuda import CudaTransport
 
 BLOCKS, SLOTS = (1, 2, 5, 7), (3, 4, 6, 9)

@@ -19,12 +19,12 @@ from transport.worlds import (
     Shape,
     Wanted,
     copies_of,
+    device_schedules,
     simulated,
     wants,
 )
 
-from kvoffload_async.testing.cuda import SimulatedCuda
-from kvoffload_async.testing.strategies import device_schedules
+from simulated_cuda.device import SimulatedCuda
 from kvoffload_async.transport.cuda import CudaTransport
 
 GEOMETRIES = [

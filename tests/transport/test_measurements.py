@@ -3,7 +3,7 @@
 from gpu.measurements import Load, report
 from transport.launches import check_durations, check_staging_bytes
 
-from kvoffload_async.testing.cuda import SimulatedCuda
+from simulated_cuda.device import SimulatedCuda
 
 
 def test_all_measurements_run():

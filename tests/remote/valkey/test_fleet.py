@@ -4,7 +4,7 @@ import pytest
 from servers.process import at_length
 
 from kvoffload_async import OffloadConfig
-from kvoffload_async.replay.fleet.run import FleetOptions, run_fleet
+from laboratory.fleet.run import FleetOptions, run_fleet
 
 REQUESTS = [[1, 2, 3], [1, 2, 4], [7, 8], [1, 2, 3, 5], [7, 8, 9], [1, 2, 4, 6], [7, 8, 9, 3]]
 
