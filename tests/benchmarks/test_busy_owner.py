@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from itertools import permutations
 
 import pytest
+from laboratory.peers import load_peer
 
 from kvoffload_async.bench.baseline import Payload
 from kvoffload_async.bench.contender import OwnTier

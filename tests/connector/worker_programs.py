@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from connector.workers import job, meta
 from hypothesis import strategies as st
+from simulated_cuda.device import SimulatedCuda
 from transport.worlds import DEADLINE_S, FLAT, LOAD, STORE, Device, device_schedules, simulated
 
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from simulated_cuda.device import SimulatedCuda
 from kvoffload_async.transport.cuda import CudaTransport
 
 STALLED_S = 0.002

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import typer
-from laboratory.bench import PeerOptions, bench
-from laboratory.replay import FleetFlags, replay
 
 from kvoffload_async.cli.command import command
 from kvoffload_async.cli.ending import OneLineGroup
+from laboratory.bench import PeerOptions, bench
+from laboratory.replay import FleetFlags, replay
 
 app = typer.Typer(
     cls=OneLineGroup,

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from laboratory.peers import PEERS, load_peer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +24,7 @@ from kvoffload_async.cli.output import (
     drawing_module,
     publish,
 )
+from laboratory.peers import PEERS, load_peer
 
 _PLOT: Final = "laboratory.plot"
 _RATIOS: Final = {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Command
+
 from laboratory.app import app
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from laboratory.lmcache_fs import LmcacheFsPeer
-from laboratory.vllm_fs import VllmFsPeer
-
 from kvoffload_async.bench.contender import Contender, Place
 from kvoffload_async.config import nearest, reject_unknown
 from kvoffload_async.errors import InputError
+from laboratory.lmcache_fs import LmcacheFsPeer
+from laboratory.vllm_fs import VllmFsPeer
 
 
 class Entry(NamedTuple):
@@ -27,9 +26,7 @@ PEERS: Final[dict[str, Entry]] = {
         ("n_read_threads", "n_write_threads", "direct_io"),
         "pip install vllm, or a build of it for this machine",
     ),
-    "lmcache-fs": Entry(
-        LmcacheFsPeer, ("num_workers", "use_odirect"), "pip install lmcache"
-    ),
+    "lmcache-fs": Entry(LmcacheFsPeer, ("num_workers", "use_odirect"), "pip install lmcache"),
 }
 
 

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from laboratory.fleet.plan import RANDOM, SPREADS
-from laboratory.fleet.run import PASSES, FleetOptions, FleetReport, run_fleet
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +20,8 @@ from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.cli.settings import ScratchFolder, resolve
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import InputError
+from laboratory.fleet.plan import RANDOM, SPREADS
+from laboratory.fleet.run import PASSES, FleetOptions, FleetReport, run_fleet
 
 _MOST_PROCESSES: Final = 256
 _REFUSED: Final = (

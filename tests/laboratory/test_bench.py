@@ -5,17 +5,15 @@ import sys
 
 import pytest
 from bench.witnesses import SMALL
-from laboratory.bench import relative_table
-from laboratory.peers import PEERS, Entry
 from rich.console import Console
 
 from kvoffload_async.bench import Plan, run_bench
 from kvoffload_async.bench.contender import OpenOwnTier
 from kvoffload_async.facade.example import ExampleSecondaryTierManager
+from laboratory.bench import relative_table
+from laboratory.peers import PEERS, Entry
 
-PLAN = Plan.parse(
-    "4KiB,8KiB", "8KiB", keys_per_job=1, one_job=2, in_flight=2, rounds=1, threads=2
-)
+PLAN = Plan.parse("4KiB,8KiB", "8KiB", keys_per_job=1, one_job=2, in_flight=2, rounds=1, threads=2)
 
 
 class FakePeer:

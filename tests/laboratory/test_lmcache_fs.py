@@ -5,12 +5,12 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from laboratory.lmcache_fs import LmcacheManager
-from laboratory.peers import load_peer
 
 from kvoffload_async.bench.baseline import Payload
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.types import LookupResult, as_block_ids, make_offload_key
+from laboratory.lmcache_fs import LmcacheManager
+from laboratory.peers import load_peer
 
 L2 = "lmcache.v1.distributed.l2_adapters"
 BLOCK = 4096

@@ -1,4 +1,4 @@
-"""`replay` of the laboratory: without a fleet it is the package's, and what a fleet does not take."""
+"""`replay` of the laboratory: the package's without a fleet, and what a fleet does not take."""
 
 import json
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
+from simulated_cuda.device import SimulatedCuda
 from transport.worlds import (
     DEADLINE_S,
     LOAD,
@@ -24,7 +25,6 @@ from transport.worlds import (
     wants,
 )
 
-from simulated_cuda.device import SimulatedCuda
 from kvoffload_async.transport.cuda import CudaTransport
 
 GEOMETRIES = [

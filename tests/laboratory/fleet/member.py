@@ -17,13 +17,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, Final
 
-from laboratory.fleet.process import DONE, ENDED, FAILED, READY, Start, answer
-
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import ReplayOptions, replay
 from kvoffload_async.replay.source import RequestSource
+from laboratory.fleet.process import DONE, ENDED, FAILED, READY, Start, answer
 
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -16,14 +16,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from laboratory.fleet.plan import RANDOM, Equipment, UnboundedCache, spread
-from laboratory.fleet.process import DONE, READY, MemberProcess, Start, settings_of
-
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import StalledError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import stall_timeout_s
+from laboratory.fleet.plan import RANDOM, Equipment, UnboundedCache, spread
+from laboratory.fleet.process import DONE, READY, MemberProcess, Start, settings_of
 
 _GIB: Final = 1 << 30
 _SAME: Final = frozenset(

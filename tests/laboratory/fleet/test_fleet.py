@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from laboratory.fleet.process import READY, MemberProcess, Start, settings_of
-from laboratory.fleet.run import FleetOptions, run_fleet
 
 from kvoffload_async import OffloadConfig
 from kvoffload_async.errors import InputError, OffloadError, StalledError
+from laboratory.fleet.process import READY, MemberProcess, Start, settings_of
+from laboratory.fleet.run import FleetOptions, run_fleet
 
 pytestmark = pytest.mark.slow
 

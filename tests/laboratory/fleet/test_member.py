@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict
 
 import pytest
+
 from laboratory.fleet.member import PipedRequests, serve
 from laboratory.fleet.process import Start
 

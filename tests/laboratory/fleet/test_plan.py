@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from laboratory.fleet.plan import AFFINITY, RANDOM, Equipment, UnboundedCache, spread
 
 from kvoffload_async import ConfigError, OffloadConfig, TieringOffloadingSpec
 from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import InputError
 from kvoffload_async.replay.source import ChatWorkload
+from laboratory.fleet.plan import AFFINITY, RANDOM, Equipment, UnboundedCache, spread
 
 
 def config(*tiers):
