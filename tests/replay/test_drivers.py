@@ -168,14 +168,15 @@ def test_a_request_larger_than_the_device_is_one_line(command, engine):
 
 @both
 def test_bytes_that_do_not_arrive_are_found_out(command, engine, monkeypatch):
-    copy = HostTransport._copy_group
+    perform = HostTransport._perform
 
-    def copy_wrongly(self, direction, index, part):
-        copy(self, direction, index, part)
+    def copy_wrongly(self, direction, transfer):
+        perform(self, direction, transfer)
         if direction is Direction.LOAD:
-            self._device[index][1][part.blocks[-1], 3] ^= 1
+            pages = self._layout.groups[0][1].pages.numpy()
+            pages[transfer.parts[0].blocks[-1], 3] ^= 1
 
-    monkeypatch.setattr(HostTransport, "_copy_group", copy_wrongly)
+    monkeypatch.setattr(HostTransport, "_perform", copy_wrongly)
     arguments = ("--tier", "example", "--engine", engine, "--json", "-")
     result = command.run("replay", *arguments, *SMALL)
     report = json.loads(result.stdout)
