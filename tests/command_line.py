@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
 import typer.testing
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -80,11 +81,12 @@ FAULTY_TIERS = """
 class Command:
     """The command, and a directory to work in."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, app: typer.Typer = app) -> None:
         self.directory = directory
+        self._app = app
 
     def run(self, *arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(a) for a in arguments])
+        return CliRunner().invoke(self._app, [str(a) for a in arguments])
 
     def figures(self, *arguments: object, exit_code: int = 0) -> dict:
         """Replay with `--json -`; standard output must be nothing but JSON."""

@@ -3,9 +3,8 @@
 `run_bench` executes a `Plan` and returns a `Report`; the command line parses and prints.
 """
 
-from kvoffload_async.bench.contender import PEERS
 from kvoffload_async.bench.figures import Report
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.run import run_bench
 
-__all__ = ["PEERS", "Plan", "Report", "run_bench"]
+__all__ = ["Plan", "Report", "run_bench"]

@@ -1,4 +1,4 @@
-"""Contenders of a benchmark: this package's tiers and peers, behind a common interface.
+"""Contenders of a benchmark: this package's tiers, and the interface of any other.
 
 Tiers and baselines write to new directories inside a temporary one. On ext4, finding a free inode
 is slow after many were freed recently, which would slow down tiers with one file per block more in
@@ -17,15 +17,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, Protocol, Self, cast
+from typing import Any, Final, Protocol, Self
 
-from kvoffload_async.config import (
-    REQUIRED,
-    OffloadConfig,
-    nearest,
-    parse_size_bytes,
-    reject_unknown,
-)
+from kvoffload_async.config import REQUIRED, OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
@@ -373,55 +367,3 @@ def _class_of(config: Mapping[str, Any]) -> type:
         return SecondaryTierFactory.get_tier_class(config["type"])
     except (ImportError, AttributeError) as error:
         raise InputError(f"--tier {config['type']}: cannot be imported: {error}") from error
-
-
-class Entry(NamedTuple):
-    """Location and options of a peer's adapter, and how to install its engine."""
-
-    module: str
-    class_name: str
-    options: tuple[str, ...]
-    remedy: str
-
-
-PEERS: Final[Mapping[str, Entry]] = {
-    "vllm-fs": Entry(
-        "kvoffload_async.integrations.vllm.peer",
-        "VllmFsPeer",
-        ("n_read_threads", "n_write_threads", "direct_io"),
-        "pip install vllm, or a build of it for this machine",
-    ),
-    "lmcache-fs": Entry(
-        "kvoffload_async.integrations.lmcache.peer",
-        "LmcacheFsPeer",
-        ("num_workers", "use_odirect"),
-        "pip install lmcache",
-    ),
-}
-
-
-def load_peer(peer_config: Mapping[str, Any]) -> Contender:
-    """Import and return a peer; `type` is its name, next to `root_dir` and its own options.
-
-    Raises:
-        InputError: The peer is unknown, its engine is not installed, or an option is invalid.
-    """
-    config = dict(peer_config)
-    name = config.pop("type")
-    if name not in PEERS:
-        raise InputError(
-            f"--peer {name}: unknown{nearest(name, PEERS)}; allowed: {', '.join(PEERS)}"
-        )
-    entry = PEERS[name]
-    reject_unknown(config, ["root_dir", *entry.options], f"--peer {name}")
-    directory = config.pop("root_dir", None)
-    if directory is not None and not isinstance(directory, str):
-        raise InputError(f"--peer {name}: root_dir: {directory!r} is not valid; give a path")
-    place = Place(directory, f"--peer {name}: root_dir")
-    try:
-        peer = load_class(entry.module, entry.class_name)(name, config, place)
-    except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"--peer {name} cannot be measured here: {error}; remedy: {entry.remedy}"
-        ) from error
-    return cast("Contender", peer)

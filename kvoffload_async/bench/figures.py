@@ -48,14 +48,12 @@ class Standing:
 
     Attributes:
         passes: Its figures.
-        against: Ratios of its medians to each peer's, by peer, pass and figure name.
         verified_blocks: Loaded blocks compared with the stored ones, outside the measured time;
             `wrong_blocks` of them differed.
         failed_jobs: Number of failed jobs; `reason` is the first one's error.
     """
 
     passes: Passes
-    against: dict[str, dict[str, dict[str, float]]]
     verified_blocks: int
     wrong_blocks: int
     failed_jobs: int
@@ -122,18 +120,13 @@ class Report:
         return json.dumps(asdict(self), indent=2)
 
 
-def summarize(
-    samples: Samples,
-    baselines: Mapping[str, Sequence[Baseline]],
-    peers: Sequence[str],
-) -> SizeReport:
+def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> SizeReport:
     """Return the results of one block size.
 
     Args:
         samples: The measurements.
         baselines: Baselines of each contender, the reference first; empty for a tier in
             memory.
-        peers: Names of the contenders to compare the others with.
     """
     work = samples.work
     memcpy = _figures(samples.passes[MEMCPY, "copy"], _Beside())
@@ -143,24 +136,30 @@ def summarize(
             what: _figures(each, _Beside(memcpy=memcpy))
             for what, each in _passes_of(samples, baseline.name)
         }
-    passes: dict[str, Passes] = {}
+    standings: dict[str, Standing] = {}
     for name, beneath in baselines.items():
         kinds = {baseline.kind: raw[baseline.directory][baseline.kind] for baseline in beneath}
         reference = kinds[beneath[0].kind] if beneath else {}
-        passes[name] = {
-            what: _figures(
-                each,
-                _Beside(
-                    memcpy,
-                    reference.get(what, {}),
-                    kinds["plain"].get(what, {}),
-                    kinds.get("recycling", {}).get(what, {}),
+        standings[name] = Standing(
+            passes={
+                what: _figures(
+                    each,
+                    _Beside(
+                        memcpy,
+                        reference.get(what, {}),
+                        kinds["plain"].get(what, {}),
+                        kinds.get("recycling", {}).get(what, {}),
+                    )
+                    if kinds
+                    else _Beside(memcpy, memcpy),
                 )
-                if kinds
-                else _Beside(memcpy, memcpy),
-            )
-            for what, each in _passes_of(samples, name)
-        }
+                for what, each in _passes_of(samples, name)
+            },
+            verified_blocks=samples.verified_blocks[name],
+            wrong_blocks=samples.wrong_blocks[name],
+            failed_jobs=samples.failed_jobs[name],
+            reason=samples.reasons.get(name),
+        )
     return SizeReport(
         block_bytes=work.block_bytes,
         rounds=samples.rounds,
@@ -169,19 +168,7 @@ def summarize(
         one_job_keys=work.one.num_keys if work.one else 0,
         memcpy=memcpy,
         baselines=raw,
-        contenders={
-            name: Standing(
-                passes=passes[name],
-                against={
-                    peer: _against(passes[name], passes[peer]) for peer in peers if peer != name
-                },
-                verified_blocks=samples.verified_blocks[name],
-                wrong_blocks=samples.wrong_blocks[name],
-                failed_jobs=samples.failed_jobs[name],
-                reason=samples.reasons.get(name),
-            )
-            for name in baselines
-        },
+        contenders=standings,
     )
 
 
@@ -227,15 +214,3 @@ def _figure(name: str, values: Sequence[float], beside: _Beside) -> Figure:
         of_recycling=of_recycling,
         of_memcpy=of_memcpy,
     )
-
-
-def _against(mine: Passes, theirs: Passes) -> dict[str, dict[str, float]]:
-    return {
-        what: {
-            name: figure.median / theirs[what][name].median
-            for name, figure in figures.items()
-            if name in theirs[what] and theirs[what][name].median
-        }
-        for what, figures in mine.items()
-        if what in theirs
-    }

@@ -19,7 +19,7 @@ from kvoffload_async.bench.baseline import (
     PlainBaseline,
     RecyclingBaseline,
 )
-from kvoffload_async.bench.contender import Contender, OwnTier, load_peer
+from kvoffload_async.bench.contender import Contender, OwnTier
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import measure, rehearse, turns
@@ -30,30 +30,29 @@ from kvoffload_async.runtime.buffer import PAGE_BYTES
 def run_bench(
     plan: Plan,
     tiers: Sequence[Mapping[str, Any]],
-    peers: Sequence[Mapping[str, Any]] = (),
+    others: Sequence[Contender] = (),
     *,
     expect: Callable[[int], None] = lambda _turns: None,
     advance: Callable[[int], None] = lambda _turns: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Measure tiers, peers and the machine's baselines, in temporary directories.
+    """Measure tiers and the machine's baselines, in temporary directories.
 
     Args:
         plan: Settings of the benchmark.
         tiers: Configurations of this package's tiers, as for `SecondaryTierFactory`.
-        peers: Configurations of other engines' tiers; `type` is a key of `PEERS`.
+        others: Further contenders.
         expect: Called with the number of turns, after every contender has stored and loaded one
             block.
         advance: Called with 1 after each turn.
         should_stop: Called before each turn; if true, only completed rounds are reported.
 
     Raises:
-        InputError: A tier or peer is unknown, or there is no space for the plan.
+        InputError: A tier is unknown, or there is no space for the plan.
         ConfigError: A configuration is invalid.
         OffloadError: A contender cannot be measured; the message names it.
     """
     own = [OwnTier(config) for config in tiers]
-    others = [load_peer(config) for config in peers]
     for one in own:
         one.check_capacity(plan.stored_bytes)
         one.check(plan.stored_bytes, [work.block_bytes for work in plan.works])
@@ -68,8 +67,7 @@ def run_bench(
         measured = measure(
             plan, different, contenders, on_turn=lambda: advance(1), should_stop=should_stop
         )
-        names = [peer.name for peer in others]
-        sizes = tuple(summarize(samples, baselines, names) for samples in measured)
+        sizes = tuple(summarize(samples, baselines) for samples in measured)
     is_complete = len(sizes) == len(plan.works) and sizes[-1].rounds == plan.rounds
     return Report(
         interrupted=not is_complete,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -40,15 +40,12 @@ from kvoffload_async.cli.replay_report import (
     TimelineOutput,
     bar_per_pass,
     check_explained,
-    print_fleet,
     print_table,
     publish_pictures,
-    replay_on_fleet,
 )
 from kvoffload_async.cli.settings import (
     BUILT_IN_PASSES,
     CONFIG_VARIABLE,
-    STDIN,
     Flags,
     ScratchFolder,
     read_config,
@@ -57,12 +54,13 @@ from kvoffload_async.cli.settings import (
 from kvoffload_async.cli.simulate import SimulateOptions, simulate
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.top import top
-from kvoffload_async.errors import InputError
+from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.fleet.plan import RANDOM, SPREADS
-from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport
-from kvoffload_async.replay.run import DEVICES, ENGINES, PassReports, ReplayOptions, replay_passes
-from kvoffload_async.replay.source import ChatWorkload, TraceFile
+from kvoffload_async.replay.run import ENGINES, ReplayOptions, replay_passes
+from kvoffload_async.replay.source import ChatWorkload, RequestSource, TraceFile
+
+if TYPE_CHECKING:
+    from kvoffload_async.transport.streams import DeviceRuntime
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -110,7 +108,7 @@ def common(
 
 
 _MOST_CONCURRENT: Final = 1 << 16
-_MOST_PROCESSES: Final = 256
+_DEVICES: Final = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +134,8 @@ class ReplayFlags(Flags):
     )
     device: str = flag(
         "cpu",
-        "Location of the device memory: the host, a CUDA device, or a simulated CUDA device, whose "
-        "streams run in a random order.",
-        metavar="cpu|cuda|simulated",
+        "Location of the device memory: the host, or a CUDA device.",
+        metavar="cpu|cuda",
     )
     device_blocks: int | None = flag(
         None,
@@ -149,26 +146,6 @@ class ReplayFlags(Flags):
     )
     layers: int = flag(2, "Number of tensors in device memory.", metavar="L", min=1)
     no_verify: bool = flag(False, "Do not compare loaded blocks with stored ones.", "--no-verify")
-    fleet: int | None = flag(
-        None,
-        "Replay on N processes. Each has its own primary and slab tier; all other tiers are "
-        "shared. Three passes: nothing shared, shared in lockstep, shared free-running.",
-        metavar="N",
-        min=1,
-        max=_MOST_PROCESSES,
-    )
-    spread: str | None = flag(
-        None,
-        "Routing within a fleet: random, or affinity, to the process that has seen at least half "
-        "of the prompt. Default: random.",
-        metavar="random|affinity",
-    )
-    fleet_kill: int | None = flag(
-        None,
-        "Kill the process that handles the K-th request, and start a replacement.",
-        metavar="K",
-        min=1,
-    )
     json: str | None = flag(
         None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
     )
@@ -203,64 +180,61 @@ def replay(given: ReplayFlags) -> None:
         ScratchFolder() as scratch,
         TimelineOutput(given.explain, given.trace_out) as timelines,
     ):
-        trace, passes = given.trace, given.passes
+        trace = given.trace
         check_writable("--json", given.json)
         check_picture("--plot", given.plot, PLOT)
         check_page("--report", given.report, PLOT)
-        _check_choice("--engine", given.engine, ENGINES)
-        _check_choice("--device", given.device, DEVICES)
-        if given.fleet is None:
-            for option, value in (("--spread", given.spread), ("--fleet-kill", given.fleet_kill)):
-                if value is not None:
-                    raise InputError(f"{option} {value}: needs --fleet; give both, or neither")
+        check_choice("--engine", given.engine, ENGINES)
+        check_choice("--device", given.device, _DEVICES)
         spec = timelines.recording(resolve(given, scratch), given.concurrency)
-        num_passes = passes or (BUILT_IN_PASSES if scratch.is_used else 1)
-        if str(trace) == STDIN == str(given.config):
-            raise InputError("TRACE and --config are both -; standard input can be read only once")
+        num_passes = given.passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} cannot be read more than once")
-        spread = given.spread or RANDOM
-        _check_choice("--spread", spread, SPREADS)
         options = ReplayOptions(
             concurrency=given.concurrency,
             verify=not given.no_verify,
             engine=given.engine,
-            device=given.device,
+            runtime=_runtime_of(given.device),
             device_blocks=given.device_blocks,
             layers=given.layers,
             has_samples=bool(given.plot or given.report),
             should_stop=lambda: interrupt.is_requested,
         )
-        limit = given.limit
-        open_source = partial(TraceFile, trace, limit) if trace else partial(ChatWorkload, limit)
+        open_source = partial(open_requests, given)
         if given.explain is not None and (trace is None or trace.is_file()):
             check_explained(given.explain, open_source)
-        reports: PassReports | FleetReport
-        if given.fleet is not None:
-            reports = replay_on_fleet(
-                spec,
-                open_source,
-                FleetOptions(size=given.fleet, spread=spread, kill_at=given.fleet_kill),
-                options,
-                passes=passes,
-                scratch=scratch,
-                console=console,
-            )
-            publish(given.json, partial(print_fleet, reports), reports.to_json())
-        else:
-            reports = replay_passes(
-                spec,
-                open_source,
-                options,
-                num_passes,
-                follow=bar_per_pass(console, num_passes),
-                watch=timelines.watch if timelines.is_wanted else None,
-            )
-            publish(given.json, partial(print_table, reports), reports.to_json())
-            if given.plot or given.report:
-                publish_pictures(reports, trace, given.plot, given.report)
-            timelines.publish(Console(stderr=given.json == STDOUT))
+        reports = replay_passes(
+            spec,
+            open_source,
+            options,
+            num_passes,
+            follow=bar_per_pass(console, num_passes),
+            watch=timelines.watch if timelines.is_wanted else None,
+        )
+        publish(given.json, partial(print_table, reports), reports.to_json())
+        if given.plot or given.report:
+            publish_pictures(reports, trace, given.plot, given.report)
+        timelines.publish(Console(stderr=given.json == STDOUT))
     finish(reports.complaints, interrupted=reports.interrupted)
+
+
+def open_requests(given: ReplayFlags) -> RequestSource:
+    """Return the requests of a trace, or those of the built-in workload."""
+    if given.trace is None:
+        return ChatWorkload(given.limit)
+    return TraceFile(given.trace, given.limit)
+
+
+def _runtime_of(device: str) -> DeviceRuntime | None:
+    """Return the runtime of a device, None for the host; raises ConfigError if there is none."""
+    if device == "cpu":
+        return None
+    from kvoffload_async.transport.streams import CudaRuntime  # noqa: PLC0415 - loads torch
+
+    runtime = CudaRuntime()
+    if not runtime.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device; give cpu")
+    return runtime
 
 
 @app.command()
@@ -312,6 +286,7 @@ def tiers(
     console.print(option_table(common_options()))
 
 
-def _check_choice(option: str, value: str, allowed: Collection[str]) -> None:
+def check_choice(option: str, value: str, allowed: Collection[str]) -> None:
+    """Check the value of an option; raises InputError."""
     if value not in allowed:
         raise InputError(f"{option} {value}: expected {' or '.join(allowed)}")

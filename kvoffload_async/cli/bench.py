@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -13,21 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload_async.bench.contender import PEERS
+from kvoffload_async.bench.contender import Contender
 from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
 from kvoffload_async.cli.command import CommandOptions, flag, running
-from kvoffload_async.cli.ending import finish
+from kvoffload_async.cli.ending import Interrupt, finish
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.output import (
-    as_unwritable,
-    check_picture,
-    check_writable,
-    drawing_module,
-    publish,
-)
+from kvoffload_async.cli.output import check_writable, publish
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.runtime.io_pool import suitable_threads
 
@@ -63,8 +56,6 @@ def print_tables(report: Report, console: Console) -> None:
         if table.row_count:
             console.print(table)
     console.print(_rest_table(report))
-    if any(standing.against for size in report.sizes for standing in size.contenders.values()):
-        console.print(_against_table(report))
     for remark in _remarks(report):
         console.print(Text(remark))
 
@@ -123,29 +114,6 @@ def _rest_table(report: Report) -> Table:
                 _number(at_rest.get("idle_poll_us")),
                 _number(at_rest.get("lookup_us")),
             )
-    return table
-
-
-def _against_table(report: Report) -> Table:
-    table = _table(
-        "Relative to a peer: throughput, owner's time per key, CPU time per GiB",
-        *_TITLES.values(),
-        *("owner, store", "owner, load"),
-        *("CPU, store", "CPU, load"),
-    )
-    for size in report.sizes:
-        rows = _Rows(table, size)
-        for who, standing in size.contenders.items():
-            for peer, ratios in standing.against.items():
-                rows.add(
-                    f"{who} / {peer}",
-                    *(_times(ratios.get(what, {}).get("gib_per_s")) for what in _TITLES),
-                    *(
-                        _times(ratios[what].get(name))
-                        for name in ("owner_us_per_key", "cpu_s_per_gib")
-                        for what in ("store", "load")
-                    ),
-                )
     return table
 
 
@@ -220,9 +188,7 @@ def _short(value: float) -> str:
 
 
 DEFAULT_TIERS: Final = ("slab", "fs")
-"""The tiers that are measured if neither --tier nor --peer is given."""
-
-_PLOT: Final = "kvoffload_async.bench.plot"
+"""The tiers that are measured if none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,11 +200,6 @@ class BenchOptions(CommandOptions):
         "A tier to measure. Repeat the option for more tiers. Default root_dir: a temporary "
         "directory.",
         metavar="TYPE[:key=value,...]",
-    )
-    peer: list[str] | None = flag(
-        None,
-        f"A tier of another engine to compare with: {', '.join(PEERS)}.",
-        metavar="NAME[:key=value,...]",
     )
     block_bytes: str = flag("64KiB,256KiB,1MiB,4MiB", "Block sizes to measure.", metavar="SIZE,...")
     total_bytes: str = flag("128MiB", "Maximum data stored and loaded in one pass.", metavar="SIZE")
@@ -283,49 +244,65 @@ class BenchOptions(CommandOptions):
     json: str | None = flag(
         None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
     )
-    plot: Path | None = flag(None, "Plot the figures; needs kvoffload-async[plot].", metavar="PNG")
 
 
 def bench(given: BenchOptions) -> None:
     """Benchmark tiers against a raw I/O baseline.
 
     Each round measures in turn: memcpy; the baseline, which reads and writes a preallocated file;
-    and every tier and peer, in a temporary directory. Each round uses a new store, unless --keep
-    is given. Data stays in the page cache unless a tier bypasses it. Every loaded block is
-    compared with the stored one after the clock has stopped.
+    and every tier, in a temporary directory. Each round uses a new store, unless --keep is given.
+    Data stays in the page cache unless a tier bypasses it. Every loaded block is compared with the
+    stored one after the clock has stopped.
     """
     with running(given) as (console, interrupt):
         check_writable("--json", given.json)
-        check_picture("--plot", given.plot, _PLOT)
-        plan = Plan.parse(
-            given.block_bytes,
-            given.total_bytes,
-            keys_per_job=given.keys_per_job,
-            one_job=given.one_job,
-            in_flight=given.in_flight,
-            rounds=given.rounds,
-            threads=given.threads or suitable_threads(),
-            direct_baseline=given.direct_baseline,
-            steady=given.steady,
-            keep=given.keep,
-            warm_up=given.warm_up,
-        )
-        own = [parse_tier(text) for text in given.tier or (() if given.peer else DEFAULT_TIERS)]
-        others = [parse_tier(text, "--peer") for text in given.peer or ()]
-        gauge = Gauge()
-        with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
-            gauge.on_change = on_change
-            report = run_bench(
-                plan,
-                own,
-                others,
-                expect=gauge.expect,
-                advance=gauge.advance,
-                should_stop=lambda: interrupt.is_requested,
-            )
+        report = measure(given, given.tier or DEFAULT_TIERS, console, interrupt)
         if report.sizes:
             publish(given.json, partial(print_tables, report), report.to_json())
-            if given.plot is not None:
-                with as_unwritable("--plot", str(given.plot)):
-                    drawing_module("--plot", _PLOT).draw(report, given.plot)
     finish(report.complaints, interrupted=report.interrupted)
+
+
+def measure(
+    given: BenchOptions,
+    tiers: Sequence[str],
+    console: Console,
+    interrupt: Interrupt,
+    others: Sequence[Contender] = (),
+) -> Report:
+    """Run a benchmark with a progress bar.
+
+    Args:
+        given: Settings.
+        tiers: Tiers to measure, as for `--tier`.
+        console: Shows the progress bar.
+        interrupt: Stops the benchmark early.
+        others: Further contenders.
+
+    Raises:
+        OffloadError: See `run_bench`; InputError and ConfigError also for invalid options.
+    """
+    plan = Plan.parse(
+        given.block_bytes,
+        given.total_bytes,
+        keys_per_job=given.keys_per_job,
+        one_job=given.one_job,
+        in_flight=given.in_flight,
+        rounds=given.rounds,
+        threads=given.threads or suitable_threads(),
+        direct_baseline=given.direct_baseline,
+        steady=given.steady,
+        keep=given.keep,
+        warm_up=given.warm_up,
+    )
+    own = [parse_tier(text) for text in tiers]
+    gauge = Gauge()
+    with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
+        gauge.on_change = on_change
+        return run_bench(
+            plan,
+            own,
+            others,
+            expect=gauge.expect,
+            advance=gauge.advance,
+            should_stop=lambda: interrupt.is_requested,
+        )

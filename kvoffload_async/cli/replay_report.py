@@ -1,7 +1,4 @@
-"""Output of `kvoffload replay`: tables, progress bar, plots, HTML report and timelines.
-
-With `--fleet`, also the checks of its options, and its run.
-"""
+"""Output of `kvoffload replay`: tables, progress bar, plots, HTML report and timelines."""
 
 from __future__ import annotations
 
@@ -28,13 +25,12 @@ from kvoffload_async.cli.output import (
     shown,
 )
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.settings import STDIN, ScratchFolder
+from kvoffload_async.cli.settings import STDIN
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.observe.trace_events import TraceEventFile
-from kvoffload_async.replay.fleet.run import FleetOptions, FleetReport, run_fleet
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import SYNC, Follow, PassReports, ReplayOptions
+from kvoffload_async.replay.run import Follow, PassReports
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.timeline import RequestTimeline
 
@@ -294,102 +290,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
     for row in rows:
         yield f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>"
     yield "</table></div>"
-
-
-_TITLES = {"alone": "each alone", "lockstep": "shared, in lockstep", "free": "shared, free-running"}
-
-
-def replay_on_fleet(
-    spec: TieringOffloadingSpec,
-    open_source: Callable[[], RequestSource],
-    fleet: FleetOptions,
-    given: ReplayOptions,
-    *,
-    passes: int | None,
-    scratch: ScratchFolder,
-    console: Console,
-) -> FleetReport:
-    """Replay on a fleet and return the figures of its three passes.
-
-    Args:
-        spec: Configuration of one process.
-        open_source: Returns the requests.
-        fleet: Options of the fleet.
-        given: Options of any replay.
-        passes: Value of `--passes`, which a fleet does not take.
-        scratch: Directory for the processes' slabs.
-        console: Shows the progress bar.
-
-    Raises:
-        InputError: An option cannot be combined with `--fleet`; also the errors of `run_fleet`.
-    """
-    for option, is_plain in (
-        ("--passes", passes in {None, 1}),
-        ("--engine", given.engine == SYNC),
-        ("--device", given.device == "cpu"),
-        ("--device-blocks", given.device_blocks is None),
-        ("--concurrency", given.concurrency == 1),
-        ("--plot or --report", not given.has_samples),
-        ("--explain or --trace-out", not spec.config.explain_requests),
-        ("--status-socket", spec.config.status_socket is None),
-        ("record_trace", spec.config.record_trace is None),
-    ):
-        if not is_plain:
-            raise InputError(f"{option} cannot be combined with --fleet; omit it")
-    with closing(open_source()) as source:
-        requests = list(source)
-    done = 0.0
-
-    def set_done(fraction: float) -> None:
-        nonlocal done
-        done = fraction
-        on_step()
-
-    with progress_bar(console, lambda: done, "fleet") as on_step:
-        options = replace(
-            fleet,
-            verify=given.verify,
-            layers=given.layers,
-            should_stop=given.should_stop,
-            on_step=set_done,
-        )
-        return run_fleet(spec.config, requests, options, Path(scratch.path))
-
-
-def print_fleet(report: FleetReport, console: Console) -> None:
-    """Print the figures of a fleet as tables."""
-    title = f"{report.fleet} processes, {report.spread}"
-    table = Table(title=f"{title}, interrupted" if report.interrupted else title)
-    table.title_justify = "left"
-    table.add_column(style="bold")
-    for name in ("hit ratio", "jobs / results / failed", "corrupt", "killed", "wall time"):
-        table.add_column(name, justify="right")
-    for one in report.passes:
-        total = one.total
-        jobs = (total.jobs_submitted, total.job_results, total.job_failures)
-        table.add_row(
-            _TITLES[one.name],
-            f"{total.hit_ratio:.4f}",
-            " / ".join(f"{count:,}" for count in jobs),
-            f"{total.corrupt_blocks:,}",
-            f"{one.killed:,}",
-            f"{one.wall_s:.1f} s",
-        )
-    table.add_row("one unbounded cache", f"{report.unbounded:.4f}", "", "", "", "")
-    console.print(table)
-    costs = Table("tier", "", title="Traffic of shared tiers", title_justify="left")
-    for name in ("requests", "GiB stored", "GiB loaded"):
-        costs.add_column(name, justify="right")
-    for one in report.passes:
-        for tier, cost in one.costs.items():
-            costs.add_row(
-                tier,
-                _TITLES[one.name],
-                f"{cost['requests']:,.0f}",
-                f"{cost['stored_gib']:.3f}",
-                f"{cost['loaded_gib']:.3f}",
-            )
-    console.print(costs)
 
 
 _MORE_REQUESTS: Final = 64

@@ -151,6 +151,8 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
     """
     if flags.primary_blocks is not None and flags.primary_bytes is not None:
         raise InputError("--primary-blocks and --primary-bytes are mutually exclusive; give one")
+    if str(flags.trace) == STDIN == str(flags.config):
+        raise InputError("TRACE and --config are both -; standard input can be read only once")
     config = read_config(flags.config) if flags.config else {}
     if flags.block_bytes is not None:
         config["block_bytes"] = parse_size_bytes(flags.block_bytes, "--block-bytes")

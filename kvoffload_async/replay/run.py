@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
 from typing import TYPE_CHECKING, Final
 
 from kvoffload_async.async_engine.surface import OffloadEngine
@@ -44,10 +43,6 @@ if TYPE_CHECKING:
 SYNC: Final = "sync"
 ASYNC: Final = "async"
 ENGINES: Final = (SYNC, ASYNC)
-CPU: Final = "cpu"
-CUDA: Final = "cuda"
-SIMULATED: Final = "simulated"
-DEVICES: Final = (CPU, CUDA, SIMULATED)
 
 _DEFAULT_IO_TIMEOUT_S = 30.0
 _STALL_MARGIN_S = 30.0
@@ -58,9 +53,6 @@ _UNKNOWN_REQUEST_BLOCKS = 1024
 """Blocks reserved per request if the maximum is unknown, as in a pipe."""
 _BLOCKS_PER_STEP = 16
 """Blocks of a request computed per step on a device with limited blocks."""
-_SEED = 20
-_CHOICES = 9973
-"""Length of the random order of a simulated device, before it is repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +60,7 @@ class ReplayOptions:
     """Settings of a replay; see `Report` and `StepwiseDriver`.
 
     Attributes:
-        device: `"cpu"`: the device memory is on the host; `"cuda"`: on a CUDA device;
-            `"simulated"`: on a simulated CUDA device, whose streams run in a random order.
+        runtime: Runtime of the device that has the device memory; None: it is on the host.
         device_blocks: Capacity of the device, which then caches blocks; None: enough for the
             requests, without caching.
         on_timeline: Receives the timelines of requests; needs `explain_requests`.
@@ -79,7 +70,7 @@ class ReplayOptions:
     """
 
     engine: str = SYNC
-    device: str = CPU
+    runtime: DeviceRuntime | None = None
     device_blocks: int | None = None
     layers: int = 2
     concurrency: int = 1
@@ -96,7 +87,7 @@ def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOp
 
     Raises:
         InputError: The trace or a tier's option is invalid.
-        ConfigError: The device is unusable.
+        ConfigError: The device lacks the memory for the blocks.
         StalledError: The engine makes no progress.
         OffloadError: A tier failed to shut down.
     """
@@ -281,7 +272,7 @@ def _open_memories(
     """Return the device memory of each worker.
 
     Raises:
-        ConfigError: The device does not exist, or lacks the memory; none is allocated then.
+        ConfigError: The device lacks the memory; none is allocated then.
     """
     from kvoffload_async.transport.paged import (  # noqa: PLC0415 - loads torch
         PagedMemory,
@@ -289,9 +280,9 @@ def _open_memories(
         require_pages,
     )
 
-    config, layers = spec.config, options.layers
+    config, layers, runtime = spec.config, options.layers, options.runtime
     require_pages(config.block_bytes, layers, config.blocks_per_chunk)
-    runtime, free_bytes = _open_device(options.device)
+    free_bytes = _host_bytes() if runtime is None else runtime.free_bytes()
     needed = num_frames * _FRAME_BYTES + config.num_workers * pages_bytes(
         num_frames, config.block_bytes, layers, config.blocks_per_chunk
     )
@@ -300,7 +291,7 @@ def _open_memories(
         raise ConfigError(
             f"{given}: {num_frames} blocks of {config.block_bytes} bytes for "
             f"{config.num_workers} workers do not fit into the device's memory: they need {needed} "
-            f"bytes, and --device {options.device} has {free_bytes}; give less"
+            f"bytes, and it has {free_bytes}; give less"
         )
     return [
         PagedMemory(
@@ -315,31 +306,9 @@ def _open_memories(
     ]
 
 
-def _open_device(device: str) -> tuple[DeviceRuntime | None, int | None]:
-    """Return the runtime of a device, if it has one, and its free memory, if known."""
+def _host_bytes() -> int | None:
     limit = memory_limit()
-    host_bytes = None if limit is None else limit.size_bytes
-    if device == CPU:
-        return None, host_bytes
-    if device == SIMULATED:
-        from kvoffload_async.testing.cuda import (  # noqa: PLC0415 - loads torch
-            Progress,
-            Schedule,
-            SimulatedCuda,
-        )
-
-        numbers = Random(_SEED)  # noqa: S311 - a reproducible order
-        schedule = Schedule(Progress.RANDOM, [numbers.randrange(12) for _ in range(_CHOICES)])
-        return SimulatedCuda(schedule), host_bytes
-    from kvoffload_async.transport.streams import CudaRuntime  # noqa: PLC0415 - loads torch
-
-    runtime = CudaRuntime()
-    if not runtime.is_available():
-        raise ConfigError(
-            f"--device {CUDA}: there is no CUDA device; give {CPU}, or {SIMULATED} for simulated "
-            "streams"
-        )
-    return runtime, runtime.free_bytes()
+    return None if limit is None else limit.size_bytes
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""Hypothesis strategies for keys, jobs, streams of requests and schedules of a device."""
+"""Hypothesis strategies for keys, jobs and streams of requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
@@ -14,9 +13,6 @@ from kvoffload_async.types import (
     as_block_ids,
     make_offload_key,
 )
-
-if TYPE_CHECKING:
-    from kvoffload_async.testing.cuda import Schedule
 
 _HASH_BYTES = 8
 
@@ -84,11 +80,3 @@ def request_streams(
         )
         for index, path in enumerate(paths)
     ]
-
-
-def device_schedules() -> st.SearchStrategy[Schedule]:
-    """Return a strategy for schedules of `SimulatedCuda`; the simplest runs only what must run."""
-    from kvoffload_async.testing.cuda import Progress, Schedule  # noqa: PLC0415 - loads torch
-
-    choices = st.lists(st.integers(0, 11), min_size=1, max_size=24).map(tuple)
-    return st.builds(Schedule, st.sampled_from(Progress), choices)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.tier import Direction
@@ -228,7 +227,6 @@ class HostTransfer(SettlingTransfer):
         self.copies = copies
         self.after = after
         self.parts: Sequence[GroupCopies] = ()
-        self.source_digest: int | None = None
 
 
 @dataclass(slots=True)
@@ -245,7 +243,6 @@ class HostTransport(Transport):
 
     Attributes:
         faults: Injected faults, by direction.
-        violations: Descriptions of device blocks that changed during their store.
     """
 
     is_on_host = True
@@ -257,7 +254,6 @@ class HostTransport(Transport):
         *,
         cell_offset_bytes: int = 0,
         compute_timeout_s: float = 30.0,
-        detects_overwrites: bool = False,
     ) -> None:
         """Start one thread per direction.
 
@@ -266,7 +262,6 @@ class HostTransport(Transport):
             kv_view: The primary's buffer, shape `[num_slots, slot_bytes]` uint8.
             cell_offset_bytes: Offset of this worker's cell in a slot.
             compute_timeout_s: Seconds to wait for a compute event before the transfer fails.
-            detects_overwrites: Whether to hash sources of stores before and after the copy.
 
         Raises:
             ConfigError: A slot is too small for a chunk, or native code is required but
@@ -278,13 +273,8 @@ class HostTransport(Transport):
         self._release_pages = hold_pages(kv_view, "a host transport")
         self._num_slots = rows.shape[0]
         self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
-        self.violations: list[str] = []
         self._layout = layout
         self._compute_timeout_s = compute_timeout_s
-        self._detects_overwrites = detects_overwrites
-        self._device: list[list[Bytes]] = [
-            [table.pages.numpy() for table in group] for group in layout.groups
-        ]
         self._closed = False
         self._directions: dict[Direction, _DirectionQueue] = {}
         try:
@@ -315,8 +305,6 @@ class HostTransport(Transport):
         except TransportError as error:
             transfer.fail(error)
             return transfer
-        if self._detects_overwrites and copies.direction is Direction.STORE and after.wait(0):
-            transfer.source_digest = self._digest(transfer.parts)
         self._directions[copies.direction].queue.put(transfer)
         return transfer
 
@@ -330,7 +318,6 @@ class HostTransport(Transport):
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
             return False
-        self._device.clear()
         self._release_pages()
         return True
 
@@ -362,24 +349,8 @@ class HostTransport(Transport):
     def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
         if not transfer.after.wait(self._compute_timeout_s):
             raise TransportError("the compute event timed out")
-        before = transfer.source_digest
-        if before is None and self._detects_overwrites and direction is Direction.STORE:
-            before = self._digest(transfer.parts)
         hook = self.faults[direction].before_copy
         if hook is not None:
             hook(transfer.copies)
         for index, part in enumerate(transfer.parts):
-            self._copy_group(direction, index, part)
-        if before is not None and before != self._digest(transfer.parts):
-            blocks = transfer.copies.device.block_ids.tolist()
-            self.violations.append(f"device blocks {blocks} changed during a store")
-
-    def _copy_group(self, direction: Direction, index: int, part: GroupCopies) -> None:
-        self._directions[direction].copier.copy(direction, index, part)
-
-    def _digest(self, parts: Sequence[GroupCopies]) -> int:
-        hasher = xxhash.xxh3_64()
-        for index, part in enumerate(parts):
-            for device in self._device[index]:
-                hasher.update(np.ascontiguousarray(device[part.blocks]).data)
-        return hasher.intdigest()
+            self._directions[direction].copier.copy(direction, index, part)

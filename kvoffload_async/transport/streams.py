@@ -1,6 +1,6 @@
 """The calls of a device's runtime that `CudaTransport` makes: streams, events and memory.
 
-`CudaRuntime` makes them with `torch.cuda`; `kvoffload_async.testing.cuda` simulates them.
+`CudaRuntime` makes them with `torch.cuda`.
 """
 
 from __future__ import annotations

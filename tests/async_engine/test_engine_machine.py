@@ -28,6 +28,7 @@ from async_engine.worlds import (
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planner_invariants import check_quiescent
+from transport.watched import WatchedTransport
 
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.async_engine.transfers import EngineBounds
@@ -42,7 +43,6 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import register_kv_caches
 
 ORDINARY = (BusyError, InvalidatedError, TransportError, TimeoutError)
@@ -364,7 +364,7 @@ class Game:
         self.read = 0
 
     def create_transport(self, view):
-        self.transport = HostTransport(self.layout, view, detects_overwrites=True)
+        self.transport = WatchedTransport(self.layout, view)
         for faults in self.transport.faults.values():
             faults.before_copy = self.sometimes_fail
         return self.transport

@@ -1,7 +1,5 @@
 """What a bench refuses: one clear line on standard error, status 2, and nothing was written."""
 
-import sys
-
 import pytest
 
 from kvoffload_async.bench import contender, plan
@@ -42,13 +40,6 @@ class Unplayable(ExampleSecondaryTierManager):
         (["--tier", "slab:capacity_bytes=1KiB"], "capacity_bytes: '1KiB' is less than the"),
         (["--tier", "slab:capacity_bytes=some"], "capacity_bytes: 'some' is not valid"),
         (["--tier", "Nothing:module_path=no_such_module"], "No module named"),
-        (["--peer", "vllm-fss"], "did you mean 'vllm-fs'?"),
-        (["--peer", "vllm-fs:verify=off"], "unknown key 'verify'"),
-        (["--peer", "vllm-fs:root_dir=3"], "root_dir: 3 is not valid; give a path"),
-        (["--peer", ":a=1"], "--peer ':a=1': no type"),
-        (["--plot", "picture.mp3"], "'.mp3' is not an image format; use one of"),
-        (["--plot", "picture"], "'' is not an image format"),
-        (["--plot", "/no/such/folder/bench.png"], "--plot /no/such/folder/bench.png: cannot be"),
         (["--json", "/no/such/folder/bench.json"], "--json /no/such/folder/bench.json: cannot be"),
     ],
 )
@@ -85,29 +76,6 @@ def test_the_size_of_the_memory_decides_what_is_too_much(monkeypatch):
             rounds=1,
             threads=1,
         )
-
-
-def test_without_matplotlib_the_extra_is_named_before_anything_starts(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "kvoffload_async.bench.plot", raising=False)
-    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
-        monkeypatch.delitem(sys.modules, name)
-    folder = command.directory / "new"
-    message = command.refusal(
-        *("bench", "--tier", f"fs:root_dir={folder}"),
-        *("--plot", command.directory / "bench.png"),
-    )
-    assert "install kvoffload-async[plot]" in message
-    assert list(command.directory.iterdir()) == []
-
-
-def test_without_vllm_its_peer_says_how_to_install_it(command, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
-    message = command.refusal("bench", "--peer", "vllm-fs")
-    assert "--peer vllm-fs cannot be measured here" in message
-    assert "pip install vllm" in message
 
 
 @pytest.mark.parametrize(

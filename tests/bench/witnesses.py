@@ -7,7 +7,6 @@ SMALL = (
 WITNESSES = """
     import os
     import signal
-    from kvoffload_async.facade.example import ExampleSecondaryTierManager
     from kvoffload_async.facade.secondary import SecondaryTierManager
     from kvoffload_async.errors import TierUnavailableError
     from kvoffload_async.tiers.example import ExampleTier
@@ -53,15 +52,5 @@ WITNESSES = """
             if Interrupted.count == 2:
                 signal.raise_signal(signal.SIGINT)
             super().__init__(*arguments, **options)
-
-    class FakePeer:
-        '''Another engine's tier, though it is one of this package's.'''
-        def __init__(self, name, options, place):
-            self.name, self.options, self.place = name, options, place
-        def capacity_bytes(self, stored_bytes):
-            return None
-        def open(self, view, directory, stored_bytes):
-            from kvoffload_async.bench.contender import OpenOwnTier
-            return OpenOwnTier(ExampleSecondaryTierManager(None, view))
 """
 """A module."""

@@ -18,9 +18,10 @@ from contextlib import ExitStack
 from itertools import permutations
 
 import pytest
+from laboratory.peers import load_peer
 
 from kvoffload_async.bench.baseline import Payload
-from kvoffload_async.bench.contender import OwnTier, load_peer
+from kvoffload_async.bench.contender import OwnTier
 from kvoffload_async.types import as_block_ids, make_offload_key
 
 BLOCKS = 16

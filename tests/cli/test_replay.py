@@ -4,14 +4,10 @@ import json
 import signal
 import tempfile
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 from command_line import interrupt_workload
 
-from kvoffload_async import TieringOffloadingSpec
-from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
-from kvoffload_async.replay.fleet.plan import Equipment
 from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
 
 SMALL = ("--limit", 60, "--primary-blocks", 96)
@@ -196,34 +192,6 @@ def test_ctrl_c_before_the_first_request(command, faulty_tiers):
     report = command.figures("--tier", tier, exit_code=130)
     assert report["interrupted"]
     assert report["requests"] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (("--spread", "affinity"), "--spread affinity"),
-        (("--spread", "random"), "--spread random"),
-        (("--fleet-kill", 3), "--fleet-kill 3"),
-    ],
-)
-def test_an_option_of_a_fleet_without_one_is_refused(command, arguments, option):
-    assert f"{option}: needs --fleet" in command.refusal("replay", *arguments)
-
-
-def test_the_built_in_workload_has_a_shared_tier_and_own_ones_for_a_fleet():
-    with ScratchFolder() as scratch:
-        config = resolve(Flags(), scratch).config
-        equipment = Equipment(config, Path(scratch.path))
-        assert equipment.shared_names == ["fs"]
-        for member in range(2):
-            TieringOffloadingSpec(equipment.of(member, "lockstep", shares=True, remembers=True))
-
-
-@pytest.mark.slow
-def test_a_fleet_without_a_tier_replays_the_built_in_workload(command):
-    result = command.run("replay", "--fleet", 2, "--limit", 3)
-    assert result.exit_code == 0, result.output
-    assert "shared, in lockstep" in result.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from connector.workers import job, meta
 from hypothesis import strategies as st
-from transport.worlds import DEADLINE_S, FLAT, LOAD, STORE, Device, simulated
+from simulated_cuda.device import SimulatedCuda
+from transport.worlds import DEADLINE_S, FLAT, LOAD, STORE, Device, device_schedules, simulated
 
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from kvoffload_async.testing.cuda import SimulatedCuda
-from kvoffload_async.testing.strategies import device_schedules
 from kvoffload_async.transport.cuda import CudaTransport
 
 STALLED_S = 0.002

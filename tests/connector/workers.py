@@ -1,5 +1,6 @@
 """A worker before a device whose compute stream is under the test's control."""
 
+from transport.watched import WatchedTransport
 from transport.worlds import FLAT, STORE, Device, Wanted
 
 from kvoffload_async.abc.transport import Transfer, Transport
@@ -22,8 +23,7 @@ class Computing:
 
     def __init__(self, **options):
         self.device = Device(FLAT)
-        is_host = self.device.runtime is None
-        self.transport = self.device.transport(**({"detects_overwrites": True} if is_host else {}))
+        self.transport = self.device.transport(WatchedTransport)
         self.events = []
         self.is_computing = False
         self._unfinished = []

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from simulated_cuda.device import SimulatedCuda
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.replay.device import FramePool
-from kvoffload_async.testing.cuda import SimulatedCuda
 from kvoffload_async.transport.paged import PagedMemory
 
 

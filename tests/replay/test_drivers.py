@@ -1,24 +1,26 @@
 """Both drivers, from the device to the tiers and back."""
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import threading
 
 import pytest
+from laboratory.fleet.plan import UnboundedCache
+from simulated_cuda.device import Progress, Schedule, SimulatedCuda, SimulatedStream
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
-from kvoffload_async.errors import StalledError, TransportError
+from kvoffload_async.errors import ConfigError, StalledError, TransportError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay import run
-from kvoffload_async.replay.fleet.plan import UnboundedCache
 from kvoffload_async.replay.run import ReplayOptions, replay
-from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload, TraceFile
 from kvoffload_async.runtime.machine import Limit
-from kvoffload_async.testing.cuda import SimulatedStream
 from kvoffload_async.transport.host import HostTransport
 
 ENGINES = ["sync", "async"]
@@ -166,14 +168,15 @@ def test_a_request_larger_than_the_device_is_one_line(command, engine):
 
 @both
 def test_bytes_that_do_not_arrive_are_found_out(command, engine, monkeypatch):
-    copy = HostTransport._copy_group
+    perform = HostTransport._perform
 
-    def copy_wrongly(self, direction, index, part):
-        copy(self, direction, index, part)
+    def copy_wrongly(self, direction, transfer):
+        perform(self, direction, transfer)
         if direction is Direction.LOAD:
-            self._device[index][1][part.blocks[-1], 3] ^= 1
+            pages = self._layout.groups[0][1].pages.numpy()
+            pages[transfer.parts[0].blocks[-1], 3] ^= 1
 
-    monkeypatch.setattr(HostTransport, "_copy_group", copy_wrongly)
+    monkeypatch.setattr(HostTransport, "_perform", copy_wrongly)
     arguments = ("--tier", "example", "--engine", engine, "--json", "-")
     result = command.run("replay", *arguments, *SMALL)
     report = json.loads(result.stdout)
@@ -231,28 +234,49 @@ def test_what_is_no_engine_and_no_device(command, option):
 def test_a_device_that_is_not_there(command, engine, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     line = command.refusal("replay", "--device", "cuda", "--engine", engine)
-    assert "there is no CUDA device; give cpu, or simulated" in line
+    assert "there is no CUDA device; give cpu" in line
 
 
 @both
-@pytest.mark.parametrize("device", ["cpu", "simulated"])
-def test_blocks_that_the_device_cannot_hold_are_refused_before_any_is_allocated(
-    command, engine, device, monkeypatch
+def test_blocks_that_the_host_cannot_hold_are_refused_before_any_is_allocated(
+    command, engine, monkeypatch
 ):
     monkeypatch.setattr(run, "memory_limit", lambda: Limit(1 << 20, "this machine's memory"))
     monkeypatch.setattr("kvoffload_async.transport.paged.PagedMemory", None)
-    options = ("--device", device, "--device-blocks", 64, "--engine", engine)
+    options = ("--device-blocks", 64, "--engine", engine)
     line = command.refusal("replay", *options, "--block-bytes", "16KiB")
     assert "--device-blocks: 64 blocks of 16384 bytes" in line
-    assert f"--device {device} has 1048576" in line
+    assert "it has 1048576" in line
+
+
+def simulated_device(**options):
+    """A device whose streams run in a random order."""
+    numbers = random.Random(20)
+    schedule = Schedule(Progress.RANDOM, [numbers.randrange(12) for _ in range(9973)])
+    return SimulatedCuda(schedule, **options)
+
+
+def replayed(source, runtime, *, primary_blocks=None, **options):
+    """Replay with the built-in workload's tier on a device, None being the host."""
+    flags = Flags(block_bytes="1KiB", primary_blocks=primary_blocks)
+    with ScratchFolder() as scratch:
+        spec = resolve(flags, scratch)
+        return replay(spec, source, ReplayOptions(runtime=runtime, **options)).to_dict()
+
+
+@both
+def test_blocks_that_a_device_cannot_hold_are_refused_before_any_is_allocated(engine, monkeypatch):
+    monkeypatch.setattr("kvoffload_async.transport.paged.PagedMemory", None)
+    device = simulated_device(memory_bytes=1 << 16)
+    with pytest.raises(ConfigError, match=r"--device-blocks: 64 blocks .* it has 65536"):
+        replayed(ChatWorkload(1), device, engine=engine, device_blocks=64)
 
 
 @pytest.mark.slow
 @both
-def test_a_simulated_device_finds_what_the_host_finds(command, engine):
-    options = ("--limit", 40, "--engine", engine, "--block-bytes", "1KiB", "--tier", "example")
-    plain = command.figures(*options)
-    report = command.figures(*options, "--device", "simulated")
+def test_a_simulated_device_finds_what_the_host_finds(engine):
+    plain = replayed(ChatWorkload(40), None, engine=engine)
+    report = replayed(ChatWorkload(40), simulated_device(), engine=engine)
     for figure in ("hits", "verified_blocks", "bytes_to_device"):
         assert report[figure] == plain[figure]
     assert_sound(report)
@@ -260,8 +284,9 @@ def test_a_simulated_device_finds_what_the_host_finds(command, engine):
 
 def test_a_simulated_device_preempts_requests(command):
     trace = command.trace([range(at, at + 20) for at in range(0, 200, 10)])
-    options = ("--device-blocks", 30, "--concurrency", 4, "--block-bytes", "1KiB")
-    report = command.figures(trace, "--device", "simulated", *options, "--primary-blocks", 60)
+    options = {"device_blocks": 30, "concurrency": 4, "primary_blocks": 60}
+    with contextlib.closing(TraceFile(trace)) as source:
+        report = replayed(source, simulated_device(), **options)
     assert report["preemptions"] > 0
     assert report["verified_blocks"] > 0
     assert_sound(report)
@@ -269,10 +294,9 @@ def test_a_simulated_device_preempts_requests(command):
 
 @pytest.mark.slow
 @both
-def test_a_simulated_device_shows_a_transport_that_waits_for_nothing(command, engine, monkeypatch):
+def test_a_simulated_device_shows_a_transport_that_waits_for_nothing(engine, monkeypatch):
     monkeypatch.setattr(SimulatedStream, "wait_event", lambda *_: None)
-    options = ("--limit", 60, "--engine", engine, "--block-bytes", "1KiB")
-    report = command.figures("--device", "simulated", *options, exit_code=1)
+    report = replayed(ChatWorkload(60), simulated_device(), engine=engine)
     assert report["corrupt_blocks"] > 0
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from simulated_cuda.device import CudaError, Progress, Schedule, SimulatedCuda
 from transport.worlds import (
     DEADLINE_S,
     STORE,
@@ -19,7 +20,6 @@ from transport.worlds import (
 )
 
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing.cuda import CudaError, Progress, Schedule, SimulatedCuda
 from kvoffload_async.transport.cuda import CudaTransport
 
 BLOCKS, SLOTS = (1, 2, 5, 7), (3, 4, 6, 9)

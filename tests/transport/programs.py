@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
+from simulated_cuda.device import SimulatedCuda
 from transport.worlds import (
     DEADLINE_S,
     LOAD,
@@ -19,12 +20,11 @@ from transport.worlds import (
     Shape,
     Wanted,
     copies_of,
+    device_schedules,
     simulated,
     wants,
 )
 
-from kvoffload_async.testing.cuda import SimulatedCuda
-from kvoffload_async.testing.strategies import device_schedules
 from kvoffload_async.transport.cuda import CudaTransport
 
 GEOMETRIES = [

@@ -1,6 +1,7 @@
 """What only the host's transport does: native threads, timeouts, overwritten blocks."""
 
 import pytest
+from transport.watched import WatchedTransport
 from transport.worlds import (
     DEADLINE_S,
     LOAD,
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("host_moves")
 
 @pytest.fixture
 def transport(device):
-    transport = device.transport(detects_overwrites=True)
+    transport = device.transport(WatchedTransport)
     yield transport
     assert transport.close(DEADLINE_S)
 
@@ -78,15 +79,3 @@ def test_neither_loads_nor_untouched_stores_are_violations(device, transport):
     for direction in (STORE, LOAD, STORE):
         outcome_of(transport.submit(simple(direction, (1,), (1,)), transport.record_compute()))
     assert not transport.violations
-
-
-def test_without_detection_nothing_is_hashed(device):
-    transport = device.transport()
-    stores = gate(transport, STORE)
-    transfer = transport.submit(simple(STORE, (2,), (2,)), transport.record_compute())
-    assert stores.arrived.wait(DEADLINE_S)
-    device.fill(3)
-    stores.opened.set()
-    assert transfer.synchronize(DEADLINE_S)
-    assert not transport.violations
-    assert transport.close(DEADLINE_S)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from simulated_cuda.device import CudaError, Progress, Schedule
 from transport.launches import (
     BLOCKS,
     SLOTS,
@@ -19,7 +20,6 @@ from transport.launches import (
 from transport.worlds import DEADLINE_S, LOAD, STORE, Device, outcome_of, simple, simulated, until
 
 from kvoffload_async.errors import ConfigError, TransportError
-from kvoffload_async.testing.cuda import CudaError, Progress, Schedule
 from kvoffload_async.transport.cuda import CudaTransport
 
 

@@ -1,9 +1,8 @@
 """What a transport measures, on the simulated device; throughput means nothing there."""
 
 from gpu.measurements import Load, report
+from simulated_cuda.device import SimulatedCuda
 from transport.launches import check_durations, check_staging_bytes
-
-from kvoffload_async.testing.cuda import SimulatedCuda
 
 
 def test_all_measurements_run():

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from simulated_cuda.device import Progress, Schedule, SimulatedCuda
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
-from kvoffload_async.testing.cuda import SimulatedCuda
 from kvoffload_async.transport.cuda import CudaTransport
 from kvoffload_async.transport.host import HostEvent, HostTransport, TransferFaults
 from kvoffload_async.transport.layout import register_kv_caches
@@ -33,6 +33,12 @@ def with_schedules(share=1):
     """Give a test of schedules its number of examples in the profile, or a share of it."""
     profile = os.environ.get("KVOFFLOAD_HYPOTHESIS_PROFILE", "dev")
     return settings(max_examples=_SCHEDULES[profile] // share)
+
+
+def device_schedules():
+    """Return a strategy for schedules of a device; the simplest runs only what must run."""
+    choices = st.lists(st.integers(0, 11), min_size=1, max_size=24).map(tuple)
+    return st.builds(Schedule, st.sampled_from(Progress), choices)
 
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -191,10 +197,10 @@ class Device:
             for model, table in zip(models, tables, strict=True)
         )
 
-    def transport(self, **options):
+    def transport(self, create=HostTransport, **options):
         options = {"cell_offset_bytes": self.geometry.cell_offset, **options}
         if self.runtime is None:
-            return HostTransport(self.layout, self.view, **options)
+            return create(self.layout, self.view, **options)
         options = {"staging_bytes": 2 * self.layout.chunk_bytes, **options}
         return SimulatedTransport(self.layout, self.view, runtime=self.runtime, **options)
 

@@ -1,12 +1,12 @@
-"""vLLM's own fs tier as a peer of `kvoffload bench`: driven as it is, on the same blocks."""
+"""vLLM's own fs tier as a peer in a benchmark: driven as it is, on the same blocks."""
 
 import json
 
 import pytest
+from laboratory.app import app
+from laboratory.peers import load_peer
 from typer.testing import CliRunner
 
-from kvoffload_async.bench.contender import load_peer
-from kvoffload_async.cli.app import app
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.errors import InputError
 
@@ -38,7 +38,6 @@ def test_it_is_measured_with_its_c_helper_and_through_the_page_cache(tmp_path):
     assert standings["vllm-fs"]["verified_blocks"] == standings["fs"]["verified_blocks"] == 80
     assert standings["vllm-fs"]["wrong_blocks"] == standings["vllm-fs"]["failed_jobs"] == 0
     assert standings["vllm-fs"]["passes"]["at_rest"]["lookup_us"]["median"] > 0
-    assert standings["fs"]["against"]["vllm-fs"]["store"]["gib_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

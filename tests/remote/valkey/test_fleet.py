@@ -1,10 +1,10 @@
 """A fleet whose server is killed on the way, and comes back empty, beside a process that is."""
 
 import pytest
+from laboratory.fleet.run import FleetOptions, run_fleet
 from servers.process import at_length
 
 from kvoffload_async import OffloadConfig
-from kvoffload_async.replay.fleet.run import FleetOptions, run_fleet
 
 REQUESTS = [[1, 2, 3], [1, 2, 4], [7, 8], [1, 2, 3, 5], [7, 8, 9], [1, 2, 4, 6], [7, 8, 9, 3]]
 

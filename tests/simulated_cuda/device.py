@@ -41,8 +41,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from kvoffload_async.testing import _cuda_operations as operations
-from kvoffload_async.testing._cuda_queues import (
+from simulated_cuda import operations
+from simulated_cuda.queues import (
     CudaError,
     Fault,
     Hold,
@@ -462,7 +462,7 @@ class SimulatedCuda:
 
     # -- operations -----------------------------------------------------------------------------
 
-    def _dispatch(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any operation of torch
+    def _dispatch(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Queue an operation on the device's tensors; run all others."""
         if getattr(self._local, "is_direct", False):
             return function(*args, **kwargs)
@@ -501,7 +501,7 @@ class SimulatedCuda:
 
     def _results(
         self,
-        function: Any,  # noqa: ANN401 - as above
+        function: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Any, Sequence[torch.Tensor]]:
@@ -516,7 +516,7 @@ class SimulatedCuda:
                 outputs.append(self._allocate(shape, self.current_stream()))
         return tree_unflatten(outputs, structure), outputs
 
-    def _detached(self, value: Any) -> Any:  # noqa: ANN401 - any argument
+    def _detached(self, value: Any) -> Any:
         """Return a tensor over the same memory that does not keep it; other values unchanged."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -546,10 +546,10 @@ class _DeferringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 - an operation of torch
-        types: Any,  # noqa: ANN401 - see TorchDispatchMode
+        func: Any,
+        types: Any,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever it returns
+    ) -> Any:
         del types
         return self._dispatch(func, args, kwargs or {})

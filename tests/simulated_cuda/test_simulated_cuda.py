@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from kvoffload_async.testing.cuda import (
+from simulated_cuda.device import (
     POISON,
     CudaError,
     Progress,

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_async import ConfigError, OffloadConfig
+from kvoffload_async import ConfigError, OffloadConfig, TieringOffloadingSpec
+from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
 from kvoffload_async.errors import InputError
-from kvoffload_async.replay.fleet.plan import AFFINITY, RANDOM, Equipment, UnboundedCache, spread
 from kvoffload_async.replay.source import ChatWorkload
+from laboratory.fleet.plan import AFFINITY, RANDOM, Equipment, UnboundedCache, spread
 
 
 def config(*tiers):
@@ -104,6 +105,14 @@ def test_in_lockstep_no_process_remembers_that_a_block_was_absent(tmp_path):
 def test_a_fleet_that_shares_nothing_is_refused(tmp_path):
     with pytest.raises(InputError, match="no tier is shared"):
         Equipment(config({"type": "example"}), tmp_path)
+
+
+def test_the_built_in_workload_has_a_shared_tier_and_own_ones_for_a_fleet():
+    with ScratchFolder() as scratch:
+        equipment = Equipment(resolve(Flags(), scratch).config, Path(scratch.path))
+        assert equipment.shared_names == ["fs"]
+        for member in range(2):
+            TieringOffloadingSpec(equipment.of(member, "lockstep", shares=True, remembers=True))
 
 
 def test_options_that_cannot_work_are_found_before_anything_starts(tmp_path):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 COPY = torch.ops.aten.copy_.default
-TO_HOST = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - the name of `item`
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # noqa: SLF001 - its name
+TO_HOST = torch.ops.aten._local_scalar_dense.default  # the name of `item`
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its name
 
 _INDEX = torch.ops.aten.index.Tensor
 _MASKS = (torch.bool, torch.uint8)
@@ -25,25 +25,25 @@ _PIECES = 4
 
 
 @cache
-def is_view(function: Any) -> bool:  # noqa: ANN401 - an operation of torch
+def is_view(function: Any) -> bool:
     """Return whether an operation returns another view of an argument's memory."""
     if function is _UNSAFE_VIEW:
         return True
-    aliases = [returned.alias_info for returned in function._schema.returns]  # noqa: SLF001
+    aliases = [returned.alias_info for returned in function._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @cache
-def _changed_name(function: Any) -> tuple[int, str] | None:  # noqa: ANN401 - as above
+def _changed_name(function: Any) -> tuple[int, str] | None:
     """Return position and name of the argument that an operation changes and returns."""
-    for index, argument in enumerate(function._schema.arguments):  # noqa: SLF001
+    for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return index, argument.name
     return None
 
 
 def changed_argument(
-    function: Any,  # noqa: ANN401 - as above
+    function: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> torch.Tensor | None:
@@ -56,7 +56,7 @@ def changed_argument(
     return changed
 
 
-def shapes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
+def shapes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what an operation returns, for arguments of zeros: values need not be there yet.
 
     Tensors without memory would do, but for many operations on them torch imports its compiler.
@@ -71,7 +71,7 @@ def shapes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return function(*_zeros_of(args), **_zeros_of(kwargs))
 
 
-def _zeros_of(arguments: Any) -> Any:  # noqa: ANN401 - a tree of arguments
+def _zeros_of(arguments: Any) -> Any:
     return tree_map_only(torch.Tensor, _zeros_like, arguments)
 
 
@@ -86,7 +86,7 @@ def is_non_blocking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def steps_of(
-    function: Any,  # noqa: ANN401 - as above
+    function: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     outputs: Sequence[torch.Tensor],
@@ -117,7 +117,7 @@ def _copy_steps(target: torch.Tensor, source: torch.Tensor) -> list[Callable[[],
 
 
 def _run(
-    function: Any,  # noqa: ANN401 - as above
+    function: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     outputs: Sequence[torch.Tensor],

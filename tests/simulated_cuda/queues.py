@@ -36,8 +36,6 @@ class Progress(enum.Enum):
 class Schedule:
     """The order in which queued operations run.
 
-    `kvoffload_async.testing.strategies.device_schedules` is a Hypothesis strategy.
-
     Attributes:
         progress: When they run.
         choices: Numbers that decide which of several streams goes on, and how far; repeated.

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Final
 
 from kvoffload_async.config import OffloadConfig
@@ -65,9 +66,17 @@ def answer(what: str, report: Report | None = None, **more: object) -> bytes:
     return encode({"what": what, **figures, **more})
 
 
-_COMMAND: Final = (sys.executable, "-m", "kvoffload_async.replay.fleet.member")
+_COMMAND: Final = (sys.executable, "-m", "laboratory.fleet.member")
+_TESTS: Final = Path(__file__).parents[2]
 _READ_BYTES: Final = 1 << 16
 _REAP_S: Final = 10.0
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a member, which finds this package and has no status socket."""
+    inherited = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
+    paths = [str(_TESTS), *filter(None, [inherited.get("PYTHONPATH")])]
+    return inherited | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class MemberProcess:
@@ -85,16 +94,15 @@ class MemberProcess:
         self._partial = b""
         self._unsent = encode(asdict(start))  # first: it may raise before the process is started
         # In its own session, so that Ctrl-C reaches only the parent, which ends the member.
-        self._process = subprocess.Popen(  # noqa: S603 - this package's own module
+        self._process = subprocess.Popen(
             [*_COMMAND, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # Only one process could listen on the path.
-            env={name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE},
+            env=_environment(),
         )
-        if self._process.stdin is None or self._process.stdout is None:  # pragma: no cover
-            raise OffloadError(f"{name}: no pipes")  # for the type checker
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._requests = self._process.stdin
         self._replies = self._process.stdout
         os.set_blocking(self._requests.fileno(), False)

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from kvoffload_async.bench.figures import Figure, Report, size_text
 from kvoffload_async.bench.plan import GIB
 from kvoffload_async.bench.rounds import MEMCPY
+from kvoffload_async.replay.plot import check_suffix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+__all__ = ["check_suffix", "draw"]
 
 _PANELS: Final = (
     ("store", "gib_per_s", "Store", "GiB/s"),
@@ -24,17 +26,11 @@ _PANELS: Final = (
 )
 _LEGEND_COLUMNS: Final = 4
 _MEMCPY_STYLE: Final = {"color": "grey", "fmt": ":"}
-_FLOOR_STYLES: Final = {
+_BASELINE_STYLES: Final = {
     "native": {"color": "black", "fmt": "--"},
     "plain": {"color": "dimgrey", "fmt": "-."},
     "recycling": {"color": "darkgrey", "fmt": ":"},
 }
-
-
-def check_suffix(path: Path) -> str | None:
-    """Return the supported suffixes if this one is not supported."""
-    known = sorted(FigureCanvasAgg(Canvas()).get_supported_filetypes())
-    return None if path.suffix.lstrip(".").lower() in known else ", ".join(known)
 
 
 def draw(report: Report, path: Path) -> None:
@@ -105,7 +101,7 @@ def _lines(
             label = f"{kind} baseline"
             if len(sizes[0].baselines) > 1:
                 label = f"{label} {directory}"
-            yield label, _FLOOR_STYLES[kind], figures
+            yield label, _BASELINE_STYLES[kind], figures
     for number, contender in enumerate(sizes[0].contenders):
         passes = [size.contenders[contender].passes for size in sizes]
         # The number gives a contender the same colour in every panel.

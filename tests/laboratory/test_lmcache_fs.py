@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 
 from kvoffload_async.bench.baseline import Payload
-from kvoffload_async.bench.contender import load_peer
 from kvoffload_async.errors import ConfigError, InputError
-from kvoffload_async.integrations.lmcache.peer import LmcacheManager
 from kvoffload_async.types import LookupResult, as_block_ids, make_offload_key
+from laboratory.lmcache_fs import LmcacheManager
+from laboratory.peers import load_peer
 
 L2 = "lmcache.v1.distributed.l2_adapters"
 BLOCK = 4096

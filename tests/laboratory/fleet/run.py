@@ -19,10 +19,10 @@ from typing import Any, Final
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import StalledError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.fleet.plan import RANDOM, Equipment, UnboundedCache, spread
-from kvoffload_async.replay.fleet.process import DONE, READY, MemberProcess, Start, settings_of
 from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import stall_timeout_s
+from laboratory.fleet.plan import RANDOM, Equipment, UnboundedCache, spread
+from laboratory.fleet.process import DONE, READY, MemberProcess, Start, settings_of
 
 _GIB: Final = 1 << 30
 _SAME: Final = frozenset(
@@ -178,6 +178,7 @@ _START_MARGIN_S: Final = 60.0
 _WATCH_S: Final = 0.1
 
 ALONE, LOCKSTEP, FREE = "alone", "lockstep", "free"
+PASSES: Final = (ALONE, LOCKSTEP, FREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +196,7 @@ class FleetOptions:
         should_stop: Returns whether to send no more requests.
         before_request: Called with pass and number before a request is sent, for tests that
             disrupt the shared tier.
-        on_step: Called with the completed fraction of all passes.
+        on_request: Called when a request is finished, in each pass.
     """
 
     size: int
@@ -206,7 +207,7 @@ class FleetOptions:
     layers: int = 2
     should_stop: Callable[[], bool] = lambda: False
     before_request: Callable[[str, int], None] = lambda _pass, _number: None
-    on_step: Callable[[float], None] = lambda _fraction: None
+    on_request: Callable[[], None] = lambda: None
 
 
 def run_fleet(
@@ -231,11 +232,11 @@ def run_fleet(
     """
     equipment = Equipment(config, scratch)
     passes: list[FleetPass] = []
-    for number, name in enumerate((ALONE, LOCKSTEP, FREE)):
+    for name in PASSES:
         if options.should_stop():
             break
         try:
-            passes.append(_Pass(name, number, equipment, requests, options).run())
+            passes.append(_Pass(name, equipment, requests, options).run())
         finally:
             equipment.remove_folders(options.size, name)
     return FleetReport(
@@ -253,13 +254,11 @@ class _Pass:
     def __init__(
         self,
         name: str,
-        number: int,
         equipment: Equipment,
         requests: Sequence[Sequence[int]],
         options: FleetOptions,
     ) -> None:
         self._name = name
-        self._number = number
         self._equipment = equipment
         self._requests = requests
         self._options = options
@@ -277,7 +276,6 @@ class _Pass:
         """Busy members: their request, and the deadline for its answer."""
         self._ended: list[Report] = []
         self._killed = 0
-        self._done = 0
         settings = equipment.of(0, name, shares=name != ALONE, remembers=not self._is_lockstep)
         self._patience_s = stall_timeout_s(TieringOffloadingSpec(settings))
         self._shutdown_s = settings.shutdown_timeout_s + self._patience_s
@@ -333,9 +331,7 @@ class _Pass:
         for member in select.select(list(watched), [], [], _WATCH_S)[0]:
             if member.take_answer() == DONE:
                 del self._busy[watched[member]]
-                self._done += 1
-                of_pass = self._done / max(1, len(self._requests))
-                self._options.on_step((self._number + of_pass) / len((ALONE, LOCKSTEP, FREE)))
+                self._options.on_request()
         now_s = time.monotonic()
         for index, until_s in self._busy.values():
             if now_s > until_s:

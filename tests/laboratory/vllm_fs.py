@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kvoffload_async.bench.contender import Place
 from kvoffload_async.config import at_least, parse_bool
 from kvoffload_async.integrations.vllm.version import require_vllm
 from kvoffload_async.types import BlockIds, OffloadKey
@@ -26,7 +27,7 @@ class OpenVllmFs:
         step: Step context passed to `on_schedule_end`.
     """
 
-    def __init__(self, manager: Any, base: Any, tiering: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, manager: Any, base: Any, tiering: Any) -> None:
         """Wrap an open tier; `base` and `tiering` are vLLM's modules with these names."""
         self.manager = manager
         self.request = base.ReqContext(req_id="bench")
@@ -59,7 +60,7 @@ class VllmFsPeer:
         place: Where it writes.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], place: Any) -> None:  # noqa: ANN401
+    def __init__(self, name: str, options: Mapping[str, Any], place: Place) -> None:
         """Import vLLM and check the options `n_read_threads`, `n_write_threads` and `direct_io`.
 
         Raises:
@@ -71,7 +72,7 @@ class VllmFsPeer:
         self._tiering = importlib.import_module("vllm.v1.kv_offload.tiering.base")
         self._fs = importlib.import_module("vllm.v1.kv_offload.tiering.fs.manager")
         self.name = name
-        self.place = place
+        self.place: Place | None = place
         self._direct = parse_bool(options.get("direct_io", False), "direct_io")
         self._threads = {
             key: at_least(1)(options.get(key, _DEFAULT_THREADS), key)
@@ -95,7 +96,7 @@ class VllmFsPeer:
         )
         if not self._direct:
             # vLLM detects support in the filesystem and has no option for it.
-            manager._use_o_direct = False  # noqa: SLF001 - see above
+            manager._use_o_direct = False
         return OpenVllmFs(manager, self._base, self._tiering)
 
 
@@ -107,7 +108,7 @@ def _has_c_helper() -> bool:
     return True
 
 
-def _spec() -> Any:  # noqa: ANN401 - stands for vLLM's OffloadingSpec
+def _spec() -> Any:
     """Return the attributes of a spec that the tier reads: names and sizes for its paths."""
     return SimpleNamespace(
         blocks_per_chunk=1,

@@ -13,11 +13,12 @@ import pytest
 
 from kvoffload_async import OffloadConfig
 from kvoffload_async.errors import InputError, OffloadError, StalledError
-from kvoffload_async.replay.fleet.process import READY, MemberProcess, Start
-from kvoffload_async.replay.fleet.run import FleetOptions, run_fleet
+from laboratory.fleet.process import READY, MemberProcess, Start, settings_of
+from laboratory.fleet.run import FleetOptions, run_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.measured]
+pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[3]
 DEADLINE_S = 100
 REQUESTS = [[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [7, 8], [1, 2, 4, 6], [7, 8, 9]]
 
@@ -33,7 +34,7 @@ def members():
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"kvoffload_async.replay.fleet.member" in (folder / "cmdline").read_bytes():
+            if b"laboratory.fleet.member" in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
     return found
 
@@ -55,7 +56,6 @@ def until(is_so):
         select.select([], [], [], 0.02)
 
 
-@pytest.mark.no_cover
 def test_in_lockstep_a_fleet_finds_what_one_unbounded_cache_does_also_beside_a_kill(
     command, tmp_path
 ):
@@ -103,21 +103,10 @@ def test_the_figures_for_people_name_all_passes(command, tmp_path):
         assert text in result.stdout
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--passes", 2),
-        ("--engine", "async"),
-        ("--device", "cuda"),
-        ("--device-blocks", 100),
-        ("--concurrency", 2),
-        ("--spread", "even"),
-        ("--tier", "example"),
-    ],
-)
-def test_what_does_not_go_with_a_fleet_is_refused(command, flags):
-    trace = command.trace(REQUESTS)
-    assert flags[0] in command.refusal("replay", trace, "--fleet", 2, *flags)
+def test_a_fleet_without_a_tier_replays_the_built_in_workload(command):
+    result = command.run("replay", "--fleet", 2, "--limit", 3)
+    assert result.exit_code == 0, result.output
+    assert "shared, in lockstep" in result.stdout
 
 
 def test_a_fleet_that_is_stopped_ends_what_it_has_begun(tmp_path):
@@ -153,8 +142,6 @@ def test_a_tier_that_cannot_be_opened_is_said_in_one_error(tmp_path):
 
 
 def start_of(settings):
-    from kvoffload_async.replay.fleet.process import settings_of
-
     return Start(config=settings_of(settings), most_blocks=4, verify=True, layers=2)
 
 
@@ -196,9 +183,10 @@ def test_a_process_that_hangs_is_an_error_at_the_deadline(member):
 def test_no_process_outlives_its_parent(tmp_path, number):
     pipe = tmp_path / "trace"
     pipe.write_text('{"hash_ids": [1, 2]}\n' * 2000)
-    command = [sys.executable, "-m", "kvoffload_async", "replay", str(pipe), "--fleet", "2"]
+    command = [sys.executable, "-m", "tests.laboratory", "replay", str(pipe), "--fleet", "2"]
     parent = subprocess.Popen(
         [*command, "--tier", f"fs:root_dir={tmp_path}/bucket", "--json", str(tmp_path / "out")],
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -130,7 +130,7 @@ def spread(
     Affinity picks the process that has seen the longest prefix of the request, if that is at least
     half of it, else the process with the fewest blocks so far, like routers of serving fleets.
     """
-    chance = random.Random(seed)  # noqa: S311 - reproducible, and no secret
+    chance = random.Random(seed)
     seen: list[set[int]] = [set() for _ in range(num_members)]
     given = [0] * num_members
     for block_ids in requests:

@@ -1,6 +1,6 @@
 """A member process of a fleet: replays the requests sent by its parent, one at a time.
 
-    python -m kvoffload_async.replay.fleet.member PARENT
+    python -m laboratory.fleet.member PARENT
 
 It ends with its parent: the kernel kills it or, where that is not supported, the closed pipe ends
 it.
@@ -19,10 +19,10 @@ from typing import BinaryIO, Final
 
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.fleet.process import DONE, ENDED, FAILED, READY, Start, answer
 from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import ReplayOptions, replay
 from kvoffload_async.replay.source import RequestSource
+from laboratory.fleet.process import DONE, ENDED, FAILED, READY, Start, answer
 
 _PR_SET_PDEATHSIG: Final = 1
 

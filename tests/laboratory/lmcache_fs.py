@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvoffload_async.bench.contender import Place
 from kvoffload_async.config import at_least, parse_bool
 from kvoffload_async.types import BlockIds, LookupResult, OffloadKey
 
@@ -41,7 +42,7 @@ class Ended(NamedTuple):
 class LmcacheManager:
     """A scheduler's calls, mapped to the adapter's."""
 
-    def __init__(self, adapter: Any) -> None:  # noqa: ANN401 - LMCache's
+    def __init__(self, adapter: Any) -> None:
         """Use an open adapter."""
         self._adapter = adapter
         self._stores: dict[int, int] = {}
@@ -87,7 +88,7 @@ class OpenLmcacheFs:
         step: None.
     """
 
-    def __init__(self, adapter: Any, key_class: Any, view: memoryview) -> None:  # noqa: ANN401 - LMCache's
+    def __init__(self, adapter: Any, key_class: Any, view: memoryview) -> None:
         """Wrap an open adapter over the primary's rows."""
         self.manager = LmcacheManager(adapter)
         self.request = None
@@ -123,7 +124,7 @@ class LmcacheFsPeer:
         place: Where it writes.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], place: Any) -> None:  # noqa: ANN401
+    def __init__(self, name: str, options: Mapping[str, Any], place: Place) -> None:
         """Import LMCache and check the options `num_workers` and `use_odirect`.
 
         Raises:
@@ -136,7 +137,7 @@ class LmcacheFsPeer:
         self._create = importlib.import_module(f"{_L2}.factory").create_l2_adapter_from_registry
         self._key_class = importlib.import_module("lmcache.v1.distributed.api").ObjectKey
         self.name = name
-        self.place = place
+        self.place: Place | None = place
         self._settings = {
             "num_workers": at_least(1)(options.get("num_workers", _DEFAULT_WORKERS), "num_workers"),
             "use_odirect": parse_bool(options.get("use_odirect", False), "use_odirect"),
