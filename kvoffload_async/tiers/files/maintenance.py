@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, Generic, Protocol, TypeVar, TypeVarTuple
@@ -134,10 +135,23 @@ class MaintenanceIo:
         self.ops = ops
         self.control = control
         self._limiter = anyio.CapacityLimiter(IO_THREADS)
+        self._manifests = ThreadPoolExecutor(1, "kvoffload-manifests")  # ends with this object
 
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
         """Return a blocking call's result; a cancellation is delivered after it has ended."""
         task = self._start(call, *arguments)
+        await _settle([task])
+        return task.result()
+
+    async def read_file(self, path: str, max_bytes: int) -> bytes:
+        """Return a small file's content, or its first `max_bytes`; links are not followed.
+
+        A cancellation is delivered after the file is closed.
+
+        Raises:
+            OSError: It cannot be read, or is not a regular file.
+        """
+        task = asyncio.create_task(self._read(path, max_bytes), name="kvoffload-manifest")
         await _settle([task])
         return task.result()
 
@@ -163,6 +177,16 @@ class MaintenanceIo:
                     yield running.pop(task), task.result()
         finally:
             await _settle(running)
+
+    async def _read(self, path: str, max_bytes: int) -> bytes:
+        import aiofiles  # noqa: PLC0415 - only maintenance needs it
+
+        threads = self._manifests
+        file = await aiofiles.open(path, "rb", opener=self.ops.open, executor=threads)
+        try:
+            return await file.read(max_bytes)
+        finally:
+            await file.close()  # `async with` would close it in the loop's default executor
 
     def _start(
         self, call: Callable[[*Arguments], Checked], *arguments: *Arguments

@@ -21,7 +21,7 @@ from kvoffload_async.abc.maintenance import Problem
 from kvoffload_async.errors import InputError
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import MaintenanceIo, Verdict, Verification
-from kvoffload_async.tiers.files.ops import Entry, FileOps, names_in, read_all, read_file
+from kvoffload_async.tiers.files.ops import Entry, FileOps, names_in, read_all
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
 from kvoffload_async.tiers.fs.usage import Usage, read_usage
@@ -70,14 +70,25 @@ class FoundNamespace(Namespace):
         return length if is_own and type(length) is int and length > 0 else None
 
 
-def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
+async def find_namespaces(io: MaintenanceIo, directory: str) -> list[FoundNamespace]:
     """Return the namespaces below an absolute directory, ordered by name.
 
     Raises:
         InputError: The directory cannot be read.
-
-    May be called from any thread. Blocks on file I/O.
     """
+    return [
+        FoundNamespace(
+            directory,
+            match,
+            await read_manifest(io, _manifest_path(directory, match)),
+            is_vllms=has_vllms_layout(names),
+        )
+        for match, names in await io.run(_list_namespaces, io.ops, directory)
+    ]
+
+
+def _list_namespaces(ops: FileOps, directory: str) -> list[tuple[re.Match[str], list[str]]]:
+    """Return the names of the namespaces in a directory, each with the names of its entries."""
     try:
         ops.enter(directory, make=False)
         found = [
@@ -92,16 +103,14 @@ def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
         names: list[str] = []
         with contextlib.suppress(OSError):  # reported when it is walked
             names = names_in(ops, f"{directory}/{match[0]}")
-        manifest = read_manifest(ops, _manifest_path(directory, match))
-        is_vllms = has_vllms_layout(names)
-        namespaces.append(FoundNamespace(directory, match, manifest, is_vllms=is_vllms))
+        namespaces.append((match, names))
     return namespaces
 
 
-def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
+async def read_manifest(io: MaintenanceIo, path: str) -> Mapping[str, Any] | None:
     """Return a run configuration, or None if it is missing or unreadable."""
     try:
-        fields = json.loads(bytes(read_file(ops, path, _MAX_MANIFEST_BYTES)))
+        fields = json.loads(await io.read_file(path, _MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) and _is_shallow(fields) else None

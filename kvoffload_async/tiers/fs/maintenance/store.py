@@ -357,8 +357,7 @@ class FsMaintenance(StoreMaintenance):
     async def find(cls, directory: str) -> Sequence[Self]:
         ops = FileOps()
         io = MaintenanceIo(ops, MaintenanceControl())
-        namespaces = await io.run(find_namespaces, ops, directory)
-        return [cls(namespace, ops) for namespace in namespaces]
+        return [cls(namespace, ops) for namespace in await find_namespaces(io, directory)]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)

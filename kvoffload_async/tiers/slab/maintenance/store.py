@@ -297,7 +297,7 @@ class SlabMaintenance(StoreMaintenance):
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
         changes = Changes(self._ops, self._store, dry_run=options.dry_run)
-        if problem := await io.run(newer_format, self._ops, self._store):
+        if problem := await newer_format(io, self._store):
             changes.fail(problem)
         else:
             async with nullcontext() if options.dry_run else self._locked(io):
@@ -318,7 +318,7 @@ class SlabMaintenance(StoreMaintenance):
     async def _repair(self, given: Manifest | None, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
         changes = Changes(self._ops, self._store)
-        if problem := await io.run(newer_format, self._ops, self._store):
+        if problem := await newer_format(io, self._store):
             changes.fail(problem)
         else:
             async with self._locked(io):

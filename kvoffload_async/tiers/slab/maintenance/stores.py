@@ -4,7 +4,9 @@ Reading is safe while a tier is open: the journal is read before the segments ar
 missing segments were removed in between.
 
 The layout seeds every checksum in the journal. If the manifest is damaged or missing, every layout
-found elsewhere is tried, until one verifies the journal. Thread: any; calls block.
+found elsewhere is tried, until one verifies the journal.
+
+Thread: any; calls block, except for `newer_format`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from kvoffload_async.tiers.files.features import (
 )
 from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import InUseError, holder_of, lock_for_process
+from kvoffload_async.tiers.files.maintenance import MaintenanceIo
 from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, read_file
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
@@ -257,7 +260,7 @@ def decode_given(content: bytes) -> Manifest:
         raise ConfigError(str(error)) from error
 
 
-def newer_format(ops: FileOps, store: SlabStore) -> str | None:
+async def newer_format(io: MaintenanceIo, store: SlabStore) -> str | None:
     """Return why this release must not change a store of a newer release; None if it may.
 
     Also trusts the version number of a damaged manifest.
@@ -266,7 +269,7 @@ def newer_format(ops: FileOps, store: SlabStore) -> str | None:
         OSError: The manifest cannot be read.
     """
     try:
-        content = bytes(read_file(ops, f"{store.folder}/{MANIFEST}", MAX_MANIFEST_BYTES))
+        content = await io.read_file(f"{store.folder}/{MANIFEST}", MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
     try:
