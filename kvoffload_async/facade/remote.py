@@ -93,6 +93,7 @@ class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
     @classmethod
     def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> ValkeySettings:
         check_installed("redis", "valkey")
+        check_installed("hiredis", "valkey")
         settings = _take(ValkeySettings, options, identity)
         address = settings.address
         if settings.is_cluster and address.database:
