@@ -364,7 +364,7 @@ class Calls:
             kind = self._timeout_of(seconds, passed_s, has_hung=has_hung)
             failure = kind(f"{place} did not answer within {min(seconds, passed_s):.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
-            failure = self._said(error)
+            failure = self._redacted_error(error)
         else:
             self._suspects.pop(server, None)
             if server is not None:
@@ -388,7 +388,7 @@ class Calls:
         pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0
         self._suspects[server] = asyncio.get_running_loop().time() + pause_s
 
-    def _said(self, error: Exception) -> TierError:
+    def _redacted_error(self, error: Exception) -> TierError:
         """Convert an error of the library, with secrets removed."""
         mapped = self._client.mapped(error)
         drop_tracebacks(error)  # library frames may hold it, and they hold their callers'
