@@ -393,26 +393,26 @@ class Cascades:
     def offer(
         self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
     ) -> None:
-        """Send the blocks that a tier admits; doubtful ones are decided by `end_request`."""
+        """Send the blocks that a tier admits; undecided ones are decided by `end_request`."""
         if self.admission is not None:
             offered = len(keys)
             is_final = request.is_finished
-            keys, doubtful = self.admission.split(index, request.ctx, keys, is_final=is_final)
-            request.doubtful.setdefault(index, {}).update(dict.fromkeys(doubtful))
-            self._decline(index, request.ctx, offered - len(keys) - len(doubtful))
+            keys, undecided = self.admission.split(index, request.ctx, keys, is_final=is_final)
+            request.undecided_blocks.setdefault(index, {}).update(dict.fromkeys(undecided))
+            self._decline(index, request.ctx, offered - len(keys) - len(undecided))
         if keys:
             self.send(index, request, keys, now_s)
 
     def end_request(self, request: RequestState, now_s: float) -> None:
-        """Decide on a request's doubtful blocks; call before the primary closes the request."""
+        """Decide on a request's undecided blocks; call before the primary closes the request."""
         if self.admission is None:
             return
-        for index, waiting in request.doubtful.items():
+        for index, waiting in request.undecided_blocks.items():
             keys = tuple(waiting)
             stored, _ = self.admission.split(index, request.ctx, keys, is_final=True)
             added = self.defer(index, stored, now_s)
             self._decline(index, request.ctx, len(keys) - added)
-        request.doubtful.clear()
+        request.undecided_blocks.clear()
         self.admission.end_request(request.ctx, self._primary.used_by(request.ctx))
 
     def defer_reused(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""`admission` of a tier: blocks that are not written are counted, and doubtful ones wait."""
+"""`admission` of a tier: blocks that are not written are counted, and undecided ones wait."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_unlikely_blocks_are_declined_by_that_tier_alone(manager):
     assert "example: 3 blocks declined: their reuse is unlikely" in str(manager.explain("r"))
 
 
-def test_doubtful_blocks_are_stored_or_declined_when_the_request_ends(manager):
+def test_undecided_blocks_are_stored_or_declined_when_the_request_ends(manager):
     probabilities(manager, likely=(10,))
     ctx = ReqContext("r")
     manager.on_new_request(ctx)

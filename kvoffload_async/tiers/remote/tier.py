@@ -379,8 +379,8 @@ class RemoteTier(AsyncTier):
         self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         keys, slots = job.keys, job.block_ids
-        doubtful = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
-        present = await self._questions.ask_anew(doubtful, deadline_s) if doubtful else ()
+        unconfirmed = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
+        present = await self._questions.ask_anew(unconfirmed, deadline_s) if unconfirmed else ()
         self._counters.present_blocks += len(present)
         indices = [i for i in portion if keys[i] not in present]
         if not indices:
