@@ -120,8 +120,8 @@ class KVIdentity:
 
         Excludes the generation, which is part of the keys and may change while the tier is open.
         """
-        told_apart = asdict(replace(self, generation=None))
-        text = json.dumps(told_apart, sort_keys=True, separators=(",", ":"))
+        distinguishing = asdict(replace(self, generation=None))
+        text = json.dumps(distinguishing, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
 

@@ -49,18 +49,18 @@ class EngineContext:
 
     def __init__(self) -> None:
         self.ctx = ReqContext(ENGINE_REQ_ID)
-        self._told: list[TierState] = []
+        self._users: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
         """Return the request for a job or touch of the tier, and record that the tier uses it."""
-        if tier not in self._told:
-            self._told.append(tier)
+        if tier not in self._users:
+            self._users.append(tier)
         return self.ctx
 
     def close(self) -> None:
         """End the request in all tiers that used it; idempotent."""
-        told, self._told = self._told, []
-        for tier in told:
+        users, self._users = self._users, []
+        for tier in users:
             tier.finish_request(self.ctx)
 
 

@@ -815,13 +815,13 @@ class CostGatedIndex(KeyIndex):
         if self.break_even is not None:
             self._needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
         deferred, self._deferred = self._deferred, {}
-        told: dict[OffloadKey, None] = {}
+        decided: dict[OffloadKey, None] = {}
         declined: dict[Hashable, int] = {}
         for request, missed in deferred.items():
             if request in self.unknown:
                 self._deferred[request] = missed
                 continue
-            told |= missed
+            decided |= missed
             if request in self._worthwhile:
                 continue
             if len(missed) >= self._needed_blocks:
@@ -830,9 +830,9 @@ class CostGatedIndex(KeyIndex):
                 declined[request] = len(missed)
         if may_explore and declined:
             self._explore(declined)
-        self.has_decided = bool(told)
-        if told:
-            self._notify(tuple(told))
+        self.has_decided = bool(decided)
+        if decided:
+            self._notify(tuple(decided))
 
     def _ask(self, request: Hashable) -> None:
         """Admit a request: look its missed keys up, and forward all its later lookups."""
@@ -897,7 +897,7 @@ class AskedIndex(KeyIndex):
         return answers
 
     def peek(self, key: OffloadKey) -> LookupResult:
-        """Return HIT: only a lookup tells whether the tier has the key."""
+        """Return HIT: only a lookup shows whether the tier has the key."""
         return LookupResult.HIT
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

@@ -90,7 +90,7 @@ class Room:
         self._num_examined = 0
         """Length of the prefix of `found` that is guarded."""
         self._version = 0
-        """Number of changes to tickets; with the primary's, tells whether the head may fit now."""
+        """Number of changes to tickets; with the primary's, shows whether the head may fit now."""
         self._blocked_at: tuple[RequestState, int, int] | None = None
         """The head that did not fit, and the versions then."""
         self._searched_s = 0.0
@@ -275,7 +275,7 @@ class Room:
             self._release(request, named if elsewhere else named[first:])
             if request.ticket and not request.awaits:
                 self._note_landed(request)
-            self._tell(request)
+            self._notify(request)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class Room:
     def _refuse(self, request: RequestState) -> None:
         self._dequeue(request)
         request.is_refused = True
-        self._tell(request)
+        self._notify(request)
 
     def _serve(self, now_s: float, *, counts: bool = False) -> None:
         """Grant tickets from the head of the queue, while they fit.
@@ -386,7 +386,7 @@ class Room:
             if self._contended_s - since_s <= TURN_S:
                 break
             self._release(holder, list(holder.ticket))
-            self._tell(holder)
+            self._notify(holder)
         while self.queue:
             head = next(iter(self.queue))
             is_starved = counts and self._is_starved(head, now_s)
@@ -497,7 +497,7 @@ class Room:
         if not being_written:
             self._note_landed(request)
         if not being_written or len(run) < len(request.wants):
-            self._tell(request)
+            self._notify(request)
         self._version += 1
         return True
 
@@ -533,7 +533,7 @@ class Room:
     def _note_landed(self, request: RequestState) -> None:
         self._landed[request] = self._contended_s
 
-    def _tell(self, request: RequestState) -> None:
+    def _notify(self, request: RequestState) -> None:
         """Notify the waiters for a request's keys that it should repeat its lookups."""
         if self._primary.decided is not None:
             self._primary.decided(list(request.wants))

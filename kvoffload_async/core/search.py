@@ -140,7 +140,7 @@ class TierSearch:
     ) -> list[OffloadKey]:
         """Return the keys that all nearer tiers are known to lack; only these are looked up.
 
-        The other keys are unknown yet, and a cost-gated tier is told to expect them.
+        The other keys are unknown yet, and a cost-gated tier is warned to expect them.
         """
         if tier.cost_gated is not None:
             unknown = [key for key in keys if verdicts[key] is _RETRY]

@@ -28,7 +28,7 @@ native = pytest.mark.skipif(not is_built(), reason="the native module is not bui
 def _asked_anew(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     choice._obstacle.cache_clear()
-    choice._tell.cache_clear()
+    choice._log_choice.cache_clear()
     yield
     choice._obstacle.cache_clear()
 
