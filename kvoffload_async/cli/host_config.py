@@ -1,6 +1,6 @@
 """The engine's part of a host's configuration, for `check-config`; no host need be installed.
 
-A host's own keys are judged by tables of what its supported versions accept, this package's keys by
+A host's own keys are checked against tables of what its supported versions accept, this package's keys by
 the code that reads them under the host. What only the host knows (model, block) is not checked.
 """
 
@@ -182,7 +182,7 @@ _OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 
 
 def _under_vllm(config: Mapping[str, Any]) -> HostConfig:
-    """Judge the JSON of `--kv-transfer-config`."""
+    """Check the JSON of `--kv-transfer-config`."""
     _check_transfer(config, _TRANSFER)
     extra = config[EXTRA]
     if config["kv_connector"] != "MultiConnector":
@@ -213,7 +213,7 @@ def _check_transfer(config: Mapping[str, Any], fields: Rules, where: str = "") -
 
 
 def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str = "") -> HostConfig:
-    """Judge a connector that offloads; vLLM reads the failure policy of `outer`."""
+    """Check a connector that offloads; vLLM reads the failure policy of `outer`."""
     _check(config, {"kv_connector": _one_of(*OFFLOADING_CONNECTORS)}, where)
     _check_module(config, "kv_connector", "kv_connector_module_path", where)
     connector, extra = config["kv_connector"], config[EXTRA]
@@ -259,7 +259,7 @@ def _is_external(tier: Mapping[str, Any]) -> bool:
 
 
 def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
-    """Judge this package's tiers under vLLM's own spec."""
+    """Check this package's tiers under vLLM's own spec."""
     name = extra.get("spec_name", "CPUOffloadingSpec")
     if name not in _OWN_SPECS:
         raise InputError(
@@ -339,7 +339,7 @@ _ADAPTER: Final[Rules] = {
 
 
 def _under_lmcache(config: Mapping[str, Any]) -> HostConfig:
-    """Judge the JSON of `--l2-adapter`."""
+    """Check the JSON of `--l2-adapter`."""
     given = dict.fromkeys(("type", "class_name"), None) | {"adapter_params": {}} | dict(config)
     _check(given, _ADAPTER)
     _check_module(given, "class_name", "module_path")
@@ -364,7 +364,7 @@ _HICACHE: Final[Rules] = {
 
 
 def _under_sglang(config: Mapping[str, Any]) -> HostConfig:
-    """Judge the JSON of `--hicache-storage-backend-extra-config`."""
+    """Check the JSON of `--hicache-storage-backend-extra-config`."""
     given = {"backend_name": None, "class_name": None, **config}
     _check(given, _HICACHE, f"{SGLANGS_EXTRA}: ")
     _check_module(given, "class_name", "module_path")

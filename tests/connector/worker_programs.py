@@ -67,7 +67,7 @@ class Job:
 
 @dataclass
 class Scheduler:
-    """Chooses what may be used, and judges what the worker reports."""
+    """Chooses what may be used, and checks what the worker reports."""
 
     schedule: object
     create: type[OffloadingConnectorWorker] = OffloadingConnectorWorker
@@ -191,7 +191,7 @@ class Scheduler:
     # -- results --------------------------------------------------------------------------------
 
     def take(self):
-        """Judge the results."""
+        """Check the results."""
         for result in self.worker.get_finished():
             ended = self.jobs.pop(result.job_id, None)
             if ended is None:

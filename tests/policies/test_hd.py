@@ -491,11 +491,11 @@ TestHdAgainstItsModel = pytest.mark.stateful(HdMachine.TestCase)
 
 
 def test_a_request_without_sampled_blocks_leaves_the_duel_as_it_is():
-    judge = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
+    contest = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
     names = (key(number) for number in range(1000))
-    unsampled = next(name for name in names if crc32(name) % judge.sampled_part)
-    judge.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=lambda _: False)
-    assert judge.total == 0.0
+    unsampled = next(name for name in names if crc32(name) % contest.sampled_part)
+    contest.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=lambda _: False)
+    assert contest.total == 0.0
 
 
 def test_a_policy_without_evictable_blocks_evicts_none_and_forgets_what_is_discarded():

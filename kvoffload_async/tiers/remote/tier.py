@@ -444,9 +444,9 @@ class RemoteTier(AsyncTier):
         if corrupt:  # perhaps damaged in transit: remove only what fails twice
             self._counters.read_again += len(corrupt)
             corrupt = await read(list(corrupt))
-        return await self._judged(client, job, values, corrupt, deadline_s)
+        return await self._failures_of(client, job, values, corrupt, deadline_s)
 
-    async def _judged(
+    async def _failures_of(
         self,
         client: RemoteClient,
         job: JobMetadata,

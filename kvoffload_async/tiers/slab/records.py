@@ -36,7 +36,7 @@ NEEDS_VERIFY: Final = 2
 KEYED: Final = 4
 """Flag: the checksum is made with the store's integrity key."""
 KNOWN_FLAGS: Final = HAS_DIGEST | NEEDS_VERIFY | KEYED
-"""A record with another flag is a newer release's, whose block cannot be judged here."""
+"""A record with another flag is a newer release's, whose block cannot be checked here."""
 
 RECORD: Final = np.dtype(
     [

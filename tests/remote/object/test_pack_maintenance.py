@@ -1,4 +1,4 @@
-"""The maintenance of objects of several blocks: each block is judged, and each object removed."""
+"""The maintenance of objects of several blocks: each block is checked, and each object removed."""
 
 import pytest
 from remote.object.test_maintenance import Store

@@ -364,7 +364,7 @@ def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writ
     """Return the writers; `now_s` defaults to this host's clock. Thread-safe."""
     registry = WriterRegistry(ops, folder)
     try:
-        living, dead = registry.judged(time.time() if now_s is None else now_s)
+        living, dead = registry.classify(time.time() if now_s is None else now_s)
     except OSError:
         return Writers()
     return Writers(frozenset(living), frozenset(dead))
