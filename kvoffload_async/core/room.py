@@ -404,8 +404,8 @@ class Room:
             else:
                 self._blocked_at = (head, self._version, self._primary.room_made)
                 readable = [key for key in run if key not in absent]
-                beside = self._primary.room - self._primary.room_beside(readable)
-                self._head_needs = len(absent) + beside
+                own = self._primary.room - self._primary.room_excluding(readable)
+                self._head_needs = len(absent) + own
                 return
 
     def _run_of(
@@ -435,7 +435,7 @@ class Room:
         new = sum(key not in self._holders and key not in self.in_flight for key in run)
         if self.named + new > self.budget:
             return False
-        return len(absent) <= self._primary.room_beside([key for key in run if key not in absent])
+        return len(absent) <= self._primary.room_excluding([key for key in run if key not in absent])
 
     def _is_starved(self, head: RequestState, now_s: float) -> bool:
         """Return whether the head has asked for `TURN_S` while no ticket or promotion was left."""

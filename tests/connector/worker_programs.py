@@ -148,10 +148,10 @@ class Scheduler:
         is_cached = held is not None or self.hold is not None
         self.worker._flush_timeout_s = STALLED_S if is_cached else self.deadline_s
         flush = flushed | urgent.keys()
-        may_go_on = self.worker.handle_preemptions(meta(loads, urgent, flush))
+        may_continue = self.worker.handle_preemptions(meta(loads, urgent, flush))
         late = {job_id for job_id in flush if job_id in self.worker._running}
         self.late |= {job_id for job_id in late if self.jobs[job_id].direction is STORE}
-        if may_go_on != (late <= self.late):
+        if may_continue != (late <= self.late):
             self.errors.append("a step goes on although a load is late, or waits for a store")
         if held is not None:
             held.release()

@@ -6,7 +6,7 @@ from core.world import DOWN, World
 
 from kvoffload_async.core.cascades import _SLOTS_A_STEP
 from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.core.primary import BlockState, LastToGo
+from kvoffload_async.core.primary import BlockState, ProtectedSlots
 
 NOT_YET = "abcd"
 
@@ -177,8 +177,8 @@ def test_nobody_asks_about_a_block_again_as_long_as_it_is_pending():
     ctx = world.begin()
     world.store(ctx, range(num_blocks))
     asked = []
-    may_go = world.primary._may_go_first
-    world.primary._may_go_first = lambda slot: asked.append(slot) or may_go(slot)
+    is_evictable_first = world.primary._is_evictable_first
+    world.primary._is_evictable_first = lambda slot: asked.append(slot) or is_evictable_first(slot)
     for number in range(rounds):
         world.store(world.begin(f"r{number}"), [f"new{number}"])
     assert world.planner.tiers[0].counters.dropped_blocks == rounds
@@ -204,8 +204,8 @@ def test_a_reset_protects_nothing_of_before():
     world.wind_down()
 
 
-def test_the_last_to_go_leave_in_the_order_in_which_they_were_met():
-    slots = LastToGo(4)
+def test_protected_slots_leave_in_the_order_in_which_they_were_met():
+    slots = ProtectedSlots(4)
     assert slots.discard([1]) == slots.first(3) == []
     for slot in (2, 0, 3, 2):
         slots.note(slot)

@@ -521,14 +521,14 @@ def test_events_that_a_listener_is_too_slow_for_are_dropped_and_counted(
 ):
     monkeypatch.setattr(usage, "MOST_WAITING", 2)
     host = start(slab)
-    may_go_on = threading.Event()
-    host.adapter._usage._calls.put(lambda: may_go_on.wait(DEADLINE_S))
+    may_continue = threading.Event()
+    host.adapter._usage._calls.put(lambda: may_continue.wait(DEADLINE_S))
     until(lambda: not host.adapter._usage._calls.qsize())
     for number in range(5):
         host.store([host.key(number)], fill(memory, 0))
     assert host.adapter.report_status()["listener_errors"] == 3
     assert "2 events wait for a listener" in caplog.text
-    may_go_on.set()
+    may_continue.set()
     assert host.usage() == {"": 2 * SIZE}
 
 

@@ -20,10 +20,10 @@ class AskedPolicy(LruPolicy):
         super().__init__(capacity_blocks)
         self.asked: list[tuple[list[OffloadKey], int]] = []
         self.num_questions = 0
-        self.may_go: list[int] = []
+        self.evictable: list[int] = []
 
     def released(self, slots):
-        self.may_go += slots
+        self.evictable += slots
         super().released(slots)
 
     def make_room(self, incoming, count, is_evictable):
@@ -109,7 +109,7 @@ def test_a_dropped_block_that_was_passed_over_is_not_confused_with_the_next_one_
     catalog.pin([taken])
     assert catalog.claim(K[11:12]) == ([], [], [])
     catalog.unpin(places[:1])
-    assert policy.may_go == []
+    assert policy.evictable == []
     assert not list(catalog.violations())
     catalog.unpin([taken])
     _, victims, _ = catalog.claim(K[12:14])

@@ -341,13 +341,13 @@ class Catalog:
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
-        may_go = self._may_go if self._pins else _always
+        is_evictable = self._is_evictable if self._pins else _always
         coming = incoming
         if count > len(incoming):
             coming = [*incoming, *placeholders(count - len(incoming))]
         freed: list[SlotAddress] = []
         victims: list[OffloadKey] = []
-        slots = self._ranking.policy.make_room(coming, count, may_go)
+        slots = self._ranking.policy.make_room(coming, count, is_evictable)
         if slots:
             freed = [self._place_of[slot] for slot in slots]
             victims = self._ranking.remove(slots)
@@ -356,7 +356,7 @@ class Catalog:
         self._claimed.update(taken)
         return taken, victims, freed
 
-    def _may_go(self, slot: int) -> bool:
+    def _is_evictable(self, slot: int) -> bool:
         place: SlotAddress = self._place_of[slot]
         if place in self._pins:
             self._passed[place] = slot

@@ -343,7 +343,7 @@ class Host:
         run = [key for head in list(room.queue)[:1] for key in head.wants][: room.budget]
         absent = [key for key in run if self.primary.lookup(key) is MISS]
         readable = [key for key in run if self.primary.lookup(key) is HIT]
-        return len(absent) <= self.primary.room_beside(readable)
+        return len(absent) <= self.primary.room_excluding(readable)
 
     def _num_stored(self):
         """Return the number of blocks that are being stored, or not yet in all tiers."""
