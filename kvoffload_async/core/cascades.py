@@ -74,7 +74,7 @@ _MOST_TRIES: Final = 8
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 _SLOTS_A_STEP: Final = 4096
-"""Maximum number of slots that `heed` scans per step."""
+"""Maximum number of slots that `update_protection` scans per step."""
 
 Protect = Callable[[Sequence[int]], object]
 """Protects the blocks in the given slots from eviction, or ends the protection."""
@@ -93,7 +93,7 @@ class WriteBackQueue:
         is_wanted: Whether the tier accepts pending blocks; if so, they are protected.
         paused_until_s: Earliest time, in seconds, of the next store, after the tier has refused
             or failed one.
-        heeding_from: Slot at which `heed` continues its scan; None if the scan is complete.
+        protecting_from: Slot at which `update_protection` continues; None if its scan is complete.
     """
 
     def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
@@ -108,7 +108,7 @@ class WriteBackQueue:
         self.new_blocks = 0
         self.is_shut = False
         self.is_wanted = True
-        self.heeding_from: int | None = None
+        self.protecting_from: int | None = None
         self.paused_until_s = 0.0
 
     # -- blocks ---------------------------------------------------------------------------------
@@ -195,17 +195,17 @@ class WriteBackQueue:
 
     # -- protection -----------------------------------------------------------------------------
 
-    def heed(self, *, is_wanted: bool) -> None:
+    def update_protection(self, *, is_wanted: bool) -> None:
         """Protect the pending blocks if the tier accepts them; otherwise end their protection.
 
         Each call scans a bounded range of slots and continues where the last one stopped.
         """
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
-            self.heeding_from = 0
-        marks, first = self._marks, self.heeding_from or 0
+            self.protecting_from = 0
+        marks, first = self._marks, self.protecting_from or 0
         slots = range(first, min(first + _SLOTS_A_STEP, len(marks)))
-        self.heeding_from = slots.stop if slots.stop < len(marks) else None
+        self.protecting_from = slots.stop if slots.stop < len(marks) else None
         pending = [slot for slot in slots if marks[slot] & _PENDING]
         if not is_wanted:
             self._stop_protecting(pending)
@@ -258,7 +258,7 @@ class WriteBackQueue:
                 yield f"slot {slot} is protected, but not pending"
             if (
                 slot in pending
-                and self.heeding_from is None
+                and self.protecting_from is None
                 and self.is_wanted != bool(mark & _PROTECTED)
             ):
                 yield f"slot {slot} has mark {mark}, but is_wanted is {self.is_wanted}"
@@ -377,11 +377,11 @@ class Cascades:
         """Return the seconds until a step can send a pending block.
 
         None if no block is pending, or if all of them wait for a job to end. 0 also while a scan
-        of `WriteBackQueue.heed` is incomplete.
+        of `WriteBackQueue.update_protection` is incomplete.
         """
         soonest_s: float | None = None
         for index, queue in enumerate(self.queues):
-            if queue.heeding_from is not None:
+            if queue.protecting_from is not None:
                 return 0.0
             if queue.count and self._room_to_store(index):
                 wait_s = max(0.0, queue.paused_until_s - now_s)
@@ -514,8 +514,8 @@ class Cascades:
         """
         for index, queue in enumerate(self.queues):
             is_wanted = self._tiers[index].wants_blocks
-            if is_wanted is not queue.is_wanted or queue.heeding_from is not None:
-                queue.heed(is_wanted=is_wanted)
+            if is_wanted is not queue.is_wanted or queue.protecting_from is not None:
+                queue.update_protection(is_wanted=is_wanted)
             most = LATE_BLOCKS_A_STEP + queue.new_blocks
             queue.new_blocks = 0
             if queue.count and now_s >= queue.paused_until_s:

@@ -309,7 +309,7 @@ class TierActor:
     async def _perform(self, run: _Run) -> None:
         operation = self._tier.load if run.side is self._loads else self._tier.store
         run.watch = self._env.announcements.begin(
-            run.job.keys, heeds_stores=run.side is self._loads
+            run.job.keys, includes_stores=run.side is self._loads
         )
         try:
             failures = await operation(run.job) if run.job.keys else {}

@@ -77,7 +77,7 @@ class Reconciler:
         keys = tuple(islice(self._waiting, _BOUND))
         for key in keys:
             del self._waiting[key]
-        watch = self._announcements.begin(keys, heeds_stores=True)
+        watch = self._announcements.begin(keys, includes_stores=True)
         task = asyncio.get_running_loop().create_task(
             guarded(self._tier.contains, keys), name=f"{self._name}:recheck"
         )

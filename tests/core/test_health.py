@@ -360,7 +360,7 @@ def test_a_probe_that_the_shutdown_ends_is_no_fault():
     assert world.state is CLOSED
 
 
-def test_without_a_planner_nobody_heeds_the_breakers():
+def test_without_a_planner_nobody_reads_the_breakers():
     tier = TierState(
         "tier", ProbedIndex(1), 1, EventLog(Medium.STORAGE, enabled=False), breaker=ONE_FAULT
     )

@@ -19,9 +19,9 @@ A, B, C = K = [key_of(number) for number in range(3)]
 
 def test_what_is_said_during_a_call_outdates_it_and_what_was_said_before_does_not():
     announcements = Announcements()
-    other = announcements.begin([C], heeds_stores=False)
+    other = announcements.begin([C], includes_stores=False)
     announcements.note([A])
-    watch = announcements.begin([A, B], heeds_stores=False)
+    watch = announcements.begin([A, B], includes_stores=False)
     announcements.note([B, C])
     assert announcements.end(watch) == {B}
     assert announcements.end(other) == {C}
@@ -30,17 +30,17 @@ def test_what_is_said_during_a_call_outdates_it_and_what_was_said_before_does_no
 def test_what_was_said_while_no_call_ran_is_forgotten():
     announcements = Announcements()
     announcements.note([A])
-    watch = announcements.begin([A], heeds_stores=True)
+    watch = announcements.begin([A], includes_stores=True)
     assert announcements.end(watch) == frozenset()
 
 
 def test_the_end_of_a_store_outdates_a_load_and_no_store():
     announcements = Announcements()
     announcements.note_stored([A])
-    early = announcements.begin([A, B], heeds_stores=True)
+    early = announcements.begin([A, B], includes_stores=True)
     announcements.note_stored([A])
-    load = announcements.begin([A, B], heeds_stores=True)
-    store = announcements.begin([A, B], heeds_stores=False)
+    load = announcements.begin([A, B], includes_stores=True)
+    store = announcements.begin([A, B], includes_stores=False)
     announcements.note_stored([B])
     assert announcements.end(load) == {B}
     assert announcements.end(store) == frozenset()
@@ -50,20 +50,20 @@ def test_the_end_of_a_store_outdates_a_load_and_no_store():
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_call_that_hangs_keeps_no_more_than_the_bound_and_misses_nothing(is_stored):
     announcements = Announcements(bound=10)
-    watch = announcements.begin([A, B], heeds_stores=True)
+    watch = announcements.begin([A, B], includes_stores=True)
     note = announcements.note_stored if is_stored else announcements.note
     note([A])
     for number in range(3, 100):
         note([key_of(number)])
     assert len(announcements._announced) + announcements._stored_blocks <= 10
-    late = announcements.begin([A, B], heeds_stores=True)
+    late = announcements.begin([A, B], includes_stores=True)
     assert announcements.end(late) == frozenset()
     assert announcements.end(watch) == {A}
 
 
 def test_who_does_not_look_is_told_nothing():
     announcements = Announcements()
-    watch = announcements.begin([A], heeds_stores=True)
+    watch = announcements.begin([A], includes_stores=True)
     announcements.note([A])
     assert announcements.end(watch, looks=False) == frozenset()
 

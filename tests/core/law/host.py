@@ -543,7 +543,7 @@ class Host:
                     for key, slot, _ in self.primary.resident()
                 )
             ),
-            (queue.is_shut, queue.is_wanted, queue.heeding_from),
+            (queue.is_shut, queue.is_wanted, queue.protecting_from),
             (max(0.0, paused_s), queue._pause_s),
             state.is_silent,
             bool(jobs) and self._age(state._quiet_since_s),
