@@ -349,7 +349,7 @@ class KeyIndex(ABC):
     ) -> None:
         """Record the answer of a probe."""
 
-    def left_alone(self) -> None:  # noqa: B027 - an exact index has no queued keys
+    def tier_suspended(self) -> None:  # noqa: B027 - an exact index has no queued keys
         """Handle the end of a step in which the tier is suspended, so that no probe may start."""
 
     def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor state per request
@@ -479,7 +479,7 @@ class ProbedIndex(KeyIndex):
         self._pending: dict[OffloadKey, Hashable] = {}
         """Queued key -> the first request that looked it up, in lookup order."""
         self._is_awaited = False
-        """Whether a queued key was looked up (and answered RETRY) since the last `left_alone`."""
+        """Whether a queued key was looked up (and answered RETRY) since the last `tier_suspended`."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
@@ -552,7 +552,7 @@ class ProbedIndex(KeyIndex):
         self._forget_unasked(keys)
         self._notify(keys)
 
-    def left_alone(self) -> None:
+    def tier_suspended(self) -> None:
         """Notify the listeners of the queued keys, which stay queued.
 
         The tier is suspended, so a waiting lookup should be repeated: it then skips this tier.
@@ -779,10 +779,10 @@ class CostGatedIndex(KeyIndex):
         """Record the answer of a probe."""
         self._index.answered(generation, present)
 
-    def left_alone(self) -> None:
+    def tier_suspended(self) -> None:
         """End a step in which the tier is suspended: admit or decline the undecided requests."""
         self._decide(may_explore=False)
-        self._index.left_alone()
+        self._index.tier_suspended()
 
     def forget_request(self, request: Hashable) -> None:
         """Drop the state of a request that has ended."""

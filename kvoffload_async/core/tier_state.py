@@ -274,7 +274,7 @@ class TierState:
         if self._closed:
             return
         if not self.health.permits_probe():
-            self.index.left_alone()
+            self.index.tier_suspended()
             return
         probe: StartProbe | None = self.index.next_probe()
         if probe is not None:

@@ -146,7 +146,7 @@ def test_nobody_explores_while_the_tier_is_left_alone():
     index, break_even = measured()
     break_even.advance(FRESH_S)
     answers(index, "abc")
-    index.left_alone()
+    index.tier_suspended()
     assert break_even.explorations == 0
     assert answers(index, "abc") == [MISS] * 3
 

@@ -75,7 +75,7 @@ def test_back_pressure_and_the_shutdown_are_no_errors(worlds, caplog, closes):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (TierUnavailableError("EIO"), "continues without these blocks; fix the named cause"),
+        (TierUnavailableError("EIO"), "continues without these blocks; fix the cause above"),
         (CorruptBlockError("xxh3"), "check the storage)"),
         (TierFullError("no room"), "enlarge its storage)"),
         (JobCancelledError("cancelled"), "cancelled"),
