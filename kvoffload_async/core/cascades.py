@@ -537,7 +537,7 @@ class Cascades:
         landed = job.keys if result.success else result.successful_keys or ()
         if self.admission is not None:
             self.admission.note_stored(index, len(landed))
-        self._settle(index, job, landed, result.error, now_s)
+        self._finish(index, job, landed, result.error, now_s)
 
     def released(self, index: int, record: JobRecord, now_s: float) -> None:
         """Handle the end of the copy of an overdue cascade, whether it succeeded or failed."""
@@ -545,7 +545,7 @@ class Cascades:
         tier, keys = self._tiers[index], record.job.keys
         # Only an exact index can confirm that a block has landed.
         landed = frozenset(keys).difference(tier.lacks(keys)) if tier.is_exact else frozenset()
-        self._settle(index, record.job, landed, None, now_s)
+        self._finish(index, record.job, landed, None, now_s)
 
     # -- reset and shutdown ---------------------------------------------------------------------
 
@@ -601,7 +601,7 @@ class Cascades:
         self._submit(index, self._own.within(tier), keys, slots)
         self._watch_evictions()
 
-    def _settle(
+    def _finish(
         self,
         index: int,
         job: JobMetadata,

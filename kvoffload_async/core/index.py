@@ -678,7 +678,7 @@ class CostGatedIndex(KeyIndex):
         """Undecided request -> its keys answered with RETRY, which have to be looked up again. A
         decided request stays until the end of the step."""
         self._news: dict[Hashable, None] = {}
-        """Requests in `unknown` whose keys the next `settle` must look up in the nearer tiers."""
+        """Requests in `unknown` whose keys the next `resolve` must look up in the nearer tiers."""
         self._blocked: dict[OffloadKey, dict[Hashable, None]] = {}
         """Key that the nearer tiers have not resolved -> the requests for which it comes first."""
         self._explorer: Hashable = None
@@ -719,12 +719,12 @@ class CostGatedIndex(KeyIndex):
         unknown.update(dict.fromkeys(keys))
 
     def resolved(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the next `settle` examine the requests that wait for these resolved keys."""
+        """Have the next `resolve` examine the requests that wait for these resolved keys."""
         if self._blocked:
             for key in keys:
                 self._news.update(self._blocked.pop(key, {}))
 
-    def settle(
+    def resolve(
         self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult], *, all_requests: bool
     ) -> None:
         """Add the keys that all nearer tiers lack to the missed ones; call before a step's end.
@@ -738,9 +738,9 @@ class CostGatedIndex(KeyIndex):
             news = dict.fromkeys(self.unknown)
             self._blocked.clear()
         for request in news:
-            self._settle(request, ask_nearer)
+            self._resolve(request, ask_nearer)
 
-    def _settle(
+    def _resolve(
         self, request: Hashable, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult]
     ) -> None:
         unknown = self.unknown[request]

@@ -29,7 +29,7 @@ from kvoffload_async.abc.transport import (
 from kvoffload_async.block_io.choice import create_copies
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.transport.layout import KVLayout, PageTable
-from kvoffload_async.transport.settling import SettlingTransfer
+from kvoffload_async.transport.completion import CompletableTransfer
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +220,7 @@ class TransferFaults:
     before_copy: Callable[[BlockCopies], None] | None = None
 
 
-class HostTransfer(SettlingTransfer):
+class HostTransfer(CompletableTransfer):
     """A transfer of the host transport."""
 
     def __init__(self, copies: BlockCopies, after: HostEvent) -> None:

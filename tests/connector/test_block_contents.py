@@ -193,7 +193,7 @@ def serve(seed, tally):
             *[c for c in serving.copies if c.outcome is not None and draw.random() < 0.8]
         )
         if draw.random() < 0.5:
-            serving.world.settle_all()
+            serving.world.finish_all()
         if draw.random() < 0.08 and serving.live:
             serving.finish(draw.choice([r for r in serving.live if not r.ended] or serving.live))
         if draw.random() < resets:

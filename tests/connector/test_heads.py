@@ -140,7 +140,7 @@ def promoted(world, desk, request):
     assert desk.ask(request) == (None, False)
     desk.step()
     world.runner.run_ready()
-    world.settle_all()
+    world.finish_all()
 
 
 def test_a_request_that_takes_no_tokens_lets_go_of_what_was_promoted_for_it():

@@ -55,7 +55,7 @@ def test_probes_of_a_tier_for_a_whole_prefix_go_out_in_one_batch():
         world.runner.run_ready()
         (probe,) = world.parked()
         assert probe.keys == tuple(keys("abcd"))
-        world.settle()
+        world.finish_job()
         assert desk.ask(request) == (0, False)
     finally:
         world.end()

@@ -39,7 +39,7 @@ def offer(world, names, req_id="new"):
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_block_that_every_tier_has_goes_before_an_older_one_that_is_pending(policy, waits):
     world = crowded(policy=policy, waits=waits)
-    world.settle()
+    world.finish_job()
     world.step()
     assert world.primary.state_of(k("b")) is BlockState.PINNED, "it is on its way"
     assert offer(world, "x").evicted_keys == ks("a")
@@ -66,7 +66,7 @@ def test_a_store_that_waits_is_refused_until_the_tier_has_taken_something(policy
     assert offer(world, "x") is None
     assert resident(world) == before
     assert world.planner.tiers[0].counters.dropped_blocks == 0
-    world.settle()
+    world.finish_job()
     world.step()
     assert offer(world, "x").evicted_keys == ks("a")
     world.written()
@@ -77,7 +77,7 @@ def test_a_store_that_waits_is_refused_until_the_tier_has_taken_something(policy
 
 def test_a_store_that_waits_has_the_head_that_fits():
     world = crowded(waits=True, accept_prefix=True)
-    world.settle()
+    world.finish_job()
     output = offer(world, "xy")
     assert (list(output.keys_to_store), list(output.keys_left_out)) == (ks("x"), ks("y"))
     world.wind_down()
@@ -106,7 +106,7 @@ def test_a_tier_that_is_down_wants_nothing(waits):
     world.fail(first, error=DOWN)
     world.step()
     assert world.planner.tiers[0].counters.dropped_blocks == 0
-    world.settle(second)
+    world.finish_job(second)
     world.step()
     assert offer(world, "x").evicted_keys == ks("a"), "the other tier has it"
     assert (offer(world, "y", "other") is None) == waits, "the other one is pending the rest"
@@ -148,7 +148,7 @@ def test_a_tier_that_comes_back_wants_what_it_is_still_pending():
     assert world.primary.protected_blocks == 0
     world.step(10.0)
     world.step()
-    world.settle()
+    world.finish_job()
     world.step()
     assert world.primary.protected_blocks == 2
     world.wind_down()

@@ -104,11 +104,11 @@ class ReplayWorld(World):
         tasks = {task.get_name(): task for task in asyncio.all_tasks(self.runner.loop)}
         return {name: task for name, task in tasks.items() if ":store:" in name or ":load:" in name}
 
-    def settle_all(self):
+    def finish_all(self):
         self.runner.run_ready()
         while self.calls():
             for pool, call in self.calls():
-                pool.settle(call)
+                pool.finish(call)
             self.runner.run_ready()
 
     def begin_copy(self, numbers, req_id):
@@ -139,7 +139,7 @@ class ReplayWorld(World):
         planner = self.manager.planner
         while True:
             self.manager.on_schedule_end()
-            self.settle_all()
+            self.finish_all()
             has_news = any(secondary.has_pending_work() for secondary in self.secondaries)
             if not (has_news or planner.jobs or planner.orphaned):
                 return
@@ -193,7 +193,7 @@ class ReplayWorld(World):
 
     def end(self):
         self.park(False)
-        self.settle_all()
+        self.finish_all()
         for copy in list(self.copies):
             self.end_copy(copy, success=False)
         super().end()

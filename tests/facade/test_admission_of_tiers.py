@@ -37,10 +37,10 @@ def serve(manager, offered, *, ends_before_write=False, evicts=False):
         manager.on_reset_flushed()
     if not ends_before_write:
         manager.on_request_finished(ctx)
-    settle(manager)
+    finish_jobs(manager)
 
 
-def settle(manager):
+def finish_jobs(manager):
     manager.on_schedule_end()
     while manager.has_pending_work():
         manager.wait_for_progress(1.0)
@@ -70,11 +70,11 @@ def test_undecided_blocks_are_stored_or_declined_when_the_request_ends(manager):
     many = keys([f"{number:04}" for number in range(12)])
     granted = manager.prepare_store(many, ctx)
     manager.complete_store(granted.keys_to_store, ctx)
-    settle(manager)
+    finish_jobs(manager)
     assert figures(manager)[0] == (0, 0)  # 12 blocks, of a prompt that may still grow to 16
     ctx.key_positions.update({key: end for end, key in enumerate([*many, *keys("wxyz")], 1)})
     manager.on_request_finished(ctx)
-    settle(manager)
+    finish_jobs(manager)
     assert figures(manager)[0] == (12, 0)
 
 

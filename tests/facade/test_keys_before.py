@@ -34,8 +34,8 @@ class Faulty(FaultyTier):
     def parked(self):
         return self.inner.parked
 
-    def settle_all(self):
-        self.inner.settle_all()
+    def finish_all(self):
+        self.inner.finish_all()
 
 
 def answers(world, *numbers):

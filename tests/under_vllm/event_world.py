@@ -159,7 +159,7 @@ class Tracked:
         self.manager.on_request_finished(context)
         return len(hits)
 
-    def settle(self):
+    def finish_jobs(self):
         self._until(lambda: not self.manager.has_pending_work())
 
     def publish(self):

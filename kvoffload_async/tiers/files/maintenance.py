@@ -140,7 +140,7 @@ class MaintenanceIo:
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
         """Return a blocking call's result; a cancellation is delivered after it has ended."""
         task = self._start(call, *arguments)
-        await _settle([task])
+        await _all_ended([task])
         return task.result()
 
     async def read_file(self, path: str, max_bytes: int) -> bytes:
@@ -152,7 +152,7 @@ class MaintenanceIo:
             OSError: It cannot be read, or is not a regular file.
         """
         task = asyncio.create_task(self._read(path, max_bytes), name="kvoffload-manifest")
-        await _settle([task])
+        await _all_ended([task])
         return task.result()
 
     async def share_out(
@@ -176,7 +176,7 @@ class MaintenanceIo:
                 for task in done:
                     yield running.pop(task), task.result()
         finally:
-            await _settle(running)
+            await _all_ended(running)
 
     async def _read(self, path: str, max_bytes: int) -> bytes:
         import aiofiles  # noqa: PLC0415 - only maintenance needs it
@@ -195,7 +195,7 @@ class MaintenanceIo:
         return asyncio.create_task(in_thread, name="kvoffload-maintenance")
 
 
-async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Wait until tasks have ended even if cancelled; then raise the cancellation."""
     with anyio.CancelScope(shield=True):
         await all_done(*tasks)

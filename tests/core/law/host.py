@@ -13,7 +13,7 @@ from core.terms import k
 from core.tiers import NativeTier
 from core.world import DOWN, NEVER_OPENS
 
-from kvoffload_async.abc.events import JobOverdue, JobSettled
+from kvoffload_async.abc.events import JobOverdue, JobFinished
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.cascades import RecentKeys
 from kvoffload_async.core.invariants import check_state
@@ -394,12 +394,12 @@ class Host:
             case "overdue":
                 event = JobOverdue(job.job_id, TierTimeoutError("scripted"))
             case "fails":
-                event = JobSettled(job.job_id, job_error=DOWN)
+                event = JobFinished(job.job_id, job_error=DOWN)
             case "fails in part":
-                event = JobSettled(job.job_id, {0: BlockMissingError("scripted")})
+                event = JobFinished(job.job_id, {0: BlockMissingError("scripted")})
                 tier.contents.pop(job.keys[0], None)
             case _:
-                event = JobSettled(job.job_id)
+                event = JobFinished(job.job_id)
                 if not is_promotion:
                     tier.contents.update((key, self.names[key]) for key in job.keys)
         tier.state.handle(event)
