@@ -24,7 +24,7 @@ from kvoffload_async.abc.tier import (
     TierBounds,
     TierCapabilities,
     TierEnvironment,
-    TierPlace,
+    TierLocation,
 )
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -223,7 +223,7 @@ __all__ = [
     "TierError",
     "TierFullError",
     "TierMatcher",
-    "TierPlace",
+    "TierLocation",
     "TierStatistics",
     "TierTimeoutError",
     "TierUnavailableError",

@@ -126,7 +126,7 @@ class KVIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class TierPlace:
+class TierLocation:
     """A storage location of a tier, for checking conflicts with the engine's other tiers.
 
     Attributes:
@@ -333,7 +333,7 @@ class AsyncTier(ABC):
         """
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierLocation]:
         """Check the constructor's options before any side effect; return the storage locations.
 
         Changes nothing, not even on disk. Called whenever a configuration is checked, and before a

@@ -77,7 +77,7 @@ class Engine:
         rows: tuple[int, ...],
         keys: tuple[bytes, ...] | None,
         prefix: bytes,
-        places: tuple[tuple[int, int, int], ...] | bytes,
+        targets: tuple[tuple[int, int, int], ...] | bytes,
         other: _Files | Buffer | None,
         /,
     ) -> int:
@@ -91,7 +91,7 @@ class Engine:
             rows: Rows of the blocks.
             keys: Keys of the blocks; None: no digests.
             prefix: See `engine.Engine.extents`.
-            places: Runs, or packed copies.
+            targets: Runs, or packed copies.
             other: Files, or the source buffer of copies.
         """
 

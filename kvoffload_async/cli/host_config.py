@@ -283,14 +283,14 @@ def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
         _check(extra, {"eviction_policy": _one_of("lru", "arc")}, where)
     tiers = []
     for index, tier in enumerate(extra.get("secondary_tiers", [])):
-        place = f"{where}secondary_tiers[{index}]: "
+        prefix = f"{where}secondary_tiers[{index}]: "
         kind, path = tier.get("type"), tier.get("module_path")
         if path in _MODULES["FsTier"]:
-            _check({"type": kind}, {"type": _one_of(*NAMES_UNDER_VLLM)}, place)
+            _check({"type": kind}, {"type": _one_of(*NAMES_UNDER_VLLM)}, prefix)
         elif path is None and kind not in tuple(NAMES_UNDER_VLLM):
-            _check({"type": kind}, {"type": _one_of(*_VLLMS_TIERS)}, place)
+            _check({"type": kind}, {"type": _one_of(*_VLLMS_TIERS)}, prefix)
         if kind in tuple(NAMES_UNDER_VLLM):  # a list cannot be looked up in a mapping
-            _check_module(tier, "type", "module_path", place)
+            _check_module(tier, "type", "module_path", prefix)
             with naming_tier(index, tier):
                 tiers.append(_tier_under_vllms_spec(tier))
     if not tiers:

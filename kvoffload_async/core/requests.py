@@ -75,7 +75,7 @@ class RequestState:
         self.is_queued = False
         """Whether the request waits in the queue for its ticket."""
         self.is_refused = False
-        """Whether the request's place in the queue has ended without room: what it lacks counts as
+        """Whether the request's position in the queue has ended without room: what it lacks counts as
         missing in its next lookups."""
         self.blocked_since_s: float | None = None
         """Since when, as the first in the queue, it asks in vain although no ticket is left."""

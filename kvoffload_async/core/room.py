@@ -173,7 +173,7 @@ class Room:
             self._used.append(request)
 
     def leave(self, request: RequestState) -> None:
-        """End a request's ticket, and its place in the queue; promotions in flight go on."""
+        """End a request's ticket, and its position in the queue; promotions in flight go on."""
         self._dequeue(request)
         if request.ticket:
             self._release(request, list(request.ticket))

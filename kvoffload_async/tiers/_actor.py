@@ -147,7 +147,7 @@ class TierActor:
         return len(self._loads.waiting) + len(self._stores.waiting)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The tier's description, for messages. Thread: any."""
         try:
             return self._tier.describe()

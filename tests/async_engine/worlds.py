@@ -155,9 +155,9 @@ class ParkedTransport(Transport):
         (part,) = parked.parts
         (table,) = self.layout.groups[0]
         pages, per_chunk = table.pages.numpy(), self.layout.blocks_per_chunk
-        for block, slot, place in zip(part.blocks, part.slots, part.places, strict=True):
-            cell = self.rows[slot, place * PAGE_BYTES : (place + 1) * PAGE_BYTES]
-            assert place < per_chunk
+        for block, slot, position in zip(part.blocks, part.slots, part.positions, strict=True):
+            cell = self.rows[slot, position * PAGE_BYTES : (position + 1) * PAGE_BYTES]
+            assert position < per_chunk
             if parked.direction is STORE:
                 cell[:] = pages[block]
             else:

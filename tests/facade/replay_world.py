@@ -34,23 +34,23 @@ class SwitchedIo(PooledScriptedIo):
 
 
 class Replay:
-    """A consumer: the blocks that are announced, by place. Nothing is announced twice."""
+    """A consumer: the blocks that are announced, by location. Nothing is announced twice."""
 
     def __init__(self):
         self.present = {}
 
     def read(self, events):
         for event in events:
-            place = self.present.setdefault((event.medium, event.ownership), set())
+            location = self.present.setdefault((event.medium, event.ownership), set())
             keys = set(event.keys)
             if event.metadata_only:
-                assert place.isdisjoint(keys)
+                assert location.isdisjoint(keys)
             elif event.removed:
-                assert place >= keys
-                place -= keys
+                assert location >= keys
+                location -= keys
             else:
-                assert place.isdisjoint(keys)
-                place |= keys
+                assert location.isdisjoint(keys)
+                location |= keys
 
     def at(self, medium, ownership=None):
         return self.present.get((medium, ownership), set())

@@ -115,7 +115,7 @@ def test_every_tier_of_this_world_stores_what_it_is_given():
         world.begin("a")
         world.begin_copy([1, 2], "a")
         world.check()
-        places = (Medium.STORAGE, "tier0"), (Medium.STORAGE, "tier1"), (Medium.CPU, "tier2")
-        assert [world.replay.at(*place) for place in places] == [set(ks(1, 2))] * 3
+        locations = (Medium.STORAGE, "tier0"), (Medium.STORAGE, "tier1"), (Medium.CPU, "tier2")
+        assert [world.replay.at(*location) for location in locations] == [set(ks(1, 2))] * 3
     finally:
         world.end()

@@ -135,9 +135,9 @@ def try_all(root: Path, mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, 
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(jobs):
-            place = Path(folder, str(number))
-            place.mkdir()
-            copies.put(Copy(root, place))
+            directory = Path(folder, str(number))
+            directory.mkdir()
+            copies.put(Copy(root, directory))
         limits = {}
         first = copies.get()
         for tests in sorted({guards_of(mutant.path) for mutant in mutants}):

@@ -474,8 +474,8 @@ class HdMachine(RuleBasedStateMachine):
 
     def without_equals(self, order):
         """The order of victims, with groups of the same rank as sets."""
-        place = self.model.ranking.group_of
-        ranks = [place[name] and (place[name].kind, place[name].time) for name in order]
+        group_of = self.model.ranking.group_of
+        ranks = [group_of[name] and (group_of[name].kind, group_of[name].time) for name in order]
         return [
             sorted(name for name, _ in equals) if rank else [name for name, _ in equals]
             for rank, equals in groupby(zip(order, ranks, strict=True), itemgetter(1))

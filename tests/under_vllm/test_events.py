@@ -68,7 +68,7 @@ def kept_by(tier, keys):
 
 
 def contents(world):
-    """Return the blocks of the whole engine, by place."""
+    """Return the blocks of the whole engine, by location."""
     found = {("CPU", None): readable(world)}
     for tier in world.manager.manager.secondary_tiers:
         found[tier.medium.value, tier.ownership] = kept_by(tier.tier, world.hashes_of)
@@ -76,8 +76,8 @@ def contents(world):
 
 
 def check(world, found):
-    assert world.router.hashes_by_place() == {
-        place: world.expected(keys) for place, keys in found.items() if keys
+    assert world.router.hashes_by_location() == {
+        location: world.expected(keys) for location, keys in found.items() if keys
     }
 
 
@@ -122,7 +122,7 @@ def test_replayed_events_are_the_contents_of_the_whole_engine(whole, tiers, bloc
     check(world, found)
     assert found["CPU", None]
     assert all(found.values())
-    bounded = [keys for place, keys in found.items() if place[1] != "example"]
+    bounded = [keys for location, keys in found.items() if location[1] != "example"]
     assert world.tracked() <= set().union(*bounded)
     assert world.router.has_lost("CPU")
     assert world.router.has_lost("STORAGE")
@@ -169,12 +169,12 @@ def test_a_block_that_is_evicted_and_written_again_in_one_step_keeps_its_metadat
     assert world.tracked() == readable(world)
 
 
-def test_tiers_of_one_type_have_places_of_their_own(whole):
+def test_tiers_of_one_type_have_locations_of_their_own(whole):
     world = whole(SLAB, SLAB, SLAB)
     world.store(1)
     world.finish_jobs()
     world.publish()
-    assert set(world.router.hashes_by_place()) == {
+    assert set(world.router.hashes_by_location()) == {
         ("CPU", None),
         ("STORAGE", "slab"),
         ("STORAGE", "slab-2"),
@@ -222,7 +222,7 @@ def test_replayed_events_are_the_contents_of_a_tier_under_vllms_manager(
     assert world.router.has_lost("STORAGE")
 
 
-def test_vllms_manager_has_places_of_their_own_for_our_tiers_of_one_type(serving, tier, tmp_path):
+def test_vllms_manager_has_locations_of_their_own_for_our_tiers_of_one_type(serving, tier, tmp_path):
     second = {**tier, "root_dir": str(tmp_path / "second")}
     here = serving(
         {**tier, "enable_kv_events": True}, {**second, "enable_kv_events": True}, events=True

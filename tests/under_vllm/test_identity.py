@@ -375,7 +375,7 @@ def own(tier):
 
 
 @pytest.mark.parametrize("key", ["fingerprint", "namespace", "trust_vllm_directory"])
-def test_an_identity_option_beside_the_tiers_is_refused_with_its_place(serving, pair, fs, key):
+def test_an_identity_option_beside_the_tiers_is_refused_with_its_location(serving, pair, fs, key):
     remedy = f'{key}: .* put it into the tier: .*"{key}"'
     with pytest.raises(ConfigError, match=remedy):
         pair([], extra={key: "v7"})

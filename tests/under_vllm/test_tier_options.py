@@ -174,4 +174,4 @@ def test_a_tier_says_what_and_where_it_is(serving, fs):
     info = tier.config_info()
     assert tuple(info) == tier.config_info_keys(fs) == CONFIG_INFO_KEYS
     assert info["kvoffload_async_tier"] == "fs"
-    assert fs["root_dir"] in info["kvoffload_async_place"]
+    assert fs["root_dir"] in info["kvoffload_async_location"]

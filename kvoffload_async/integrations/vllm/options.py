@@ -163,8 +163,8 @@ def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 -
     for key in DECIDED_OF_TIERS:
         if key in tier:
             raise ConfigError(f"{key}: {shown(tier[key])} is determined by vLLM; leave it out")
-    places = {"root_dir", "url", "master"}
-    if not places & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
+    location_options = {"root_dir", "url", "master"}
+    if not location_options & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
         return tier, None
     options = dict(tier)
     identity = IdentityOptions.take_from(options)

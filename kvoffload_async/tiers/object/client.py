@@ -306,7 +306,7 @@ class ObjectConnection:
 class ObjectClient(RemoteClient):
     """Stores one or several blocks per object: conditional put, get, get of the first bytes."""
 
-    place: ClassVar[str] = "object store"
+    location: ClassVar[str] = "object store"
     answers_many: ClassVar[bool] = False
 
     def __init__(

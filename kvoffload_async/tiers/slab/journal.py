@@ -1,4 +1,4 @@
-"""The on-disk journal, which maps places to keys.
+"""The on-disk journal, which maps addresses to keys.
 
 Written by the store threads, one append per job, under a lock. Removals are buffered, and written
 before the freed slots are overwritten: a writer calls `flush` first.
@@ -27,7 +27,7 @@ from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
 from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, journal_units, log_units
-from kvoffload_async.tiers.slab.places import SlotAddress, joined, place_of, segment_of, slot_of
+from kvoffload_async.tiers.slab.addresses import SlotAddress, joined, address_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
     DIGEST_AT,
@@ -42,7 +42,7 @@ from kvoffload_async.tiers.slab.records import (
     checkpoint_units,
     frame,
     picked,
-    places_of,
+    addresses_of,
     removal_records,
 )
 
@@ -108,7 +108,7 @@ class _Part:
         columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)
         columns[:, :_HEAD_BYTES] = heads[slots].view(np.uint8).reshape(-1, _HEAD_BYTES)
         slots += start
-        records["place"] = slots + place_of(segment, 0)
+        records["address"] = slots + address_of(segment, 0)
         records["use"] = self.uses[slots]
         columns[:, DIGEST_AT : DIGEST_AT + DIGEST_BYTES] = self.digests[slots]
         columns[:, KEY_AT : KEY_AT + self.keys.shape[1]] = self.keys[slots]
@@ -142,34 +142,34 @@ class RecordTable:
         last_use = 0
         for start in range(0, len(rows), _REPLAY_SLOTS):
             records = picked(units, rows[start : start + _REPLAY_SLOTS])
-            segments = segment_of(records["place"])
+            segments = segment_of(records["address"])
             for segment in _distinct(segments):
                 is_mine = segments == segment
                 mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
-                self._parts[segment].fill(slot_of(mine["place"]), mine)
+                self._parts[segment].fill(slot_of(mine["address"]), mine)
             self.has_unverified = self.has_unverified or bool(
                 (records["flags"] & NEEDS_VERIFY).any()
             )
             last_use = max(last_use, int(records["use"].max()))
         self.tick = max(self.tick, min(last_use + 1, MAX_USE))
 
-    def put(self, place: SlotAddress, packed: bytes) -> None:
-        """Set the packed records of consecutive slots, the first at `place`."""
-        self._parts[segment_of(place)].put(slot_of(place), packed)
-        self.use(place, len(packed) // RECORD_BYTES)
+    def put(self, address: SlotAddress, packed: bytes) -> None:
+        """Set the packed records of consecutive slots, the first at `address`."""
+        self._parts[segment_of(address)].put(slot_of(address), packed)
+        self.use(address, len(packed) // RECORD_BYTES)
 
-    def remove(self, places: Sequence[SlotAddress]) -> bytes:
-        """Remove the blocks at these places; return their packed removal records."""
-        ascending = sorted(places)
+    def remove(self, addresses: Sequence[SlotAddress]) -> bytes:
+        """Remove the blocks at these addresses; return their packed removal records."""
+        ascending = sorted(addresses)
         for run in joined(ascending, 0, len(ascending)):
-            slot = slot_of(run.place)
-            self._parts[segment_of(run.place)].heads[slot : slot + run.length] = 0
+            slot = slot_of(run.address)
+            self._parts[segment_of(run.address)].heads[slot : slot + run.length] = 0
         return removal_records(ascending)
 
-    def use(self, place: SlotAddress, count: int = 1) -> None:
+    def use(self, address: SlotAddress, count: int = 1) -> None:
         """Record a use of a run at the current tick."""
-        slot = slot_of(place)
-        self._parts[segment_of(place)].uses[slot : slot + count] = self.tick
+        slot = slot_of(address)
+        self._parts[segment_of(address)].uses[slot : slot + count] = self.tick
         self.tick = min(self.tick + 1, MAX_USE)
 
     def halve_uses(self) -> None:
@@ -186,14 +186,14 @@ class RecordTable:
         """Return each segment's live array of ticks."""
         return {segment: part.uses for segment, part in list(self._parts.items())}
 
-    def digests(self, place: SlotAddress, count: int) -> bytes:
+    def digests(self, address: SlotAddress, count: int) -> bytes:
         """Return the concatenated checksums of a run."""
-        return self._parts[segment_of(place)].stored_digests(slot_of(place), count)
+        return self._parts[segment_of(address)].stored_digests(slot_of(address), count)
 
-    def needs_verify(self, place: SlotAddress, count: int) -> bool:
+    def needs_verify(self, address: SlotAddress, count: int) -> bool:
         """Return whether any block of a run needs verification."""
-        slot = slot_of(place)
-        heads = self._parts[segment_of(place)].heads[slot : slot + count]
+        slot = slot_of(address)
+        heads = self._parts[segment_of(address)].heads[slot : slot + count]
         return bool((heads >> np.uint32(16) & np.uint32(NEEDS_VERIFY)).any())
 
     def records_in(self, segment: int, start: int = 0, stop: int | None = None) -> Records:
@@ -474,16 +474,16 @@ class Journal:
         """Record that the folder has a new file, to be synced before appends that refer to it."""
         self._is_folder_synced = False
 
-    def note_removed(self, places: Sequence[SlotAddress]) -> None:
+    def note_removed(self, addresses: Sequence[SlotAddress]) -> None:
         """Remove blocks; the removals are on disk after the next `commit` or `flush`."""
         # Update the table first: a concurrent compaction must not write these blocks.
-        if places:
-            self._removed.append(self._table.remove(places))
+        if addresses:
+            self._removed.append(self._table.remove(addresses))
 
     def note_gone(self, records: Records) -> None:
         """Buffer removals of blocks that are not in the table, given by their records."""
         if len(records):
-            self._removed.append(removal_records(places_of(records)))
+            self._removed.append(removal_records(addresses_of(records)))
 
     def flush(self, is_awaited: Callable[[], bool]) -> None:
         """Write the buffered removals; see `commit`."""
@@ -586,8 +586,8 @@ class Journal:
     # -- internal, under the lock ---------------------------------------------------------------
 
     def _put(self, puts: Sequence[PackedRun]) -> None:
-        for place, packed in puts:
-            self._table.put(place, packed)
+        for address, packed in puts:
+            self._table.put(address, packed)
 
     def _orphan(self, puts: Sequence[PackedRun]) -> None:
         """Remove puts that may or may not be on disk; writes their removals later."""

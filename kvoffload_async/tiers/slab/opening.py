@@ -44,7 +44,7 @@ from kvoffload_async.tiers.slab.layout import (
     slot_bytes_of,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
-from kvoffload_async.tiers.slab.places import segment_of
+from kvoffload_async.tiers.slab.addresses import segment_of
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
     Recovered,
@@ -322,7 +322,7 @@ class OpenStore:
                 data_path.table.add_segment(number, segment.slots)
         units, rows = recovered.scanned.units, recovered.scanned.rows
         if len(rows):
-            data_path.segments.skip_to(segment_of(int(units["place"][rows].max())))
+            data_path.segments.skip_to(segment_of(int(units["address"][rows].max())))
         if found.refused:
             data_path.segments.skip_to(max(found.refused))
 
@@ -352,8 +352,8 @@ class OpenStore:
         catalog = Catalog(policy, self.data_path.extent_slots)
         for number, slots in self.data_path.table.slots().items():
             catalog.add_segment(number, slots)
-        places = recovered.scanned.units["place"][recovered.rows]
-        return catalog if catalog.fill(places, recovered.keys()) else None
+        addresses = recovered.scanned.units["address"][recovered.rows]
+        return catalog if catalog.fill(addresses, recovered.keys()) else None
 
     # -- the session ----------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
     user_of,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.places import SlotAddress, segment_of, slot_of
+from kvoffload_async.tiers.slab.addresses import SlotAddress, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
@@ -43,7 +43,7 @@ from kvoffload_async.tiers.slab.records import (
     RECORD_BYTES,
     Records,
     keys_of,
-    places_of,
+    addresses_of,
 )
 from kvoffload_async.types import OffloadKey
 
@@ -286,7 +286,7 @@ async def verify_slab(
     checker = await io.run(SlotChecker, io.ops, store, contents.manifest, live, key)
     judged = Judged(checker, len(live))
     io.control.expect(len(live))
-    await _check(io, checker, judged, np.argsort(live["place"], kind="stable"))
+    await _check(io, checker, judged, np.argsort(live["address"], kind="stable"))
     for _ in range(_LOOKS - 1):
         doubtful = np.flatnonzero(judged.are(*DOUBTFUL))
         if not len(doubtful) or io.control.should_stop():
@@ -315,7 +315,7 @@ class SlotChecker:
         self._manifest = manifest
         self._digester = create_digester(manifest.layout, key)
         self._keys: Sequence[OffloadKey] = keys_of(live)
-        self._places: Sequence[SlotAddress] = places_of(live)
+        self._places: Sequence[SlotAddress] = addresses_of(live)
         self._flags: Sequence[int] = live["flags"].tolist()
         self._digests = live["digest"]
 
@@ -385,8 +385,8 @@ def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
     """Return for each record whether `live` has the same block at the same place."""
     if not len(live):
         return np.zeros(len(records), dtype=np.bool_)
-    by_place = np.argsort(live["place"], kind="stable")
-    at = np.searchsorted(live["place"], records["place"], sorter=by_place)
+    by_place = np.argsort(live["address"], kind="stable")
+    at = np.searchsorted(live["address"], records["address"], sorter=by_place)
     there = live[by_place[np.minimum(at, len(live) - 1)]]
     is_same: npt.NDArray[np.bool_] = (_identities(records) == _identities(there)).all(axis=1)
     return is_same
