@@ -220,7 +220,7 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
     inside = f"{where}{EXTRA}: "
     _check(extra, _CHUNK, inside)
     if extra.get("blocks_per_chunk") is not None and extra.get("block_size") is not None:
-        raise InputError(f"{inside}block_size: vLLM refuses it beside blocks_per_chunk; give one")
+        raise InputError(f"{inside}block_size: vLLM refuses it together with blocks_per_chunk; give one")
     name = extra.get("spec_name", "CPUOffloadingSpec")
     is_whole = name == "KVOffloadSpec"
     if is_whole and connector != "KVOffloadConnector":
@@ -239,7 +239,7 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
     if "kv_load_failure_policy" not in outer:
         raise InputError(
             "kv_load_failure_policy: missing, so that vLLM ends a request whose load failed; give "
-            f'"recompute" beside "kv_connector": "{outer["kv_connector"]}"'
+            f'"recompute" next to "kv_connector": "{outer["kv_connector"]}"'
         )
     engine = {key: one for key, one in engine_options(extra).items() if key not in _CHUNK}
     tiers = engine.get("secondary_tiers")

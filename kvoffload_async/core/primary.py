@@ -593,7 +593,7 @@ class ResidentBlocks:
             if slot is not None:
                 slots.append(slot)
                 reused.append(bool(again))
-        if self._protected:  # the access changes the rank, so the policy must propose them anew
+        if self._protected:  # the access changes the rank, so the policy must propose them again
             self._policy.released(self._protected_slots.discard(slots))
         self._policy.access(slots, reused)
 

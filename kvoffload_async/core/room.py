@@ -96,9 +96,9 @@ class Room:
         self._searched_s = 0.0
         """When the tiers were last asked for the whole run of a head that did not fit."""
         self._head_needs = 0
-        """Slots to be left to the head of the queue, beside its readable blocks."""
+        """Slots to be left to the head of the queue, in addition to its readable blocks."""
         self._num_withheld = 0
-        """Slots that stores have asked for in vain since a request last left the queue."""
+        """Slots that stores have asked for without effect since a request last left the queue."""
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Room:
         """Cut the tickets that name blocks whose write has failed.
 
         A ticket ends before the first of them. If another tier has one, the whole ticket ends,
-        and the request asks anew.
+        and the request asks again.
 
         Args:
             keys: The keys, which are absent now.
@@ -431,7 +431,7 @@ class Room:
         return keys, absent
 
     def _fits(self, run: Sequence[OffloadKey], absent: Collection[OffloadKey]) -> bool:
-        """Return whether a run fits beside the tickets, and its absent blocks into the primary."""
+        """Return whether a run fits in addition to the tickets, and its absent blocks into the primary."""
         new = sum(key not in self._holders and key not in self.in_flight for key in run)
         if self.named + new > self.budget:
             return False

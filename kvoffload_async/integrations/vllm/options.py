@@ -70,7 +70,7 @@ IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_dir
 
 
 def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
-    """Check that no identity option is beside the tiers; raises ConfigError."""
+    """Check that no identity option is next to the tiers; raises ConfigError."""
     for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
         raise ConfigError(
             f"{key}: {shown(extra_config[key])} in kv_connector_extra_config has no effect; put it "

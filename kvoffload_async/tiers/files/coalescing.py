@@ -54,7 +54,7 @@ class _Turn:
 
 
 class _TurnServer(ABC):
-    """Serves waiting callers with one task, and with another one beside a task whose call hangs."""
+    """Serves waiting callers with one task, and with another one while a task's call hangs."""
 
     _waiting: Sequence[Any]
 

@@ -305,7 +305,7 @@ class Calls:
             raise ServerHangError(f"{self._client.location}: the server hangs")
 
     async def close(self) -> None:
-        """Cancel the checks that run beside slow calls."""
+        """Cancel the checks that run concurrently with slow calls."""
         await self._hangs.close()
 
     def fault_of(self, server: Server, error: TierError) -> TierError:

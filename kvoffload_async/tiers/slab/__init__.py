@@ -122,7 +122,7 @@ journal.bad. A marked block is verified regardless of the configuration, and dro
 checksum. With verification on, blocks stored without a checksum are dropped as well.
 
 Blocks in a missing segment, or beyond its end, are dropped. A manifest that is unreadable, or
-missing beside other files, is an error: blocks cannot be interpreted without it.
+missing next to other files, is an error: blocks cannot be interpreted without it.
 
 Capacity
 ========

@@ -318,7 +318,7 @@ class Compaction:
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
 
     def fits(self, units: int) -> bool:
-        """Return whether an append of `units` units fits, beside the records yet to be written."""
+        """Return whether an append of `units` units fits, in addition to the records yet to be written."""
         left = checkpoint_units(self.num_slots - self.num_seen)
         return self.size_bytes // RECORD_BYTES + left + units <= self._max_units
 
@@ -421,13 +421,13 @@ class Journal:
         self.sequence = 0
         """The highest sequence number used so far."""
 
-    def open(self, end_bytes: int, sequence: int, *, anew: bool) -> bool:
+    def open(self, end_bytes: int, sequence: int, *, compact_now: bool) -> bool:
         """Open the journal for appending, and cut off a torn tail.
 
         Args:
             end_bytes: End of the valid frames.
             sequence: Highest sequence number in them.
-            anew: Compact now, to persist the verification marks.
+            compact_now: Compact now, to persist the verification marks.
 
         Returns:
             Whether the marks, if any, are on disk.
@@ -447,11 +447,11 @@ class Journal:
             try:
                 self._ops.reserve(self._fd, self._max_units * RECORD_BYTES)
                 self._prepare()
-                if anew or is_full:
+                if compact_now or is_full:
                     self._rewrite()
             except OSError as error:
                 logger.warning("journal compaction failed: %s", str(error))
-                return not anew
+                return not compact_now
         return True
 
     def reserve(self, slots: int) -> None:

@@ -273,7 +273,7 @@ class OpenStore:
             if not replaces or not layout.may_replace(manifest):
                 raise ConfigError(
                     f"root_dir: {self.folder!r} contains incompatible blocks ({difference}); give "
-                    'another directory, or on_mismatch="new_namespace" for a store beside them, '
+                    'another directory, or on_mismatch="new_namespace" for a store next to them, '
                     'or "replace" to discard those of the same model and namespace'
                 )
             self._empty(found, manifest, difference)
@@ -339,7 +339,7 @@ class OpenStore:
         scanned, data_path = recovered.scanned, self.data_path
         data_path.table.fill(scanned.units, recovered.in_order())
         self._vouches = data_path.journal.open(
-            scanned.end_bytes, scanned.sequence, anew=recovered.needs_verify
+            scanned.end_bytes, scanned.sequence, compact_now=recovered.needs_verify
         )
         data_path.journal.note_gone(recovered.records(recovered.gone))
         return catalog
