@@ -1,6 +1,6 @@
 """The engine's part of a host's configuration, for `check-config`; no host need be installed.
 
-A host's own keys are checked against tables of what its supported versions accept, this package's keys by
+A host's own keys are checked against tables of what its supported versions accept, this package's by
 the code that reads them under the host. What only the host knows (model, block) is not checked.
 """
 
@@ -220,7 +220,7 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
     inside = f"{where}{EXTRA}: "
     _check(extra, _CHUNK, inside)
     if extra.get("blocks_per_chunk") is not None and extra.get("block_size") is not None:
-        raise InputError(f"{inside}block_size: vLLM refuses it together with blocks_per_chunk; give one")
+        raise InputError(f"{inside}block_size: vLLM refuses it with blocks_per_chunk; give one")
     name = extra.get("spec_name", "CPUOffloadingSpec")
     is_whole = name == "KVOffloadSpec"
     if is_whole and connector != "KVOffloadConnector":

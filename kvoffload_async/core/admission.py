@@ -31,7 +31,7 @@ class ReuseEstimates(Protocol):
         ...
 
     def may_become(self, kind: int, prompt: Any) -> Iterable[int]:  # noqa: ANN401
-        """Return the classes that a block may have when its request ends, in addition to its own."""
+        """Return the other classes that a block may have when its request ends."""
         ...
 
     def record(self, keys: Sequence[OffloadKey], prompt: Any, is_cached: Sequence[bool]) -> Any:  # noqa: ANN401

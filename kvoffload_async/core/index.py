@@ -479,7 +479,7 @@ class ProbedIndex(KeyIndex):
         self._pending: dict[OffloadKey, Hashable] = {}
         """Queued key -> the first request that looked it up, in lookup order."""
         self._is_awaited = False
-        """Whether a queued key was looked up (and answered RETRY) since the last `tier_suspended`."""
+        """Whether a queued key was looked up (answer: RETRY) since the last `tier_suspended`."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 

@@ -75,10 +75,10 @@ class RequestState:
         self.is_queued = False
         """Whether the request waits in the queue for its ticket."""
         self.is_refused = False
-        """Whether the request's position in the queue has ended without room: what it lacks counts as
-        missing in its next lookups."""
+        """Whether the request has left the queue without room: what it lacks counts as missing in its
+        next lookups."""
         self.blocked_since_s: float | None = None
-        """Since when, as the first in the queue, it asks without effect although no ticket is left."""
+        """Since when, as the first in the queue, it has asked for room while no ticket is left."""
         self._deferred_s = 0.0
         self._deferred_at_s: float | None = None
         self._undecided_since_s: float | None = None

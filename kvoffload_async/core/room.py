@@ -431,7 +431,7 @@ class Room:
         return keys, absent
 
     def _fits(self, run: Sequence[OffloadKey], absent: Collection[OffloadKey]) -> bool:
-        """Return whether a run fits in addition to the tickets, and its absent blocks into the primary."""
+        """Return whether a run fits next to the tickets, and its absent blocks into the primary."""
         new = sum(key not in self._holders and key not in self.in_flight for key in run)
         if self.named + new > self.budget:
             return False

@@ -364,7 +364,7 @@ def options_of(cls: type) -> dict[str, Any]:
 def _check(
     cls: type[Any], options: Mapping[str, Any], config: OffloadConfig | None, block_bytes: int
 ) -> tuple[TierLocation, ...]:
-    """Check options with known names; return the locations in which the tier will keep its blocks."""
+    """Check options with known names; return the locations of the tier's blocks."""
     own = options_of(cls)
     for key in sorted(own.keys() - options.keys()):
         if own[key] is REQUIRED:

@@ -220,7 +220,7 @@ class ReuseModel:
         return self._classes(keys, self._known.find(keys), prompt)
 
     def may_become(self, kind: int, prompt: Prompt) -> range:
-        """Return the classes that a new block may have when its request ends, in addition to its own.
+        """Return the other classes that a new block may have when its request ends.
 
         The prompt may grow: its last block is then another one, and it may pass a length.
         """

@@ -1,6 +1,6 @@
 """A world around the bare planner: memory that can be wrong, tiers that do as they are told.
 
-A copy reads and writes only when it is finished, so that a slot handed out too early shows up as the
+A copy reads and writes only when it finishes, so that a slot handed out too early shows up as the
 wrong string on some later hit. Every copy waits, parked, until somebody says how it ends.
 """
 

@@ -222,7 +222,7 @@ def test_replayed_events_are_the_contents_of_a_tier_under_vllms_manager(
     assert world.router.has_lost("STORAGE")
 
 
-def test_vllms_manager_has_locations_of_their_own_for_our_tiers_of_one_type(serving, tier, tmp_path):
+def test_vllms_manager_has_own_locations_for_our_tiers_of_one_type(serving, tier, tmp_path):
     second = {**tier, "root_dir": str(tmp_path / "second")}
     here = serving(
         {**tier, "enable_kv_events": True}, {**second, "enable_kv_events": True}, events=True

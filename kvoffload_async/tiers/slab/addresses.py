@@ -63,7 +63,7 @@ class SlotNumbers:
     def of(
         self, addresses: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return each address's number and whether the address exists; if not, the number is void."""
+        """Return each address's number, and whether it exists; if not, the number is void."""
         if not len(self._segments):
             return np.zeros(len(addresses), dtype=np.int64), np.zeros(len(addresses), dtype=np.bool_)
         of, slots = segment_of(addresses), slot_of(addresses)
@@ -92,7 +92,7 @@ class Run(NamedTuple):
 
 
 def joined(addresses: Sequence[SlotAddress], start: int, stop: int) -> Sequence[Run]:
-    """Return the maximal runs of consecutive addresses in `addresses[start:stop]`, which must ascend."""
+    """Return the maximal runs of consecutive ones in `addresses[start:stop]`, which must ascend."""
     if start < stop and addresses[stop - 1] - addresses[start] == stop - 1 - start:
         return [Run(addresses[start], start, stop - start)]  # ascending and distinct: all neighbours
     runs: list[Run] = []

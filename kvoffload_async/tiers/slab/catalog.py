@@ -1,8 +1,8 @@
 """The in-memory index of a store: key -> address, evictable blocks, free addresses.
 
-An address is free, claimed (being written), or occupied by a block. Loads and stores pin addresses. A
-block that is dropped while pinned leaves its address *retired*: it is freed with the last pin. Free
-addresses are kept as runs, so that allocations get adjacent addresses if possible. Pure; used only on the
+An address is free, claimed (being written), or occupied by a block. Loads and stores pin addresses.
+A block that is dropped while pinned leaves its address *retired*: it is freed with the last pin. Free
+addresses are kept as runs, so that allocations get adjacent ones if possible. Pure; used only on the
 loop.
 """
 
@@ -328,13 +328,13 @@ class Catalog:
 
         Args:
             incoming: The keys.
-            ahead: Number of further addresses to free when blocks are evicted. Also evicts if enough
-                addresses are free but scattered: evicting blocks that were stored together restores
-                adjacent addresses and amortises the cost.
+            ahead: Number of further addresses to free when blocks are evicted. Also evicts if
+                enough addresses are free but scattered: evicting blocks that were stored together
+                restores adjacent addresses and amortises the cost.
 
         Returns:
-            The addresses, ascending and adjacent within an extent if possible, fewer than the keys if
-            no more are available; the evicted keys, and their former addresses, parallel.
+            The addresses, ascending and adjacent within an extent if possible, fewer than the keys
+            if no more are available; the evicted keys, and their former addresses, parallel.
         """
         num_free = self._free.num_free
         count = 0

@@ -318,7 +318,7 @@ class Compaction:
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
 
     def fits(self, units: int) -> bool:
-        """Return whether an append of `units` units fits, in addition to the records yet to be written."""
+        """Return whether an append of `units` units fits, after the records yet to be written."""
         left = checkpoint_units(self.num_slots - self.num_seen)
         return self.size_bytes // RECORD_BYTES + left + units <= self._max_units
 
