@@ -75,8 +75,8 @@ class RequestState:
         self.is_queued = False
         """Whether the request waits in the queue for its ticket."""
         self.is_refused = False
-        """Whether the request has left the queue without room: what it lacks counts as missing in its
-        next lookups."""
+        """Whether the request has left the queue without room: what it lacks counts as missing in
+        its next lookups."""
         self.blocked_since_s: float | None = None
         """Since when, as the first in the queue, it has asked for room while no ticket is left."""
         self._deferred_s = 0.0

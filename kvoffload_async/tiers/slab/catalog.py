@@ -1,9 +1,9 @@
 """The in-memory index of a store: key -> address, evictable blocks, free addresses.
 
 An address is free, claimed (being written), or occupied by a block. Loads and stores pin addresses.
-A block that is dropped while pinned leaves its address *retired*: it is freed with the last pin. Free
-addresses are kept as runs, so that allocations get adjacent ones if possible. Pure; used only on the
-loop.
+A block that is dropped while pinned leaves its address *retired*: it is freed with the last pin.
+Free addresses are kept as runs, so that allocations get adjacent ones if possible. Pure; used only
+on the loop.
 """
 
 from __future__ import annotations
