@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import uvloop
-from block_io.places import DIGESTER, is_built
+from block_io.worlds import DIGESTER, is_built
 from faulty_files import FaultyFileOps
 
 from kvoffload_async.block_io import choice, hashes, native_io

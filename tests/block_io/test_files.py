@@ -4,7 +4,7 @@ import asyncio
 import os
 
 import pytest
-from block_io.places import DIGESTER, ROW, WAIT_S, is_built, key_of, run, until
+from block_io.worlds import DIGESTER, ROW, WAIT_S, is_built, key_of, run, until
 from faulty_files import FaultyFileOps
 
 from kvoffload_async.abc.tier import Direction
