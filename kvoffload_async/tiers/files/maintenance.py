@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from kvoffload_async.abc.maintenance import MAX_LISTED, MaintenanceControl, Problem
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.waiting import all_done
+from kvoffload_async.waiting import all_done, until_done
 
 
 class BadBlock(Protocol):
@@ -151,9 +151,8 @@ class MaintenanceIo:
         Raises:
             OSError: It cannot be read, or is not a regular file.
         """
-        task = asyncio.create_task(self._read(path, max_bytes), name="kvoffload-manifest")
-        await _all_ended([task])
-        return task.result()
+        with anyio.CancelScope(shield=True):
+            return await until_done(asyncio.create_task(self._read(path, max_bytes)))
 
     async def share_out(
         self, batches: Iterator[Batch], check: Callable[[Batch], Checked]
