@@ -1,6 +1,6 @@
 """Refuse a release whose metadata has placeholders: addresses in the reserved domain `.invalid`.
 
-    python .ci/publishable.py dist/*
+python .ci/publishable.py dist/*
 """
 
 import re

@@ -333,7 +333,9 @@ class AsyncTier(ABC):
         """
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierLocation]:
+    def check_options(
+        cls, options: Mapping[str, Any], identity: KVIdentity
+    ) -> Iterable[TierLocation]:
         """Check the constructor's options before any side effect; return the storage locations.
 
         Changes nothing, not even on disk. Called whenever a configuration is checked, and before a

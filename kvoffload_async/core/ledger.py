@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvoffload_async.abc.events import JobOverdue, JobFinished
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.errors import IllegalTransitionError, StateError
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey, ReqContext
 

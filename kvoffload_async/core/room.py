@@ -435,7 +435,9 @@ class Room:
         new = sum(key not in self._holders and key not in self.in_flight for key in run)
         if self.named + new > self.budget:
             return False
-        return len(absent) <= self._primary.room_excluding([key for key in run if key not in absent])
+        return len(absent) <= self._primary.room_excluding(
+            [key for key in run if key not in absent]
+        )
 
     def _is_starved(self, head: RequestState, now_s: float) -> bool:
         """Return whether the head has asked for `TURN_S` while no ticket or promotion was left."""

@@ -13,8 +13,8 @@ from kvoffload_async.abc.events import (
     AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
-    JobOverdue,
     JobFinished,
+    JobOverdue,
     ProbeAnswered,
     TierEvent,
 )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Final, TypeGuard
 
-from kvoffload_async.abc.events import JobOverdue, JobFinished
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import AskedIndex

@@ -257,7 +257,9 @@ class SecondaryTierManager:
         return TierOptions.take(options)
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierLocation]:
+    def check_options(
+        cls, options: Mapping[str, Any], identity: KVIdentity
+    ) -> Iterable[TierLocation]:
         """Check a subclass's options, without side effects; see `AsyncTier.check_options`."""
         return ()
 

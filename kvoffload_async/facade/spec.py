@@ -19,8 +19,8 @@ from kvoffload_async.errors import (
     naming_shortage,
 )
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from kvoffload_async.facade.manager import OffloadingManager, tiers_text
 from kvoffload_async.facade.locations import check_locations
+from kvoffload_async.facade.manager import OffloadingManager, tiers_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment

@@ -18,8 +18,8 @@ from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
     BlockFailures,
-    JobOverdue,
     JobFinished,
+    JobOverdue,
 )
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (

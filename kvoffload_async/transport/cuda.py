@@ -45,8 +45,8 @@ from kvoffload_async.errors import (
     drop_tracebacks,
     text_of,
 )
-from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.transport.completion import CompletableTransfer
+from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.transport.staging import StagedCopies
 from kvoffload_async.transport.streams import (
     CudaRuntime,

@@ -28,8 +28,8 @@ from kvoffload_async.abc.transport import (
 )
 from kvoffload_async.block_io.choice import create_copies
 from kvoffload_async.errors import StateError, TransportError
-from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.transport.completion import CompletableTransfer
+from kvoffload_async.transport.layout import KVLayout, PageTable
 
 if TYPE_CHECKING:
     import torch

@@ -211,7 +211,8 @@ def _require_equal_lengths(
         listed = ", ".join(f"{name!r} has {count}" for count, name in sorted(lengths.items()))
         raise ConfigError(
             f"kv_caches: layers differ in device blocks along dimension {block_dim} ({listed}); "
-            "give the block_dim that counts blocks, or layers of another size in a group of their own"
+            "give the block_dim that counts blocks, or layers of another size in a group of "
+            "their own"
         )
 
 

@@ -21,8 +21,8 @@ from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.testing import ScriptedTier
-from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.transport.completion import CompletableTransfer, failed
+from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import LookupResult, make_offload_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

@@ -8,7 +8,7 @@ import pytest
 from core.terms import job, ks, released, results
 
 import kvoffload_async
-from kvoffload_async.abc.events import JobOverdue, JobFinished
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.core import ledger as module
 from kvoffload_async.core.ledger import (
     JobAbandoned,

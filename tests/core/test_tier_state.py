@@ -5,8 +5,8 @@ from kvoffload_async.abc.events import (
     AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
-    JobOverdue,
     JobFinished,
+    JobOverdue,
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffload_async.abc.events import (
     BlocksAppeared,
     BlocksEvicted,
-    JobOverdue,
     JobFinished,
+    JobOverdue,
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog

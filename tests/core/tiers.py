@@ -11,8 +11,8 @@ from planner_invariants import FinishRequest
 from kvoffload_async.abc.events import (
     BlocksAppeared,
     BlocksEvicted,
-    JobOverdue,
     JobFinished,
+    JobOverdue,
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog

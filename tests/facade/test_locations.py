@@ -14,7 +14,9 @@ from kvoffload_async.runtime.machine import Limit
 
 
 def check(*found):
-    check_locations([(f"secondary_tiers[{index}]: ", location) for index, location in enumerate(found)])
+    check_locations(
+        [(f"secondary_tiers[{index}]: ", location) for index, location in enumerate(found)]
+    )
 
 
 def test_a_place_that_others_may_share_is_shared(tmp_path):
@@ -82,7 +84,9 @@ def warned(caplog):
 def test_primary_and_tiers_in_memory_above_the_limit_are_warned_of_by_name(
     tmp_path, monkeypatch, caplog, kind
 ):
-    monkeypatch.setattr(locations, "memory_limit", lambda: Limit(100, "the memory limit of its group"))
+    monkeypatch.setattr(
+        locations, "memory_limit", lambda: Limit(100, "the memory limit of its group")
+    )
     monkeypatch.setattr(locations, "_kind_of", lambda _device: kind)
     slab = ("secondary_tiers[0]: ", TierLocation(str(tmp_path / "slab"), 30))
     pool = ("secondary_tiers[1]: ", TierLocation("mooncake://h", 11, key="master", is_memory=True))
@@ -97,7 +101,9 @@ def test_primary_and_tiers_in_memory_above_the_limit_are_warned_of_by_name(
 
 
 def test_a_tier_on_a_disk_takes_no_memory(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(locations, "memory_limit", lambda: Limit(100, "the memory limit of its group"))
+    monkeypatch.setattr(
+        locations, "memory_limit", lambda: Limit(100, "the memory limit of its group")
+    )
     monkeypatch.setattr(locations, "_kind_of", lambda _device: "ext4")
     check_locations([("secondary_tiers[0]: ", TierLocation(str(tmp_path), 1000))], 100)
     assert warned(caplog) == []

@@ -11,11 +11,11 @@ from faulty_files import Hang
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.opening import OnMismatch
-from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
-from kvoffload_async.tiers.slab.records import keys_of, addresses_of
+from kvoffload_async.tiers.slab.records import addresses_of, keys_of
 from kvoffload_async.tiers.slab.recovery import (
     by_use,
     list_folder,

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.addresses import SlotNumbers, address_of
+from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.types import OffloadKey
 
 K = [key_of(number) for number in range(60)]
@@ -175,7 +175,9 @@ SIZES = st.dictionaries(st.integers(0, 40), st.integers(1, 6), max_size=4)
 @given(SIZES, st.lists(st.tuples(st.integers(0, 41), st.integers(0, 7)), unique=True))
 def test_every_slot_has_a_number_of_its_own_and_what_is_none_has_none(sizes, asked):
     numbers = SlotNumbers(sizes)
-    every = [address_of(segment, slot) for segment in sorted(sizes) for slot in range(sizes[segment])]
+    every = [
+        address_of(segment, slot) for segment in sorted(sizes) for slot in range(sizes[segment])
+    ]
     found, exists = numbers.of(np.array(every, dtype=np.int64))
     assert found.tolist() == list(range(numbers.total))
     assert exists.all()

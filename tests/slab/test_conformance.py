@@ -4,8 +4,8 @@ import pytest
 from slab.stores import KIB, SlabStore, flip
 
 from kvoffload_async.testing import TierConformance
-from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
+from kvoffload_async.tiers.slab.layout import segment_name
 
 
 class SlabConformance(TierConformance):

@@ -8,9 +8,9 @@ from kvoffload_async import ConfigError
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.files.ops import FileOps, read_file
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,

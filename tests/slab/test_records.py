@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from kvoffload_async.tables.keymap import MOST_PARTS
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.addresses import address_of, segment_of, slot_of
+from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
     HAS_DIGEST,
     MAX_KEY_BYTES,
     RECORD_BYTES,
+    addresses_of,
     by_part,
     checkpoint,
     checkpoint_units,
@@ -21,7 +22,6 @@ from kvoffload_async.tiers.slab.records import (
     keys_of,
     live_rows,
     picked,
-    addresses_of,
     put_records,
     removal_records,
     scan,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload_async.tiers.slab.addresses import Run, address_of, joined
 from kvoffload_async.tiers.slab.catalog import FreeRuns
-from kvoffload_async.tiers.slab.addresses import Run, joined, address_of
 
 EXTENT = 1 << 20
 """Longer than any job, where it is not about extents."""
@@ -158,7 +158,9 @@ def test_a_segment_that_is_dropped_has_no_free_slots():
     free.take(5)
     before = addresses_in(free)
     count = free.drop_segment(1)
-    assert addresses_in(free) == [address for address in before if address not in ALL[SLOTS : 2 * SLOTS]]
+    assert addresses_in(free) == [
+        address for address in before if address not in ALL[SLOTS : 2 * SLOTS]
+    ]
     assert free.num_free == len(before) - count
 
 

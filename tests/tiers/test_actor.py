@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from tiers.actors import IO_TIMEOUT_S
 
-from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, JobOverdue, JobFinished
+from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, JobFinished, JobOverdue
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,

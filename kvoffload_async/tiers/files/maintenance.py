@@ -152,7 +152,8 @@ class MaintenanceIo:
             OSError: It cannot be read, or is not a regular file.
         """
         with anyio.CancelScope(shield=True):
-            return await until_done(asyncio.create_task(self._read(path, max_bytes)))
+            content = await until_done(asyncio.create_task(self._read(path, max_bytes)))
+        return content
 
     async def share_out(
         self, batches: Iterator[Batch], check: Callable[[Batch], Checked]

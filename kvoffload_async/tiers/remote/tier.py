@@ -255,7 +255,9 @@ class RemoteTier(AsyncTier):
             deadline_s = self._deadline(settings.job_timeout_s)
             await self._calls.run(self._client.connect, deadline_s, may_hang=False)
         except RefusedError as error:
-            raise ConfigError(f"url: {self._location}: {error}; correct url or credentials") from None
+            raise ConfigError(
+                f"url: {self._location}: {error}; correct url or credentials"
+            ) from None
         if settings.ttl_s is not None and self._client.renews_age:
             self._renewal = Renewal(
                 settings.ttl_s,

@@ -65,7 +65,9 @@ class SlotNumbers:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return each address's number, and whether it exists; if not, the number is void."""
         if not len(self._segments):
-            return np.zeros(len(addresses), dtype=np.int64), np.zeros(len(addresses), dtype=np.bool_)
+            return np.zeros(len(addresses), dtype=np.int64), np.zeros(
+                len(addresses), dtype=np.bool_
+            )
         of, slots = segment_of(addresses), slot_of(addresses)
         which = np.minimum(np.searchsorted(self._segments, of), len(self._segments) - 1)
         exists = (self._segments[which] == of) & (slots < self._sizes[which])
@@ -94,7 +96,9 @@ class Run(NamedTuple):
 def joined(addresses: Sequence[SlotAddress], start: int, stop: int) -> Sequence[Run]:
     """Return the maximal runs of consecutive ones in `addresses[start:stop]`, which must ascend."""
     if start < stop and addresses[stop - 1] - addresses[start] == stop - 1 - start:
-        return [Run(addresses[start], start, stop - start)]  # ascending and distinct: all neighbours
+        return [
+            Run(addresses[start], start, stop - start)
+        ]  # ascending and distinct: all neighbours
     runs: list[Run] = []
     # Constant within a run, and higher in later runs.
     surplus = list(map(sub, addresses[start:stop], range(stop - start)))

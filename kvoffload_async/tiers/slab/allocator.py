@@ -16,9 +16,9 @@ from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.ops import mapped
+from kvoffload_async.tiers.slab.addresses import SlotAddress
 from kvoffload_async.tiers.slab.layout import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
-from kvoffload_async.tiers.slab.addresses import SlotAddress
 from kvoffload_async.tiers.slab.records import keys_of
 from kvoffload_async.tiers.slab.segments import Segment
 from kvoffload_async.types import OffloadKey

@@ -22,8 +22,8 @@ from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tiers.slab.addresses import (
     SlotAddress,
     SlotNumbers,
-    joined,
     address_of,
+    joined,
     segment_of,
     swapped,
 )

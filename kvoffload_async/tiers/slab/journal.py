@@ -26,8 +26,14 @@ import numpy.typing as npt
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
+from kvoffload_async.tiers.slab.addresses import (
+    SlotAddress,
+    address_of,
+    joined,
+    segment_of,
+    slot_of,
+)
 from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, journal_units, log_units
-from kvoffload_async.tiers.slab.addresses import SlotAddress, joined, address_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
     DIGEST_AT,
@@ -38,11 +44,11 @@ from kvoffload_async.tiers.slab.records import (
     PackedRun,
     RecordRows,
     Records,
+    addresses_of,
     checkpoint,
     checkpoint_units,
     frame,
     picked,
-    addresses_of,
     removal_records,
 )
 

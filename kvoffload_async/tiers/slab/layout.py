@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvoffload_async.tiers.files.ops import safe_name
-from kvoffload_async.tiers.slab.manifest import HEADER_BYTES, Manifest
 from kvoffload_async.tiers.slab.addresses import MAX_SLOTS
+from kvoffload_async.tiers.slab.manifest import HEADER_BYTES, Manifest
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
 PAGE_BYTES = 4096

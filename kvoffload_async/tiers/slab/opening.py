@@ -31,6 +31,7 @@ from kvoffload_async.tiers.files.identity import DirectoryIdentity, boot_id
 from kvoffload_async.tiers.files.locks import InUseError, lock_for_process
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, warn_of_capacity
 from kvoffload_async.tiers.files.settings import DiskSettings
+from kvoffload_async.tiers.slab.addresses import segment_of
 from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable
 from kvoffload_async.tiers.slab.layout import (
@@ -44,7 +45,6 @@ from kvoffload_async.tiers.slab.layout import (
     slot_bytes_of,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
-from kvoffload_async.tiers.slab.addresses import segment_of
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
     Recovered,

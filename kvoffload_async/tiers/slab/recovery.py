@@ -29,6 +29,7 @@ from kvoffload_async.tiers.files.ops import (
     read_file,
     write_all,
 )
+from kvoffload_async.tiers.slab.addresses import SlotNumbers, segment_of
 from kvoffload_async.tiers.slab.layout import (
     BAD_JOURNAL,
     JOURNAL,
@@ -42,7 +43,6 @@ from kvoffload_async.tiers.slab.layout import (
     segment_number,
 )
 from kvoffload_async.tiers.slab.manifest import HEADER_BYTES, Manifest, SegmentHeader
-from kvoffload_async.tiers.slab.addresses import SlotNumbers, segment_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from kvoffload_async.block_io.contract import Run as Extent
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, write_all
+from kvoffload_async.tiers.slab.addresses import Run, segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest, SegmentHeader
-from kvoffload_async.tiers.slab.addresses import Run, segment_of, slot_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, unusable
+from kvoffload_async.tiers.slab.addresses import SlotAddress
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
 from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
 from kvoffload_async.tiers.slab.opening import OpenStore, SlabSettings
-from kvoffload_async.tiers.slab.addresses import SlotAddress
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
 from kvoffload_async.tiers.slab.transfers import (
     Blocks,
@@ -126,7 +126,9 @@ class SlabTier(AsyncTier):
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are stored."""
         addresses = self._opened().catalog.find(keys)
-        return frozenset(key for key, address in zip(keys, addresses, strict=True) if address is not None)
+        return frozenset(
+            key for key, address in zip(keys, addresses, strict=True) if address is not None
+        )
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Write the blocks that are not stored yet."""
@@ -150,7 +152,9 @@ class SlabTier(AsyncTier):
         except BaseException:
             # The job fails as a whole, but journalled blocks are in the store.
             addresses = store.catalog.find(missing)
-            stored = [key for key, address in zip(missing, addresses, strict=True) if address is not None]
+            stored = [
+                key for key, address in zip(missing, addresses, strict=True) if address is not None
+            ]
             self._environment().blocks_appeared(stored)
             raise
         finally:

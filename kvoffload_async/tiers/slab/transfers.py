@@ -26,8 +26,8 @@ from kvoffload_async.tiers.files.coalescing import Coalescer
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES, BlockDigester
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, mapped
-from kvoffload_async.tiers.slab.journal import Journal, RecordTable, split_digests
 from kvoffload_async.tiers.slab.addresses import Run, SlotAddress, joined, segment_of
+from kvoffload_async.tiers.slab.journal import Journal, RecordTable, split_digests
 from kvoffload_async.tiers.slab.records import PackedRun, put_records
 from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text

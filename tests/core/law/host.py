@@ -13,7 +13,7 @@ from core.terms import k
 from core.tiers import NativeTier
 from core.world import DOWN, NEVER_OPENS
 
-from kvoffload_async.abc.events import JobOverdue, JobFinished
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.cascades import RecentKeys
 from kvoffload_async.core.invariants import check_state

@@ -10,10 +10,10 @@ from kvoffload_async.facade.disk import SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import SlabStore, read_contents
-from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
-from kvoffload_async.tiers.slab.records import keys_of, addresses_of
+from kvoffload_async.tiers.slab.records import addresses_of, keys_of
 from kvoffload_async.types import JobMetadata, LookupResult, ReqContext, as_block_ids
 
 BLOCK = 4096

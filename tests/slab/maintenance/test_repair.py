@@ -11,15 +11,15 @@ from slab.stores import flip
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import read_contents
 from kvoffload_async.tiers.slab.manifest import HEADER_BYTES
-from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     RECORD_BYTES,
+    addresses_of,
     frame,
     keys_of,
-    addresses_of,
     put_records,
 )
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids

@@ -26,6 +26,7 @@ from kvoffload_async.tiers.files.maintenance import (
     problem_of,
 )
 from kvoffload_async.tiers.files.ops import FileOps, read_all
+from kvoffload_async.tiers.slab.addresses import SlotAddress, segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.maintenance.stores import (
     Contents,
@@ -35,15 +36,14 @@ from kvoffload_async.tiers.slab.maintenance.stores import (
     user_of,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.addresses import SlotAddress, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
     NEEDS_VERIFY,
     RECORD_BYTES,
     Records,
-    keys_of,
     addresses_of,
+    keys_of,
 )
 from kvoffload_async.types import OffloadKey
 
