@@ -77,7 +77,7 @@ class Engine:
         rows: tuple[int, ...],
         keys: tuple[bytes, ...] | None,
         prefix: bytes,
-        targets: tuple[tuple[int, int, int], ...] | bytes,
+        places: tuple[tuple[int, int, int], ...] | bytes,
         other: _Files | Buffer | None,
         /,
     ) -> int:
@@ -91,7 +91,7 @@ class Engine:
             rows: Rows of the blocks.
             keys: Keys of the blocks; None: no digests.
             prefix: See `engine.Engine.extents`.
-            targets: Runs, or packed copies.
+            places: Runs, or packed copies.
             other: Files, or the source buffer of copies.
         """
 

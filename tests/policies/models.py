@@ -387,7 +387,7 @@ class PolicyMachine(RuleBasedStateMachine):
         assert list(self.policy.violations()) == []
 
     @invariant()
-    def nothing_that_may_go_is_skipped(self):
+    def no_evictable_slot_is_skipped(self):
         assert set(self.policy.skipped()) <= self.pinned
 
     @invariant()

@@ -348,14 +348,14 @@ static bool take_files(Submission *submission, PyObject *files)
 /* Parses the arguments of a batch of its kind; ignores the others. */
 static PyObject *engine_submit_batch(Engine *self, PyObject *args)
 {
-    PyObject *buffer, *rows, *keys, *targets, *other;
+    PyObject *buffer, *rows, *keys, *places, *other;
     Py_ssize_t count, row_bytes, slot_bytes, prefix_bytes;
     const char *prefix;
     int kind, is_store;
     if (!check_process(self) ||
         !PyArg_ParseTuple(args, "ipn(Onn)O!Oy#OO:submit", &kind, &is_store, &count, &buffer,
                           &row_bytes, &slot_bytes, &PyTuple_Type, &rows, &keys, &prefix,
-                          &prefix_bytes, &targets, &other))
+                          &prefix_bytes, &places, &other))
         return NULL;
     Submission *submission = new_submission(args, kind, is_store, count);
     if (submission == NULL)
@@ -365,8 +365,8 @@ static PyObject *engine_submit_batch(Engine *self, PyObject *args)
         (kind == BATCH_HAS_FILES || take_memory(submission, buffer, row_bytes, slot_bytes)) &&
         (!has_rows || (take_rows(submission, rows) &&
                        take_keys(self, submission, keys, prefix, prefix_bytes))) &&
-        (kind == BATCH_EXTENTS  ? take_runs(submission, targets)
-         : kind == BATCH_COPIES ? take_copies(submission, other, targets)
+        (kind == BATCH_EXTENTS  ? take_runs(submission, places)
+         : kind == BATCH_COPIES ? take_copies(submission, other, places)
                                 : take_files(submission, other));
     /* Made before the batch is submitted: a caller that gets no ticket has no batch under way. */
     PyObject *ticket = NULL;

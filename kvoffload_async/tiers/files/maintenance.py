@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from kvoffload_async.abc.maintenance import MAX_LISTED, MaintenanceControl, Problem
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.waiting import all_done, until_done
+from kvoffload_async.waiting import all_done
 
 
 class BadBlock(Protocol):
@@ -139,9 +139,7 @@ class MaintenanceIo:
 
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
         """Return a blocking call's result; a cancellation is delivered after it has ended."""
-        task = self._start(call, *arguments)
-        await _all_ended([task])
-        return task.result()
+        return await _result_of(self._start(call, *arguments))
 
     async def read_file(self, path: str, max_bytes: int) -> bytes:
         """Return a small file's content, or its first `max_bytes`; links are not followed.
@@ -151,9 +149,8 @@ class MaintenanceIo:
         Raises:
             OSError: It cannot be read, or is not a regular file.
         """
-        with anyio.CancelScope(shield=True):
-            content = await until_done(asyncio.create_task(self._read(path, max_bytes)))
-        return content
+        reading = self._read(path, max_bytes)
+        return await _result_of(asyncio.create_task(reading, name="kvoffload-maintenance"))
 
     async def share_out(
         self, batches: Iterator[Batch], check: Callable[[Batch], Checked]
@@ -193,6 +190,15 @@ class MaintenanceIo:
     ) -> asyncio.Task[Checked]:
         in_thread = anyio.to_thread.run_sync(call, *arguments, limiter=self._limiter)
         return asyncio.create_task(in_thread, name="kvoffload-maintenance")
+
+
+async def _result_of(task: asyncio.Task[Checked]) -> Checked:
+    """Wait until a task has ended even if cancelled; return its result, or raise its error."""
+    try:
+        await _all_ended([task])
+        return task.result()
+    finally:
+        del task  # break the cycle: exception, traceback, frame, task
 
 
 async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
