@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Final
 
-PLACEHOLDER: Final = re.compile(r"[\w.+:/@-]+\.invalid\b[\w./#-]*")
+PLACEHOLDER: Final = re.compile(r"[\w.+@-]+\.invalid\b")
 
 
 def metadata_of(path: Path) -> str:
