@@ -110,7 +110,7 @@ def test_two_loads_of_a_damaged_block_both_fail_and_its_slot_is_used_again(slab_
             await entered(hang)
             second = await harness.tier.load(jobs[1])
             catalog = harness.tier._store.catalog
-            assert catalog._doomed == catalog._pins, "its slot waits for the other load"
+            assert catalog._retired == catalog._pins, "its slot waits for the other load"
             assert catalog.num_evictable == 1
             hang.release()
             return await first, second

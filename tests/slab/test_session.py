@@ -179,7 +179,7 @@ def test_a_frame_that_was_cut_out_is_damage(slab_store, caplog):
     slab_store.journal.write_bytes(content[: 2 * frame] + content[3 * frame :])
     with slab_store.open(verify=False) as harness:
         assert harness.announced() == {K[3], K[4], K[5]}, "those before are suspect"
-    assert "frames are missing in 1 more addresses" in caplog.text
+    assert "frames are missing in 1 more places" in caplog.text
 
 
 def test_a_journal_that_cannot_be_read_is_kept_and_reported(slab_store, caplog):
