@@ -1,19 +1,55 @@
-"""Builds the native module into the wheel, or beside its source for an editable install.
+"""The package's build: the native module, and the README with absolute links.
 
-Without a compiler the wheel is pure, and what it does is slower; see block_io/build.py.
+The native module is built into the wheel, or next to its source for an editable install. Without a
+compiler the wheel is pure, and slower; see block_io/build.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PACKAGE = Path(__file__).parent / "kvoffload_async" / "block_io"
+
+_LINK: Final = re.compile(
+    r"""^```.*?^```$                            # a code block has no links
+    |(?P<before>\]\(|\b(?:href|src)=")         # of Markdown or HTML
+    (?![a-z]+:|\#)(?P<path>[^)"\s]+)""",
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
+)
+_IMAGES: Final = (".gif", ".jpg", ".png", ".svg")
+
+
+def with_absolute_links(text: str, source_url: str, version: str) -> str:
+    """Return a Markdown text whose relative links lead into the repository, at a version's tag."""
+
+    def absolute(link: re.Match[str]) -> str:
+        if link["path"] is None:
+            return link[0]
+        file = link["path"].partition("#")[0]
+        view = "raw" if file.endswith(_IMAGES) else "blob"
+        return f"{link['before']}{source_url}/{view}/v{version}/{link['path']}"
+
+    return _LINK.sub(absolute, text)
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Makes the README the description of the package, which is read away from the repository."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set `readme`, with the `Source` of `project.urls`."""
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        text = with_absolute_links(text, metadata["urls"]["Source"], metadata["version"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 def load_build() -> ModuleType:

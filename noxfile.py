@@ -317,6 +317,30 @@ def resolve(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def sbom(session: nox.Session) -> None:
+    """Writes a release's SBOM to sbom/: the wheel in dist/, and what constraints.txt pins for it.
+
+    The wheels contain no other project's code. Extras for a host of its own versions are left out.
+    """
+    install(session, "cyclonedx-bom")
+    version = nox.project.load_toml(ROOT / "pyproject.toml")["project"]["version"]
+    (wheel,) = (ROOT / "dist").glob(f"kvoffload_async-{version}-*_{platform.machine()}.whl")
+    installed = Path(session.create_tmp()).resolve() / "installed"
+    session.run("python", "-m", "venv", "--clear", "--without-pip", str(installed))
+    session.run(
+        *("python", "-m", "pip", "--python", str(installed), "install", "-q", *CONSTRAINTS),
+        f"{wheel}[metrics,mooncake,object,otel,plot,valkey,yaml]",
+    )
+    file = ROOT / "sbom" / f"kvoffload_async-{version}.cdx.json"
+    file.parent.mkdir(exist_ok=True)
+    session.run(
+        *("cyclonedx-py", "environment", "--pyproject", str(ROOT / "pyproject.toml")),
+        *("--mc-type", "library", "--output-reproducible", "--output-file", str(file)),
+        str(installed / "bin/python"),
+    )
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Builds the artifacts of a release into dist/, and tests them without access to the source.
 

@@ -22,7 +22,7 @@ from kvoffload_async.abc.tier import (
     TierBounds,
     TierCapabilities,
     TierEnvironment,
-    TierPlace,
+    TierLocation,
 )
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -218,8 +218,8 @@ __all__ = [
     "TierEnvironment",
     "TierError",
     "TierFullError",
+    "TierLocation",
     "TierMatcher",
-    "TierPlace",
     "TierStatistics",
     "TierTimeoutError",
     "TierUnavailableError",

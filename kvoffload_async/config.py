@@ -442,7 +442,7 @@ class OffloadConfig(Options):
     """Name of the model that the KV blocks belong to. `OffloadEngine` and tiers on disk require
     it."""
     fingerprint: str | None = option(or_none(parse_label), None)
-    """Label of everything beside the model's name that determines KV bytes, such as a hash of the
+    """Label of everything but the model's name that determines KV bytes, such as a hash of the
     weights and settings; see docs/kv-identity.md."""
     generation: str | None = option(or_none(parse_generation), None)
     """Version of the weights, an integer or a label; `invalidate` changes it."""

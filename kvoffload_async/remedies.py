@@ -49,7 +49,7 @@ ANY: Final = ""
 """Stands for every type of tier without an entry of its own, third parties' included."""
 
 _BIGGER: Final = "raise cpu_bytes_to_use, set write_back to wait, or "
-_WITHOUT: Final = "the engine continues without these blocks; fix the named cause"
+_WITHOUT: Final = "the engine continues without these blocks; fix the cause above"
 _SERVER: Final = "check the server and the network; "
 
 REMEDIES: Final[Mapping[Situation, Mapping[str, str]]] = {

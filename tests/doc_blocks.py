@@ -5,7 +5,7 @@ that name. A `python` block without one is a program. In a `console` block each 
 by bash, and what follows is what it prints, with `...` for what differs. Each line of a `sh` block
 is run too, unless it installs something: see `is_installation`. `json` is a configuration that
 `kvoffload check-config` accepts, or a host's with a tier that it accepts. `text`, and a block
-without a language, is not code. `/srv/kv` is a place for blocks, another one for each page, and
+without a language, is not code. `/srv/kv` is a directory for blocks, another one for each page, and
 `/models/org/model` a folder with weights. The ports of `SERVERS` are others for each page, and a
 server that a page starts ends with it.
 """
@@ -113,11 +113,11 @@ class PageRunner:
         for made in (self.folder, programs, model):
             made.mkdir()
         (model / "model.safetensors").write_bytes(bytes(64))
-        self._places = {STORES: str(folder / "stores"), MODEL: str(model)}
+        self._replacements = {STORES: str(folder / "stores"), MODEL: str(model)}
         self._servers = folder / "servers"
         for name, ports in SERVERS.items():
             free = map(str, free_ports(len(ports)))
-            self._places.update(zip(ports, free, strict=True))
+            self._replacements.update(zip(ports, free, strict=True))
             (programs / name).write_text(
                 f"#!/bin/sh\necho $$ >> {self._servers}\n"
                 f'exec setsid {Path(sys.executable).parent}/{name} "$@" {_further_ports(name)}\n'
@@ -159,8 +159,8 @@ class PageRunner:
         """Do what a block stands for; raises AssertionError."""
         assert block.language in self._meanings, f"nothing checks a block of {block.language}"
         text = block.text
-        for name, place in self._places.items():
-            text = text.replace(name, place)
+        for name, replacement in self._replacements.items():
+            text = text.replace(name, replacement)
         if block.title:
             (self.folder / block.title).write_text(text, encoding="utf-8")
         if not (block.title and block.language == "python"):

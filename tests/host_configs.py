@@ -119,7 +119,7 @@ OF_VLLM = [
     Case(
         "no policy",
         OURS,
-        'give "recompute" beside "kv_connector": "KVOffloadConnector"',
+        'give "recompute" next to "kv_connector": "KVOffloadConnector"',
         starts=True,
     ),
     Case(

@@ -58,8 +58,12 @@ def test_every_check_runs_on_every_supported_python_and_machine():
     assert commands(checks) == [".ci/run"]
 
 
-def test_a_release_is_what_the_build_session_makes():
-    assert "nox -s build" in commands(jobs("release")["build"])
+def test_a_release_is_what_the_build_session_makes_and_has_an_sbom_and_no_placeholders():
+    release = jobs("release")
+    made = commands(release["build"])
+    assert {"nox -s build", "nox -s sbom"} < {*made}
+    assert "python .ci/publishable.py dist/kvoffload_async-*" in made
+    assert "build" in release["publish"]["needs"]
 
 
 def test_the_weekly_job_resolves_the_pages_commands():

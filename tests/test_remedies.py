@@ -113,7 +113,7 @@ def test_every_error_of_a_tier_has_a_remedy_unless_it_is_no_fault():
         ("valkey", ServerHangError("hangs"), "raise probe_timeout_s"),
         ("valkey", TierTimeoutError("slow"), "raise io_timeout_s"),
         ("fs", TierTimeoutError("slow"), "raise io_timeout_s"),
-        ("valkey", ShardUnavailableError("down"), "fix the named cause"),
+        ("valkey", ShardUnavailableError("down"), "fix the cause above"),
         ("valkey", TierFullError("full"), "maxmemory"),
         ("valkey", CorruptBlockError("crc"), "the memory of the server"),
         ("fs", Trouble.TOO_SLOW, "n_write_threads"),

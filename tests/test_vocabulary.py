@@ -56,6 +56,12 @@ EVERYWHERE = {
     "is_lead spacing": "is_chunk_boundary, mean_blocks",
     "floor floors": "baseline",
     "laws": "invariants",
+    "doubtful": "undecided",
+    "heed heeds heeding": "update_protection, includes_stores",
+    "last_to_go": "protected slots",
+    "litter": "leftover temporaries",
+    "may_go": "is_evictable",
+    "sorted_out": "classify",
 }
 """Retired words, one or several, each as whole words of a name, and what to say instead."""
 

@@ -17,7 +17,7 @@ BlockFailures = Mapping[int, TierError]
 
 
 @dataclass(frozen=True, slots=True)
-class JobSettled:
+class JobFinished:
     """No byte of a job moves any more; the owner may reuse the job's memory."""
 
     job_id: JobId
@@ -76,5 +76,5 @@ class AnnouncementRefused:
 
 
 TierEvent = (
-    JobSettled | JobOverdue | ProbeAnswered | BlocksAppeared | BlocksEvicted | AnnouncementRefused
+    JobFinished | JobOverdue | ProbeAnswered | BlocksAppeared | BlocksEvicted | AnnouncementRefused
 )

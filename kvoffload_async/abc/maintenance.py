@@ -92,7 +92,7 @@ class MaintenanceControl:
         should_stop: Polled between units of work; once it returns true, the rest is skipped and the
             summary covers the work done.
         max_listed: Maximum number of corrupt and unreadable blocks that the summary of `verify`
-            lists, beside their count; None: all. Each is also yielded as a finding.
+            lists, in addition to their count; None: all. Each is also yielded as a finding.
         resume_after: Position from an earlier `Summary.stopped_after`; empty: start at the
             beginning.
     """

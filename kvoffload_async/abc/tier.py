@@ -117,13 +117,13 @@ class KVIdentity:
 
         Excludes the generation, which is part of the keys and may change while the tier is open.
         """
-        told_apart = asdict(replace(self, generation=None))
-        text = json.dumps(told_apart, sort_keys=True, separators=(",", ":"))
+        distinguishing = asdict(replace(self, generation=None))
+        text = json.dumps(distinguishing, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)
-class TierPlace:
+class TierLocation:
     """A storage location of a tier, for checking conflicts with the engine's other tiers.
 
     Attributes:
@@ -320,7 +320,9 @@ class AsyncTier(ABC):
         """
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
+    def check_options(
+        cls, options: Mapping[str, Any], identity: KVIdentity
+    ) -> Iterable[TierLocation]:
         """Check the constructor's options before any side effect; return the storage locations.
 
         Changes nothing, not even on disk. Called whenever a configuration is checked, and before a

@@ -39,12 +39,12 @@ class GroupCopies:
     Attributes:
         blocks: Device blocks, int32 `[n]`.
         slots: The slot of each device block, int32 `[n]`.
-        places: Index of each device block within its chunk, int32 `[n]`.
+        positions: Index of each device block within its chunk, int32 `[n]`.
     """
 
     blocks: BlockIds
     slots: BlockIds
-    places: BlockIds
+    positions: BlockIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Transport(ABC):
 
 
 def group_copies(copies: BlockCopies, blocks_per_chunk: int) -> Sequence[GroupCopies]:
-    """Return, for each group, the slot and the place of each device block.
+    """Return, for each group, the slot and the position of each device block.
 
     A group's first device block may lie inside a chunk, at `block_indices[g] % blocks_per_chunk`;
     its last chunk may be partial.

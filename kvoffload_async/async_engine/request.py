@@ -65,7 +65,7 @@ class Waiters:
     def room_left(self) -> None:
         """Wake the next waiter for room, unless it has already found none in this round.
 
-        So waiters are served in FIFO order, and none is woken in vain once the room is used up.
+        So waiters are served in FIFO order, and none is woken after the room is used up.
         """
         waiter = next(iter(self.for_room), None)
         if waiter is not None and self.for_room[waiter] != self._round:

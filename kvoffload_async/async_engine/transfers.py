@@ -20,7 +20,7 @@ from kvoffload_async.errors import BusyError, ClosedError, ConfigError, Transpor
 from kvoffload_async.runtime.loop import clock_of
 from kvoffload_async.statistics import EngineStatistics, OffloadingStatistics
 from kvoffload_async.timeline import DEVICE, TransferDirection
-from kvoffload_async.transport.settling import failed, outcome_of
+from kvoffload_async.transport.completion import failed, outcome_of
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, ReqContext, as_block_ids
 from kvoffload_async.waiting import Limiter, Permit
 

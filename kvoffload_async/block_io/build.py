@@ -1,4 +1,4 @@
-"""Compiles the native module: `python kvoffload_async/block_io/build.py [FILE]`, default in place.
+"""Compiles the native module: `python kvoffload_async/block_io/build.py [FILE]`, default in target.
 
 Also used by the package's build (hatch_build.py), so it imports only the standard library.
 `KVOFFLOAD_NATIVE=0` skips the module, `=require` makes a failure an error; `CC` names the compiler.
@@ -123,6 +123,6 @@ def build_if_wanted(target: Path) -> bool:
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_name(FILE_NAME)
-    if build_if_wanted(place):
-        sys.stdout.write(f"{place}\n")
+    target = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_name(FILE_NAME)
+    if build_if_wanted(target):
+        sys.stdout.write(f"{target}\n")

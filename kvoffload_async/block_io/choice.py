@@ -128,7 +128,7 @@ def create_file_io(
 def _chosen_here() -> Implementation:
     """Return the implementation for the running loop; the native one needs `add_reader`."""
     chosen = implementation()
-    _tell(chosen)
+    _log_choice(chosen)
     loop = asyncio.get_running_loop()
     if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader:
         return Implementation("python", "the event loop cannot watch descriptors")  # a virtual one
@@ -143,7 +143,7 @@ def create_copies() -> NativeCopies | None:
         OSError: Threads cannot be started.
     """
     chosen = implementation()
-    _tell(chosen)
+    _log_choice(chosen)
     if chosen.name == "python":
         return None
     from kvoffload_async.block_io.native_copies import NativeCopies  # noqa: PLC0415 - as below
@@ -190,7 +190,7 @@ def _obstacle() -> str:
 
 
 @cache
-def _tell(chosen: Implementation) -> None:
+def _log_choice(chosen: Implementation) -> None:
     """Log the implementation once."""
     is_left_out = chosen.why and not chosen.why.startswith(VARIABLE)
     logger.log(logging.WARNING if is_left_out else logging.INFO, "block I/O is %s", chosen)

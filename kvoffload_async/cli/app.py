@@ -255,7 +255,7 @@ def check_config(
 
     The command does not start an engine and creates no files. It also accepts the JSON of vLLM's
     --kv-transfer-config, LMCache's --l2-adapter and SGLang's
-    --hicache-storage-backend-extra-config, and judges them as these hosts do; none need be
+    --hicache-storage-backend-extra-config, and checks them as these hosts do; none need be
     installed. What only the host knows, such as the size of a block, is not checked.
     """
     with errors_as_one_line():

@@ -1,7 +1,7 @@
 """The engine's part of a host's configuration, for `check-config`; no host need be installed.
 
-A host's own keys are judged by tables of what its supported versions accept, this package's keys by
-the code that reads them under the host. What only the host knows (model, block) is not checked.
+A host's own keys are checked against tables of what its supported versions accept, this package's
+by the code that reads them under the host. What only the host knows (model, block) is not checked.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ _OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 
 
 def _under_vllm(config: Mapping[str, Any]) -> HostConfig:
-    """Judge the JSON of `--kv-transfer-config`."""
+    """Check the JSON of `--kv-transfer-config`."""
     _check_transfer(config, _TRANSFER)
     extra = config[EXTRA]
     if config["kv_connector"] != "MultiConnector":
@@ -213,14 +213,14 @@ def _check_transfer(config: Mapping[str, Any], fields: Rules, where: str = "") -
 
 
 def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str = "") -> HostConfig:
-    """Judge a connector that offloads; vLLM reads the failure policy of `outer`."""
+    """Check a connector that offloads; vLLM reads the failure policy of `outer`."""
     _check(config, {"kv_connector": _one_of(*OFFLOADING_CONNECTORS)}, where)
     _check_module(config, "kv_connector", "kv_connector_module_path", where)
     connector, extra = config["kv_connector"], config[EXTRA]
     inside = f"{where}{EXTRA}: "
     _check(extra, _CHUNK, inside)
     if extra.get("blocks_per_chunk") is not None and extra.get("block_size") is not None:
-        raise InputError(f"{inside}block_size: vLLM refuses it beside blocks_per_chunk; give one")
+        raise InputError(f"{inside}block_size: vLLM refuses it with blocks_per_chunk; give one")
     name = extra.get("spec_name", "CPUOffloadingSpec")
     is_whole = name == "KVOffloadSpec"
     if is_whole and connector != "KVOffloadConnector":
@@ -239,7 +239,7 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
     if "kv_load_failure_policy" not in outer:
         raise InputError(
             "kv_load_failure_policy: missing, so that vLLM ends a request whose load failed; give "
-            f'"recompute" beside "kv_connector": "{outer["kv_connector"]}"'
+            f'"recompute" next to "kv_connector": "{outer["kv_connector"]}"'
         )
     engine = {key: one for key, one in engine_options(extra).items() if key not in _CHUNK}
     tiers = engine.get("secondary_tiers")
@@ -259,7 +259,7 @@ def _is_external(tier: Mapping[str, Any]) -> bool:
 
 
 def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
-    """Judge this package's tiers under vLLM's own spec."""
+    """Check this package's tiers under vLLM's own spec."""
     name = extra.get("spec_name", "CPUOffloadingSpec")
     if name not in _OWN_SPECS:
         raise InputError(
@@ -283,14 +283,14 @@ def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
         _check(extra, {"eviction_policy": _one_of("lru", "arc")}, where)
     tiers = []
     for index, tier in enumerate(extra.get("secondary_tiers", [])):
-        place = f"{where}secondary_tiers[{index}]: "
+        prefix = f"{where}secondary_tiers[{index}]: "
         kind, path = tier.get("type"), tier.get("module_path")
         if path in _MODULES["FsTier"]:
-            _check({"type": kind}, {"type": _one_of(*NAMES_UNDER_VLLM)}, place)
+            _check({"type": kind}, {"type": _one_of(*NAMES_UNDER_VLLM)}, prefix)
         elif path is None and kind not in tuple(NAMES_UNDER_VLLM):
-            _check({"type": kind}, {"type": _one_of(*_VLLMS_TIERS)}, place)
+            _check({"type": kind}, {"type": _one_of(*_VLLMS_TIERS)}, prefix)
         if kind in tuple(NAMES_UNDER_VLLM):  # a list cannot be looked up in a mapping
-            _check_module(tier, "type", "module_path", place)
+            _check_module(tier, "type", "module_path", prefix)
             with naming_tier(index, tier):
                 tiers.append(_tier_under_vllms_spec(tier))
     if not tiers:
@@ -339,7 +339,7 @@ _ADAPTER: Final[Rules] = {
 
 
 def _under_lmcache(config: Mapping[str, Any]) -> HostConfig:
-    """Judge the JSON of `--l2-adapter`."""
+    """Check the JSON of `--l2-adapter`."""
     given = dict.fromkeys(("type", "class_name"), None) | {"adapter_params": {}} | dict(config)
     _check(given, _ADAPTER)
     _check_module(given, "class_name", "module_path")
@@ -364,7 +364,7 @@ _HICACHE: Final[Rules] = {
 
 
 def _under_sglang(config: Mapping[str, Any]) -> HostConfig:
-    """Judge the JSON of `--hicache-storage-backend-extra-config`."""
+    """Check the JSON of `--hicache-storage-backend-extra-config`."""
     given = {"backend_name": None, "class_name": None, **config}
     _check(given, _HICACHE, f"{SGLANGS_EXTRA}: ")
     _check_module(given, "class_name", "module_path")

@@ -293,7 +293,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
 
 
 _MORE_REQUESTS: Final = 64
-"""Timelines kept beside those in flight, for requests whose last copies have not ended."""
+"""Timelines kept in addition to those in flight, for requests whose last copies have not ended."""
 
 
 def check_explained(number: int, open_source: Callable[[], RequestSource]) -> None:

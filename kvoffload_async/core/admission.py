@@ -31,7 +31,7 @@ class ReuseEstimates(Protocol):
         ...
 
     def may_become(self, kind: int, prompt: Any) -> Iterable[int]:  # noqa: ANN401
-        """Return the classes that a block may have when its request ends, beside its own."""
+        """Return the other classes that a block may have when its request ends."""
         ...
 
     def record(self, keys: Sequence[OffloadKey], prompt: Any, is_cached: Sequence[bool]) -> Any:  # noqa: ANN401
@@ -75,22 +75,22 @@ class Admission:
             index: The tier.
             ctx: The request, which uses the blocks.
             keys: The blocks, head to tail. Without `key_positions` they count as the whole prompt.
-            is_final: Whether the prompt grows no more, so that no block is doubtful.
+            is_final: Whether the prompt grows no more, so that no block is undecided.
         """
         if self._capacities[index] is None or not keys:
             return keys, ()
         estimates = self._estimates
         prompt = estimates.prompt(ctx.key_positions, keys)
         stored: list[OffloadKey] = []
-        doubtful: list[OffloadKey] = []
+        undecided: list[OffloadKey] = []
         for key, kind in zip(keys, estimates.classes(keys, prompt), strict=True):
             if self._is_likely(index, kind):
                 stored.append(key)
             elif not is_final and any(
                 self._is_likely(index, other) for other in estimates.may_become(kind, prompt)
             ):
-                doubtful.append(key)
-        return stored, doubtful
+                undecided.append(key)
+        return stored, undecided
 
     def stores(self, kind: int) -> bool:
         """Return whether some tier stores blocks of a class; call only if every tier is choosy."""

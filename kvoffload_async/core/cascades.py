@@ -49,18 +49,18 @@ class EngineContext:
 
     def __init__(self) -> None:
         self.ctx = ReqContext(ENGINE_REQ_ID)
-        self._told: list[TierState] = []
+        self._users: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
         """Return the request for a job or touch of the tier, and record that the tier uses it."""
-        if tier not in self._told:
-            self._told.append(tier)
+        if tier not in self._users:
+            self._users.append(tier)
         return self.ctx
 
     def close(self) -> None:
         """End the request in all tiers that used it; idempotent."""
-        told, self._told = self._told, []
-        for tier in told:
+        users, self._users = self._users, []
+        for tier in users:
             tier.finish_request(self.ctx)
 
 
@@ -74,7 +74,7 @@ _MOST_TRIES: Final = 8
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 _SLOTS_A_STEP: Final = 4096
-"""Maximum number of slots that `heed` scans per step."""
+"""Maximum number of slots that `update_protection` scans per step."""
 
 Protect = Callable[[Sequence[int]], object]
 """Protects the blocks in the given slots from eviction, or ends the protection."""
@@ -93,7 +93,7 @@ class WriteBackQueue:
         is_wanted: Whether the tier accepts pending blocks; if so, they are protected.
         paused_until_s: Earliest time, in seconds, of the next store, after the tier has refused
             or failed one.
-        heeding_from: Slot at which `heed` continues its scan; None if the scan is complete.
+        protecting_from: Slot at which `update_protection` continues; None if its scan is complete.
     """
 
     def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
@@ -108,7 +108,7 @@ class WriteBackQueue:
         self.new_blocks = 0
         self.is_shut = False
         self.is_wanted = True
-        self.heeding_from: int | None = None
+        self.protecting_from: int | None = None
         self.paused_until_s = 0.0
 
     # -- blocks ---------------------------------------------------------------------------------
@@ -195,17 +195,17 @@ class WriteBackQueue:
 
     # -- protection -----------------------------------------------------------------------------
 
-    def heed(self, *, is_wanted: bool) -> None:
+    def update_protection(self, *, is_wanted: bool) -> None:
         """Protect the pending blocks if the tier accepts them; otherwise end their protection.
 
         Each call scans a bounded range of slots and continues where the last one stopped.
         """
         if is_wanted != self.is_wanted:
             self.is_wanted = is_wanted
-            self.heeding_from = 0
-        marks, first = self._marks, self.heeding_from or 0
+            self.protecting_from = 0
+        marks, first = self._marks, self.protecting_from or 0
         slots = range(first, min(first + _SLOTS_A_STEP, len(marks)))
-        self.heeding_from = slots.stop if slots.stop < len(marks) else None
+        self.protecting_from = slots.stop if slots.stop < len(marks) else None
         pending = [slot for slot in slots if marks[slot] & _PENDING]
         if not is_wanted:
             self._stop_protecting(pending)
@@ -258,7 +258,7 @@ class WriteBackQueue:
                 yield f"slot {slot} is protected, but not pending"
             if (
                 slot in pending
-                and self.heeding_from is None
+                and self.protecting_from is None
                 and self.is_wanted != bool(mark & _PROTECTED)
             ):
                 yield f"slot {slot} has mark {mark}, but is_wanted is {self.is_wanted}"
@@ -377,11 +377,11 @@ class Cascades:
         """Return the seconds until a step can send a pending block.
 
         None if no block is pending, or if all of them wait for a job to end. 0 also while a scan
-        of `WriteBackQueue.heed` is incomplete.
+        of `WriteBackQueue.update_protection` is incomplete.
         """
         soonest_s: float | None = None
         for index, queue in enumerate(self.queues):
-            if queue.heeding_from is not None:
+            if queue.protecting_from is not None:
                 return 0.0
             if queue.count and self._room_to_store(index):
                 wait_s = max(0.0, queue.paused_until_s - now_s)
@@ -393,26 +393,26 @@ class Cascades:
     def offer(
         self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
     ) -> None:
-        """Send the blocks that a tier admits; doubtful ones are decided by `end_request`."""
+        """Send the blocks that a tier admits; undecided ones are decided by `end_request`."""
         if self.admission is not None:
             offered = len(keys)
             is_final = request.is_finished
-            keys, doubtful = self.admission.split(index, request.ctx, keys, is_final=is_final)
-            request.doubtful.setdefault(index, {}).update(dict.fromkeys(doubtful))
-            self._decline(index, request.ctx, offered - len(keys) - len(doubtful))
+            keys, undecided = self.admission.split(index, request.ctx, keys, is_final=is_final)
+            request.undecided_blocks.setdefault(index, {}).update(dict.fromkeys(undecided))
+            self._decline(index, request.ctx, offered - len(keys) - len(undecided))
         if keys:
             self.send(index, request, keys, now_s)
 
     def end_request(self, request: RequestState, now_s: float) -> None:
-        """Decide on a request's doubtful blocks; call before the primary closes the request."""
+        """Decide on a request's undecided blocks; call before the primary closes the request."""
         if self.admission is None:
             return
-        for index, waiting in request.doubtful.items():
+        for index, waiting in request.undecided_blocks.items():
             keys = tuple(waiting)
             stored, _ = self.admission.split(index, request.ctx, keys, is_final=True)
             added = self.defer(index, stored, now_s)
             self._decline(index, request.ctx, len(keys) - added)
-        request.doubtful.clear()
+        request.undecided_blocks.clear()
         self.admission.end_request(request.ctx, self._primary.used_by(request.ctx))
 
     def defer_reused(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> None:
@@ -514,8 +514,8 @@ class Cascades:
         """
         for index, queue in enumerate(self.queues):
             is_wanted = self._tiers[index].wants_blocks
-            if is_wanted is not queue.is_wanted or queue.heeding_from is not None:
-                queue.heed(is_wanted=is_wanted)
+            if is_wanted is not queue.is_wanted or queue.protecting_from is not None:
+                queue.update_protection(is_wanted=is_wanted)
             most = LATE_BLOCKS_A_STEP + queue.new_blocks
             queue.new_blocks = 0
             if queue.count and now_s >= queue.paused_until_s:
@@ -537,7 +537,7 @@ class Cascades:
         landed = job.keys if result.success else result.successful_keys or ()
         if self.admission is not None:
             self.admission.note_stored(index, len(landed))
-        self._settle(index, job, landed, result.error, now_s)
+        self._finish(index, job, landed, result.error, now_s)
 
     def released(self, index: int, record: JobRecord, now_s: float) -> None:
         """Handle the end of the copy of an overdue cascade, whether it succeeded or failed."""
@@ -545,7 +545,7 @@ class Cascades:
         tier, keys = self._tiers[index], record.job.keys
         # Only an exact index can confirm that a block has landed.
         landed = frozenset(keys).difference(tier.lacks(keys)) if tier.is_exact else frozenset()
-        self._settle(index, record.job, landed, None, now_s)
+        self._finish(index, record.job, landed, None, now_s)
 
     # -- reset and shutdown ---------------------------------------------------------------------
 
@@ -601,7 +601,7 @@ class Cascades:
         self._submit(index, self._own.within(tier), keys, slots)
         self._watch_evictions()
 
-    def _settle(
+    def _finish(
         self,
         index: int,
         job: JobMetadata,

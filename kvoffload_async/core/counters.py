@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvoffload_async import errors
-from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.abc.events import JobFinished
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.statistics import (
     BUCKET_BOUNDS_S,
@@ -190,8 +190,8 @@ class TierObservations:
     load_seconds: JobDurations = field(default_factory=JobDurations)
     store_seconds: JobDurations = field(default_factory=JobDurations)
 
-    def settled(self, job: JobMetadata, event: JobSettled) -> None:
-        """Record a settled job."""
+    def finished(self, job: JobMetadata, event: JobFinished) -> None:
+        """Record a finished job."""
         durations = self.load_seconds if job.is_promotion else self.store_seconds
         durations.observe(event.seconds, event.queue_s)
         if event.failures:

@@ -316,7 +316,7 @@ class KeyIndex(ABC):
     ) -> None:
         """Record the answer of a probe."""
 
-    def left_alone(self) -> None:  # noqa: B027 - an exact index has no queued keys
+    def tier_suspended(self) -> None:  # noqa: B027 - an exact index has no queued keys
         """Handle the end of a step in which the tier is suspended, so that no probe may start."""
 
     def forget_request(self, request: Hashable) -> None:  # noqa: B027 - nor state per request
@@ -439,7 +439,7 @@ class ProbedIndex(KeyIndex):
         self._pending: dict[OffloadKey, Hashable] = {}
         """Queued key -> the first request that looked it up, in lookup order."""
         self._is_awaited = False
-        """Whether a queued key was looked up (and answered RETRY) since the last `left_alone`."""
+        """Whether a queued key was looked up (answer: RETRY) since the last `tier_suspended`."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
         self._generation = 0
 
@@ -511,7 +511,7 @@ class ProbedIndex(KeyIndex):
         self._forget_unasked(keys)
         self._notify(keys)
 
-    def left_alone(self) -> None:
+    def tier_suspended(self) -> None:
         """Notify the listeners of the queued keys, which stay queued.
 
         The tier is suspended, so a waiting lookup should be repeated: it then skips this tier.
@@ -623,7 +623,7 @@ class CostGatedIndex(KeyIndex):
         """Undecided request -> its keys answered with RETRY, which have to be looked up again. A
         decided request stays until the end of the step."""
         self._news: dict[Hashable, None] = {}
-        """Requests in `unknown` whose keys the next `settle` must look up in the nearer tiers."""
+        """Requests in `unknown` whose keys the next `resolve` must look up in the nearer tiers."""
         self._blocked: dict[OffloadKey, dict[Hashable, None]] = {}
         """Key that the nearer tiers have not resolved -> the requests for which it comes first."""
         self._explorer: Hashable = None
@@ -664,12 +664,12 @@ class CostGatedIndex(KeyIndex):
         unknown.update(dict.fromkeys(keys))
 
     def resolved(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the next `settle` examine the requests that wait for these resolved keys."""
+        """Have the next `resolve` examine the requests that wait for these resolved keys."""
         if self._blocked:
             for key in keys:
                 self._news.update(self._blocked.pop(key, {}))
 
-    def settle(
+    def resolve(
         self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult], *, all_requests: bool
     ) -> None:
         """Add the keys that all nearer tiers lack to the missed ones; call before a step's end.
@@ -683,9 +683,9 @@ class CostGatedIndex(KeyIndex):
             news = dict.fromkeys(self.unknown)
             self._blocked.clear()
         for request in news:
-            self._settle(request, ask_nearer)
+            self._resolve(request, ask_nearer)
 
-    def _settle(
+    def _resolve(
         self, request: Hashable, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult]
     ) -> None:
         unknown = self.unknown[request]
@@ -724,10 +724,10 @@ class CostGatedIndex(KeyIndex):
         """Record the answer of a probe."""
         self._index.answered(generation, present)
 
-    def left_alone(self) -> None:
+    def tier_suspended(self) -> None:
         """End a step in which the tier is suspended: admit or decline the undecided requests."""
         self._decide(may_explore=False)
-        self._index.left_alone()
+        self._index.tier_suspended()
 
     def forget_request(self, request: Hashable) -> None:
         """Drop the state of a request that has ended."""
@@ -760,13 +760,13 @@ class CostGatedIndex(KeyIndex):
         if self.break_even is not None:
             self._needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
         deferred, self._deferred = self._deferred, {}
-        told: dict[OffloadKey, None] = {}
+        decided: dict[OffloadKey, None] = {}
         declined: dict[Hashable, int] = {}
         for request, missed in deferred.items():
             if request in self.unknown:
                 self._deferred[request] = missed
                 continue
-            told |= missed
+            decided |= missed
             if request in self._worthwhile:
                 continue
             if len(missed) >= self._needed_blocks:
@@ -775,9 +775,9 @@ class CostGatedIndex(KeyIndex):
                 declined[request] = len(missed)
         if may_explore and declined:
             self._explore(declined)
-        self.has_decided = bool(told)
-        if told:
-            self._notify(tuple(told))
+        self.has_decided = bool(decided)
+        if decided:
+            self._notify(tuple(decided))
 
     def _ask(self, request: Hashable) -> None:
         """Admit a request: look its missed keys up, and forward all its later lookups."""
@@ -842,7 +842,7 @@ class AskedIndex(KeyIndex):
         return answers
 
     def peek(self, key: OffloadKey) -> LookupResult:
-        """Return HIT: only a lookup tells whether the tier has the key."""
+        """Return HIT: only a lookup shows whether the tier has the key."""
         return LookupResult.HIT
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

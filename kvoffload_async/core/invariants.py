@@ -364,7 +364,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P22",
-        "only a request that waits, or loads in this step, has a ticket or a place in the queue",
+        "only a request that waits, or loads in this step, has a ticket or a position in the queue",
         who_has_a_right_to_room_waits,
     ),
     Invariant(

@@ -1,11 +1,11 @@
 """The job ledger: every accepted job gets exactly one result, created here.
 
-    QUEUED --Launched--> FLYING --JobSettled--> SETTLED --taken--> (removed)
-    QUEUED --JobAbandoned--> SETTLED             the tier never received it
-    FLYING --JobOverdue | JobAbandoned--> ORPHANED --JobSettled--> (released)
+    QUEUED --Launched--> FLYING --JobFinished--> FINISHED --taken--> (removed)
+    QUEUED --JobAbandoned--> FINISHED             the tier never received it
+    FLYING --JobOverdue | JobAbandoned--> ORPHANED --JobFinished--> (released)
 
 QUEUED: the owner has not submitted the job to the tier yet, so its memory is untouched. ORPHANED:
-the job was reported as failed, but its copy may still access its memory until it settles.
+the job was reported as failed, but its copy may still access its memory until it has finished.
 
 Effects are the owner's commands to a tier, executed in order.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvoffload_async.abc.events import JobOverdue, JobSettled
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.errors import IllegalTransitionError, StateError
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey, ReqContext
 
@@ -57,7 +57,7 @@ class JobState(enum.Enum):
     QUEUED = enum.auto()
     FLYING = enum.auto()
     ORPHANED = enum.auto()
-    SETTLED = enum.auto()
+    FINISHED = enum.auto()
 
     __hash__ = object.__hash__  # Enum's hash is a Python function, too slow for a look-up per job
 
@@ -77,7 +77,7 @@ class JobAbandoned:
     error: Exception | None
 
 
-JobEvent = Launched | JobSettled | JobOverdue | JobAbandoned
+JobEvent = Launched | JobFinished | JobOverdue | JobAbandoned
 
 
 class JobRecord:
@@ -182,7 +182,7 @@ class Ledger:
         self.unreported_count -= len(ended)
         for job, _ in ended:
             record = self._records.get(job.job_id)
-            if record is not None and record.state is JobState.SETTLED:
+            if record is not None and record.state is JobState.FINISHED:
                 del self._records[job.job_id]
         return ended
 
@@ -228,9 +228,9 @@ class Ledger:
         record.state = JobState.FLYING
         self.queued_count -= 1
 
-    def _settle(self, record: JobRecord, event: JobEvent) -> JobResult:
-        assert isinstance(event, JobSettled)  # noqa: S101 - for the type checker; see TRANSITIONS
-        record.state = JobState.SETTLED
+    def _finish(self, record: JobRecord, event: JobEvent) -> JobResult:
+        assert isinstance(event, JobFinished)  # noqa: S101 - for the type checker; see TRANSITIONS
+        record.state = JobState.FINISHED
         job = record.job
         failures = event.failures
         error: Exception | None = event.job_error
@@ -251,14 +251,14 @@ class Ledger:
         )
 
     def _orphan(self, record: JobRecord, event: JobEvent) -> JobResult:
-        assert isinstance(event, JobOverdue | JobAbandoned)  # noqa: S101 - see _settle
+        assert isinstance(event, JobOverdue | JobAbandoned)  # noqa: S101 - see _finish
         record.state = JobState.ORPHANED
         self.orphaned_count += 1
         return JobResult(event.job_id, success=False, error=event.error, orphaned=True)
 
     def _give_up(self, record: JobRecord, event: JobEvent) -> JobResult:
-        assert isinstance(event, JobAbandoned)  # noqa: S101 - see _settle
-        record.state = JobState.SETTLED
+        assert isinstance(event, JobAbandoned)  # noqa: S101 - see _finish
+        record.state = JobState.FINISHED
         self.queued_count -= 1
         return JobResult(event.job_id, success=False, error=event.error)
 
@@ -274,21 +274,21 @@ class Ledger:
     # Complete: one entry for each state and event; None marks illegal transitions.
     TRANSITIONS: ClassVar[dict[tuple[JobState, type[JobEvent]], _Handler | None]] = {
         (JobState.QUEUED, Launched): _launch,
-        (JobState.QUEUED, JobSettled): None,
+        (JobState.QUEUED, JobFinished): None,
         (JobState.QUEUED, JobOverdue): None,
         (JobState.QUEUED, JobAbandoned): _give_up,
         (JobState.FLYING, Launched): None,
-        (JobState.FLYING, JobSettled): _settle,
+        (JobState.FLYING, JobFinished): _finish,
         (JobState.FLYING, JobOverdue): _orphan,
         (JobState.FLYING, JobAbandoned): _orphan,
         (JobState.ORPHANED, Launched): None,
-        (JobState.ORPHANED, JobSettled): _release,
+        (JobState.ORPHANED, JobFinished): _release,
         # A job may be abandoned by the owner and become overdue in the tier, in either order.
         (JobState.ORPHANED, JobOverdue): _stay,
         (JobState.ORPHANED, JobAbandoned): _stay,
-        (JobState.SETTLED, Launched): None,
-        (JobState.SETTLED, JobSettled): None,
-        (JobState.SETTLED, JobOverdue): None,
-        # At shutdown the owner abandons all remaining jobs, settled ones included.
-        (JobState.SETTLED, JobAbandoned): _stay,
+        (JobState.FINISHED, Launched): None,
+        (JobState.FINISHED, JobFinished): None,
+        (JobState.FINISHED, JobOverdue): None,
+        # At shutdown the owner abandons all remaining jobs, finished ones included.
+        (JobState.FINISHED, JobAbandoned): _stay,
     }

@@ -197,7 +197,7 @@ class Planner:
         """End a request's wait for loads; a request that has ended is ignored.
 
         Returns:
-            Whether the request had a ticket or a place in the queue until now.
+            Whether the request had a ticket or a position in the queue until now.
         """
         request = self.requests.get(ctx)
         if request is None:

@@ -296,7 +296,7 @@ class SlotPool:
             raise InvariantError(f"slot {slot} is in state {self._states[slot]}, not {state}")
 
 
-class LastToGo:
+class ProtectedSlots:
     """The protected slots that the policy has proposed for eviction, in that order.
 
     Their blocks are pending for a tier, so they are evicted only when no others are left. The
@@ -375,7 +375,7 @@ class ResidentBlocks:
         """Number of readable blocks that are neither pinned nor protected."""
         self._protected = 0
         """Number of blocks that are protected and not pinned."""
-        self._last_to_go = LastToGo(num_slots)
+        self._protected_slots = ProtectedSlots(num_slots)
         self.on_evicted: Callable[[Sequence[int]], None] | None = None
         """Called with slots just before their blocks are evicted; None while not needed."""
         self.on_request_ended: Callable[[ReqContext, Sequence[OffloadKey]], None] | None = None
@@ -460,7 +460,7 @@ class ResidentBlocks:
         self._idle += len(released)
         self._protected -= len(released)
         self.room_made += len(released)
-        self._last_to_go.discard(released)
+        self._protected_slots.discard(released)
         self._policy.released(released)
 
     def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -521,7 +521,7 @@ class ResidentBlocks:
         debts = {slot: self._refs[slot] // A_DEBT for _, slot, refs in self.resident() if refs >= 0}
         return {slot: count for slot, count in debts.items() if count}
 
-    def _sorted_out(
+    def _classify(
         self, keys: Sequence[OffloadKey]
     ) -> tuple[list[OffloadKey], list[OffloadKey], set[int]]:
         """Classify keys: (absent keys, readable keys, slots of readable keys without pins)."""
@@ -554,7 +554,7 @@ class ResidentBlocks:
         self._idle -= num_idle
         if protected:
             self._protected -= len(protected)
-            self._last_to_go.discard(protected)
+            self._protected_slots.discard(protected)
 
     def _unhold(self, slots: Iterable[int]) -> None:
         """Remove one pin per occurrence of a slot."""
@@ -593,8 +593,8 @@ class ResidentBlocks:
             if slot is not None:
                 slots.append(slot)
                 reused.append(bool(again))
-        if self._protected:  # the access changes the rank, so the policy must propose them anew
-            self._policy.released(self._last_to_go.discard(slots))
+        if self._protected:  # the access changes the rank, so the policy must propose them again
+            self._policy.released(self._protected_slots.discard(slots))
         self._policy.access(slots, reused)
 
     def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
@@ -605,7 +605,7 @@ class ResidentBlocks:
         slots = self._blocks.find(keys)
         if self._protected:
             present = [slot for slot in slots if slot is not None]
-            self._policy.released(self._last_to_go.discard(present))
+            self._policy.released(self._protected_slots.discard(present))
         self._policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
@@ -670,7 +670,7 @@ class Primary(ResidentBlocks):
         self.loading = Loads()
         """Blocks that requests are loading. Read-only."""
         refs = self._refs
-        self._may_go: Callable[[int], bool] = lambda slot: not refs[slot]
+        self._is_evictable: Callable[[int], bool] = lambda slot: not refs[slot]
         self.drops_pending = True
         self.may_decline = True
         self._writing = 0
@@ -762,7 +762,7 @@ class Primary(ResidentBlocks):
         Args:
             ctx: The request.
             keys: Keys of the blocks to store.
-            allowed: Bounds the slots that the store takes, beside what is evictable; see `Allowed`.
+            allowed: A further bound on the slots of the store; see `Allowed`.
 
         Returns:
             The granted keys and slots; None if there is no room, and then nothing has changed.
@@ -773,7 +773,7 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         require_keys(keys)
-        missing, readable, unpinned = self._sorted_out(keys)
+        missing, readable, unpinned = self._classify(keys)
         wanted, declined = self._admitted(ctx, keys, missing, unpinned)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
@@ -785,15 +785,15 @@ class Primary(ResidentBlocks):
             used = self._recency.used_by(ctx)
             is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
             idle = self.pool.unused.count + self._idle - len(unpinned)
-            if len(wanted) > idle - len(used):  # too few may be left besides its own prefix
-                unpinned |= self._sorted_out([key for key in used if is_own_prefix(key)])[2]
+            if len(wanted) > idle - len(used):  # too few may be left without its own prefix
+                unpinned |= self._classify([key for key in used if is_own_prefix(key)])[2]
                 is_own_prefix = None
-                wanted, cut = self._cut(wanted, ctx, self._room_beside(unpinned))
+                wanted, cut = self._cut(wanted, ctx, self._room_excluding(unpinned))
                 left_out = [*cut, *left_out]
         if left_out and not wanted:
             self.counters.refused_stores += 1
             return None
-        granted = self._reserve_beside(unpinned, wanted, ctx, is_own_prefix)
+        granted = self._reserve_excluding(unpinned, wanted, ctx, is_own_prefix)
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -839,11 +839,11 @@ class Primary(ResidentBlocks):
             last = max(positions.values()) + 1
             keys = sorted(keys, key=lambda key: positions.get(key, last))
             offered = sorted(wanted, key=lambda key: positions.get(key, last))
-        is_evictable = self._may_go_first if self._protected else self._may_go
+        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
         is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
         key_of, skipped = self._blocks.key_of, list(unpinned)
 
-        def may_go(slot: int) -> bool:
+        def may_evict(slot: int) -> bool:
             if not is_evictable(slot) or slot in unpinned:
                 return False
             if not is_own_prefix(key_of(slot)):
@@ -852,7 +852,7 @@ class Primary(ResidentBlocks):
             return False
 
         free = self.pool.unused.count if self.may_decline else None
-        declined = self._policy.declines(ctx, keys, offered, free, may_go)
+        declined = self._policy.declines(ctx, keys, offered, free, may_evict)
         self._policy.released(skipped)
         if declined:
             wanted = [key for key in wanted if key not in declined]
@@ -868,13 +868,13 @@ class Primary(ResidentBlocks):
         """Number of unpinned blocks that are protected because they are pending for tiers."""
         return self._protected
 
-    def room_beside(self, keys: Sequence[OffloadKey]) -> int:
+    def room_excluding(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many slots can be reserved without evicting these readable blocks."""
         refs = self._refs
         found = (slot for slot in self._blocks.find(keys) if slot is not None)
-        return self._room_beside({slot for slot in found if not refs[slot] & PINS})
+        return self._room_excluding({slot for slot in found if not refs[slot] & PINS})
 
-    def _room_beside(self, unpinned: Collection[int]) -> int:
+    def _room_excluding(self, unpinned: Collection[int]) -> int:
         """Return how many slots can be reserved without evicting the blocks in `unpinned`."""
         if self.drops_pending:
             return self.room - len(unpinned)
@@ -962,7 +962,7 @@ class Primary(ResidentBlocks):
         if self._admission is not None:
             self._admission.clear()
         self.pool.reset(still_touched)
-        self._last_to_go.clear()
+        self._protected_slots.clear()
         self._idle = self._protected = self._writing = 0
         self.room_made += self.num_slots
 
@@ -1010,7 +1010,7 @@ class Primary(ResidentBlocks):
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _reserve_beside(
+    def _reserve_excluding(
         self,
         unpinned: Collection[int],
         missing: Sequence[OffloadKey],
@@ -1083,17 +1083,17 @@ class Primary(ResidentBlocks):
 
         None if the policy finds too few.
         """
-        is_evictable = self._may_go_first if self._protected else self._may_go
+        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
         if is_own_prefix is not None:
-            return self._make_room_beside(missing, deficit, is_evictable, is_own_prefix)
+            return self._evict_excluding_prefix(missing, deficit, is_evictable, is_own_prefix)
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
-            # The policy has proposed every slot, so `_last_to_go` has all protected ones in order.
-            self.on_evicted(self._last_to_go.first(deficit - self._idle))
+            # The policy has proposed every slot, so `_protected_slots` is complete.
+            self.on_evicted(self._protected_slots.first(deficit - self._idle))
             victims = self._policy.make_room(missing, deficit, is_evictable)
         return victims
 
-    def _make_room_beside(
+    def _evict_excluding_prefix(
         self,
         missing: Sequence[OffloadKey],
         deficit: int,
@@ -1104,7 +1104,7 @@ class Primary(ResidentBlocks):
         skipped: list[int] = []
         key_of = self._blocks.key_of
 
-        def may_go(slot: int) -> bool:
+        def may_evict(slot: int) -> bool:
             if not is_evictable(slot):
                 return False
             if not is_own_prefix(key_of(slot)):
@@ -1112,15 +1112,15 @@ class Primary(ResidentBlocks):
             skipped.append(slot)
             return False
 
-        victims = self._policy.make_room(missing, deficit, may_go)
+        victims = self._policy.make_room(missing, deficit, may_evict)
         self._policy.released(skipped)
         return victims
 
-    def _may_go_first(self, slot: int) -> bool:
+    def _is_evictable_first(self, slot: int) -> bool:
         """Return whether the block in a slot is evictable; add a protected one to the last."""
         count = self._refs[slot]
         if count > 0 and not count & PINS:
-            self._last_to_go.note(slot)
+            self._protected_slots.note(slot)
         return not count
 
     def _end_write(

@@ -22,7 +22,6 @@ class RequestState:
         "awaits",
         "blocked_since_s",
         "ctx",
-        "doubtful",
         "elsewhere",
         "failed",
         "is_deferred",
@@ -35,6 +34,7 @@ class RequestState:
         "parked",
         "request_level_tiers",
         "ticket",
+        "undecided_blocks",
         "waits",
         "wants",
         "writing",
@@ -48,7 +48,7 @@ class RequestState:
         """Whether the deferral limit has passed: pending counts as missing from now on."""
         self.writing: set[OffloadKey] = set()
         """Keys with granted slots whose write has not ended."""
-        self.doubtful: dict[int, dict[OffloadKey, None]] = {}
+        self.undecided_blocks: dict[int, dict[OffloadKey, None]] = {}
         """Tier -> stored blocks of which the request's end decides whether the tier stores them."""
         self.parked: dict[OffloadKey, None] = {}
         """Keys to cascade to the request-level tiers once another request has written them."""
@@ -75,10 +75,10 @@ class RequestState:
         self.is_queued = False
         """Whether the request waits in the queue for its ticket."""
         self.is_refused = False
-        """Whether the request's place in the queue has ended without room: what it lacks counts as
-        missing in its next lookups."""
+        """Whether the request has left the queue without room: what it lacks counts as missing in
+        its next lookups."""
         self.blocked_since_s: float | None = None
-        """Since when, as the first in the queue, it asks in vain although no ticket is left."""
+        """Since when, as the first in the queue, it has asked for room while no ticket is left."""
         self._deferred_s = 0.0
         self._deferred_at_s: float | None = None
         self._undecided_since_s: float | None = None
@@ -147,7 +147,7 @@ class RequestState:
         """Clear the state of blocks after a reset of the primary."""
         self.writing.clear()
         self.parked.clear()
-        self.doubtful.clear()
+        self.undecided_blocks.clear()
         self.elsewhere.clear()
         self.end_deferral()
         self.waits = self.is_deferred = False

@@ -143,15 +143,15 @@ class Room:
         self._num_examined = 0
         """Length of the prefix of `found` that is guarded."""
         self._version = 0
-        """Number of changes to tickets; with the primary's, tells whether the head may fit now."""
+        """Number of changes to tickets; with the primary's, shows whether the head may fit now."""
         self._blocked_at: tuple[RequestState, int, int] | None = None
         """The head that did not fit, and the versions then."""
         self._searched_s = 0.0
         """When the tiers were last asked for the whole run of a head that did not fit."""
         self._head_needs = 0
-        """Slots to be left to the head of the queue, beside its readable blocks."""
+        """Slots to be left to the head of the queue, in addition to its readable blocks."""
         self._num_withheld = 0
-        """Slots that stores have asked for in vain since a request last left the queue."""
+        """Slots that stores have asked for without effect since a request last left the queue."""
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Room:
             self._used.append(request)
 
     def leave(self, request: RequestState) -> None:
-        """End a request's ticket, and its place in the queue; promotions in flight go on."""
+        """End a request's ticket, and its position in the queue; promotions in flight go on."""
         self._dequeue(request)
         if request.ticket:
             self._release(request, list(request.ticket))
@@ -311,7 +311,7 @@ class Room:
         """Cut the tickets that name blocks whose write has failed.
 
         A ticket ends before the first of them. If another tier has one, the whole ticket ends,
-        and the request asks anew.
+        and the request asks again.
 
         Args:
             keys: The keys, which are absent now.
@@ -328,7 +328,7 @@ class Room:
             self._release(request, named if elsewhere else named[first:])
             if request.ticket and not request.awaits:
                 self._note_landed(request)
-            self._tell(request)
+            self._notify(request)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -425,7 +425,7 @@ class Room:
     def _refuse(self, request: RequestState) -> None:
         self._dequeue(request)
         request.is_refused = True
-        self._tell(request)
+        self._notify(request)
 
     def _serve(self, now_s: float, *, counts: bool = False) -> None:
         """Grant tickets from the head of the queue, while they fit.
@@ -439,7 +439,7 @@ class Room:
             if self._contended_s - since_s <= TURN_S:
                 break
             self._release(holder, list(holder.ticket))
-            self._tell(holder)
+            self._notify(holder)
         while self.queue:
             head = next(iter(self.queue))
             is_starved = counts and self._is_starved(head, now_s)
@@ -457,8 +457,8 @@ class Room:
             else:
                 self._blocked_at = (head, self._version, self._primary.room_made)
                 readable = [key for key in run if key not in absent]
-                beside = self._primary.room - self._primary.room_beside(readable)
-                self._head_needs = len(absent) + beside
+                own = self._primary.room - self._primary.room_excluding(readable)
+                self._head_needs = len(absent) + own
                 return
 
     def _run_of(
@@ -484,11 +484,13 @@ class Room:
         return keys, absent
 
     def _fits(self, run: Sequence[OffloadKey], absent: Collection[OffloadKey]) -> bool:
-        """Return whether a run fits beside the tickets, and its absent blocks into the primary."""
+        """Return whether a run fits next to the tickets, and its absent blocks into the primary."""
         new = sum(key not in self._holders and key not in self.in_flight for key in run)
         if self.named + new > self.budget:
             return False
-        return len(absent) <= self._primary.room_beside([key for key in run if key not in absent])
+        return len(absent) <= self._primary.room_excluding(
+            [key for key in run if key not in absent]
+        )
 
     def _is_starved(self, head: RequestState, now_s: float) -> bool:
         """Return whether the head has asked for `TURN_S` while no ticket or promotion was left."""
@@ -550,7 +552,7 @@ class Room:
         if not being_written:
             self._note_landed(request)
         if not being_written or len(run) < len(request.wants):
-            self._tell(request)
+            self._notify(request)
         self._version += 1
         return True
 
@@ -586,7 +588,7 @@ class Room:
     def _note_landed(self, request: RequestState) -> None:
         self._landed[request] = self._contended_s
 
-    def _tell(self, request: RequestState) -> None:
+    def _notify(self, request: RequestState) -> None:
         """Notify the waiters for a request's keys that it should repeat its lookups."""
         if self._primary.decided is not None:
             self._primary.decided(list(request.wants))

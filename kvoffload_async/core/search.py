@@ -38,7 +38,7 @@ class TierSearch:
         self.sources: list[TierLookup] = list(tiers)
         self.has_unknown = False
         self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
-        """By tier: (is available, loads permitted) of each nearer tier at the last `_settle`."""
+        """By tier: (is available, loads permitted) of each nearer tier at the last `_resolve`."""
 
     def all_lack(self, key: OffloadKey, request: RequestState, now_s: float) -> bool:
         """Return whether every tier is known to lack a key; if so, count a lookup in each.
@@ -119,17 +119,17 @@ class TierSearch:
         self.has_unknown = False
         for index, tier in enumerate(self._tiers):
             if tier.cost_gated is not None and tier.cost_gated.unknown:
-                self._settle(tier.cost_gated, index, now_s)
+                self._resolve(tier.cost_gated, index, now_s)
                 self.has_unknown |= bool(tier.cost_gated.unknown)
 
-    def _settle(self, cost_gated: CostGatedIndex, index: int, now_s: float) -> None:
+    def _resolve(self, cost_gated: CostGatedIndex, index: int, now_s: float) -> None:
         nearer = self._tiers[:index]
         for tier in nearer:
             tier.index.watch(cost_gated.resolved)
         in_use = [(tier.is_available, tier.health.loads.permits(now_s)) for tier in nearer]
         has_changed = in_use != self._nearer_in_use[index]
         self._nearer_in_use[index] = in_use
-        cost_gated.settle(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
+        cost_gated.resolve(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
 
     def _leave_unknown(
         self,
@@ -140,7 +140,7 @@ class TierSearch:
     ) -> list[OffloadKey]:
         """Return the keys that all nearer tiers are known to lack; only these are looked up.
 
-        The other keys are unknown yet, and a cost-gated tier is told to expect them.
+        The other keys are unknown yet, and a cost-gated tier is warned to expect them.
         """
         if tier.cost_gated is not None:
             unknown = [key for key in keys if verdicts[key] is _RETRY]

@@ -13,8 +13,8 @@ from kvoffload_async.abc.events import (
     AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
+    JobFinished,
     JobOverdue,
-    JobSettled,
     ProbeAnswered,
     TierEvent,
 )
@@ -274,7 +274,7 @@ class TierState:
         if self._closed:
             return
         if not self.health.permits_probe():
-            self.index.left_alone()
+            self.index.tier_suspended()
             return
         probe: StartProbe | None = self.index.next_probe()
         if probe is not None:
@@ -295,11 +295,11 @@ class TierState:
         """Apply an event of the tier.
 
         Raises:
-            IllegalTransitionError: The tier's actor settled a job twice, or an unknown job.
+            IllegalTransitionError: The tier's actor finished a job twice, or an unknown job.
         """
         match event:
-            case JobSettled():
-                self._settle(event)
+            case JobFinished():
+                self._finish(event)
             case JobOverdue():
                 job = self.jobs.handle(event)
                 if job.is_promotion:
@@ -365,9 +365,9 @@ class TierState:
         else:
             self.effects.append(StartJob(job))
 
-    def _settle(self, event: JobSettled) -> None:
+    def _finish(self, event: JobFinished) -> None:
         job = self.jobs.handle(event)
-        self.observed.settled(job, event)
+        self.observed.finished(job, event)
         self.is_silent, self._quiet_since_s = False, self.health.now_s or 0.0
         if event.job_error is not None:
             if job.is_promotion:

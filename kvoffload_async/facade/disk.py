@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import KVIdentity, TierPlace
+from kvoffload_async.abc.tier import KVIdentity, TierLocation
 from kvoffload_async.config import shown
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.places import examine
+from kvoffload_async.facade.locations import examine
 from kvoffload_async.facade.secondary import DeclaredTierManager, read_threads
 from kvoffload_async.facade.tier_options import TierOptions, require_model
 from kvoffload_async.registry import check_tier_policy, create_policy
@@ -56,12 +56,12 @@ class FileSystemTierManager(DeclaredTierManager[FsSettings]):
         return FsTier(settings, partial(create_policy, settings.eviction_policy), settings.ops)
 
     @classmethod
-    def places_of(cls, settings: FsSettings, identity: KVIdentity) -> list[TierPlace]:
-        place = TierPlace(settings.root_dir, settings.capacity_bytes)
+    def locations_of(cls, settings: FsSettings, identity: KVIdentity) -> list[TierLocation]:
+        location = TierLocation(settings.root_dir, settings.capacity_bytes)
         if settings.capacity_bytes is not None and identity.block_bytes:
-            ground = examine(replace(place, path=settings.namespace.folder))
+            ground = examine(replace(location, path=settings.namespace.folder))
             Footprint.of(ground.status, identity.block_bytes).check(settings.capacity_bytes)
-        return [place]
+        return [location]
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
@@ -101,10 +101,10 @@ class SlabTierManager(DeclaredTierManager[SlabSettings]):
         return SlabTier(settings, partial(create_policy, settings.eviction_policy), settings.ops)
 
     @classmethod
-    def places_of(cls, settings: SlabSettings, identity: KVIdentity) -> list[TierPlace]:
+    def locations_of(cls, settings: SlabSettings, identity: KVIdentity) -> list[TierLocation]:
         if identity.block_bytes:
             settings.budget(identity.block_bytes)
-        return [TierPlace(settings.root_dir, settings.capacity_bytes)]
+        return [TierLocation(settings.root_dir, settings.capacity_bytes)]
 
     @classmethod
     def implied_options(cls, settings: SlabSettings) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Final, TypeGuard
 
-from kvoffload_async.abc.events import JobOverdue, JobSettled
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import AskedIndex
@@ -263,17 +263,17 @@ class ExternalLink:
             self._orphaned.add(job_id)
             self.state.handle(JobOverdue(job_id, result.error))
         else:
-            self.state.handle(self._settled(job, result, landed))
+            self.state.handle(self._finished(job, result, landed))
 
-    def _settled(
+    def _finished(
         self, job: JobMetadata, result: JobResult, landed: Collection[OffloadKey]
-    ) -> JobSettled:
+    ) -> JobFinished:
         seconds = result.transfer_time
         if seconds is None:
             seconds = max(0.0, self._clock() - job.submit_time)
         queue_s = None if result.queue_time is None else min(result.queue_time, seconds)
         if result.success:
-            return JobSettled(job.job_id, seconds=seconds, queue_s=queue_s)
+            return JobFinished(job.job_id, seconds=seconds, queue_s=queue_s)
         error = result.error or TierUnavailableError(
             f"tier {self.state.name}: its manager reported job {job.job_id} as failed without an "
             "error"
@@ -281,8 +281,8 @@ class ExternalLink:
         failed = [index for index, key in enumerate(job.keys) if key not in landed]
         if 0 < len(failed) < len(job.keys):
             failures = dict.fromkeys(failed, error)
-            return JobSettled(job.job_id, failures, seconds=seconds, queue_s=queue_s)
-        return JobSettled(job.job_id, job_error=error, seconds=seconds, queue_s=queue_s)
+            return JobFinished(job.job_id, failures, seconds=seconds, queue_s=queue_s)
+        return JobFinished(job.job_id, job_error=error, seconds=seconds, queue_s=queue_s)
 
     def _release(self, job_id: JobId) -> None:
         """Mark the copy of an orphaned job as ended; raises StateError for an unknown job."""
@@ -293,7 +293,7 @@ class ExternalLink:
             )
         self._orphaned.discard(job_id)
         seconds = max(0.0, self._clock() - jobs.job_of(job_id).submit_time)
-        self.state.handle(JobSettled(job_id, seconds=seconds))
+        self.state.handle(JobFinished(job_id, seconds=seconds))
 
     def _expire(self) -> None:
         """Fail the jobs whose deadline has passed."""
@@ -358,7 +358,7 @@ class ExternalLink:
     def _fail(self, job_id: JobId, what: str, cause: BaseException) -> None:
         error = TierUnavailableError(f"{self.state.name} {what}: {text_of(cause)}")
         error.__cause__ = cause
-        self.state.handle(JobSettled(job_id, job_error=error))
+        self.state.handle(JobFinished(job_id, job_error=error))
 
     def _call(self, method: str, *arguments: object, is_fault: bool = False) -> None:
         """Call a method of the manager and ignore the return value."""

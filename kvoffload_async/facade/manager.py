@@ -201,7 +201,7 @@ class OffloadingManager(ABC):
             How many blocks precede it, and whether to ask again in the next step, because some of
             them are on their way or undecided. If not, all of them are HIT.
         """
-        # Most prompts are new: their first block alone tells.
+        # Most prompts are new: their first block alone decides.
         answers = [*self.lookup_many(keys[:1], req_context, stop_at_miss=True)]
         if answers and answers[0] is not LookupResult.MISS:
             answers += self.lookup_many(keys[1:], req_context, stop_at_miss=True)

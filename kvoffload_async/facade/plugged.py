@@ -43,7 +43,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.facade.external import closed, is_external
 from kvoffload_async.facade.host_rows import HostRows
-from kvoffload_async.facade.places import check_places
+from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
@@ -299,12 +299,12 @@ def check_tiers(tiers: Sequence[Mapping[str, Any]], config: OffloadConfig | None
         ConfigError: A configuration is unusable; the message begins with `tier[` and its position.
         TierUnavailableError: A tier's filesystem cannot be reached.
     """
-    places = []
+    locations = []
     for index, tier in enumerate(tiers):
         with naming_tier(index, tier, "tier"):
             found = SecondaryTierFactory.check_config(tier, config)
-        places += [(f"tier[{index}]: ", place) for place in found]
-    check_places(places)
+        locations += [(f"tier[{index}]: ", location) for location in found]
+    check_locations(locations)
 
 
 class PluggedTiers:

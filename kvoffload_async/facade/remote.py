@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import KVIdentity, TierPlace
+from kvoffload_async.abc.tier import KVIdentity, TierLocation
 from kvoffload_async.config import (
     Options,
     at_least,
@@ -91,6 +91,7 @@ class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
     @classmethod
     def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> ValkeySettings:
         check_installed("redis", "valkey")
+        check_installed("hiredis", "valkey")
         settings = _take(ValkeySettings, options, identity)
         address = settings.address
         if settings.is_cluster and address.database:
@@ -110,8 +111,8 @@ class ValkeyTierManager(DeclaredTierManager[ValkeySettings]):
         return ValkeyTier(settings)
 
     @classmethod
-    def places_of(cls, settings: ValkeySettings, identity: KVIdentity) -> list[TierPlace]:
-        return [TierPlace(settings.address.shown, is_exclusive=False, key="url")]
+    def locations_of(cls, settings: ValkeySettings, identity: KVIdentity) -> list[TierLocation]:
+        return [TierLocation(settings.address.shown, is_exclusive=False, key="url")]
 
     @classmethod
     def warn_of(cls, settings: ValkeySettings, identity: KVIdentity) -> None:
@@ -244,8 +245,8 @@ class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
         return ObjectTier(settings)
 
     @classmethod
-    def places_of(cls, settings: ObjectSettings, identity: KVIdentity) -> list[TierPlace]:
-        return [TierPlace(settings.connection.url, is_exclusive=False, key="url")]
+    def locations_of(cls, settings: ObjectSettings, identity: KVIdentity) -> list[TierLocation]:
+        return [TierLocation(settings.connection.url, is_exclusive=False, key="url")]
 
     @classmethod
     def warn_of(cls, settings: ObjectSettings, identity: KVIdentity) -> None:
@@ -309,8 +310,8 @@ class MooncakeTierManager(DeclaredTierManager[MooncakeSettings]):
         return MooncakeTier(*settings)
 
     @classmethod
-    def places_of(cls, settings: MooncakeSettings, identity: KVIdentity) -> list[TierPlace]:
+    def locations_of(cls, settings: MooncakeSettings, identity: KVIdentity) -> list[TierLocation]:
         connection, _, helper = settings
         memory_bytes = connection.segment_bytes + helper.buffer_bytes
         name = f"mooncake://{connection.master}"
-        return [TierPlace(name, memory_bytes, is_exclusive=False, key="master", is_memory=True)]
+        return [TierLocation(name, memory_bytes, is_exclusive=False, key="master", is_memory=True)]

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierPlace
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierLocation
 from kvoffload_async.config import Options
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
@@ -234,8 +234,8 @@ class SecondaryTierManager:
 
     def __repr__(self) -> str:
         jobs = counted(self.tier_state.jobs.unreported_count, "job")
-        place = self.link.actor.place
-        return f"<{type(self).__name__} {self.ownership}: {place}, {jobs} in flight>"
+        location = self.link.actor.location
+        return f"<{type(self).__name__} {self.ownership}: {location}, {jobs} in flight>"
 
     @property
     def tier_state(self) -> TierState:
@@ -255,7 +255,9 @@ class SecondaryTierManager:
         return TierOptions.take(options)
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Iterable[TierPlace]:
+    def check_options(
+        cls, options: Mapping[str, Any], identity: KVIdentity
+    ) -> Iterable[TierLocation]:
         """Check a subclass's options, without side effects; see `AsyncTier.check_options`."""
         return ()
 
@@ -442,11 +444,11 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
         super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierPlace]:
+    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierLocation]:
         """Check every option without creating or connecting anything."""
         settings = cls.settings_of(options, identity)
         cls.warn_of(settings, identity)
-        return cls.places_of(settings, identity)
+        return cls.locations_of(settings, identity)
 
     @classmethod
     @abstractmethod
@@ -459,7 +461,7 @@ class DeclaredTierManager(SecondaryTierManager, Generic[S]):
         """Return a new tier, which is not open yet."""
 
     @classmethod
-    def places_of(cls, settings: S, identity: KVIdentity) -> list[TierPlace]:
+    def locations_of(cls, settings: S, identity: KVIdentity) -> list[TierLocation]:
         """Return the tier's storage locations; raises ConfigError if the blocks do not fit."""
         return []
 

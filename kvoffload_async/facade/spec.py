@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from kvoffload_async.abc.tier import TierPlace
+from kvoffload_async.abc.tier import TierLocation
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.health import BreakerSettings
@@ -19,8 +19,8 @@ from kvoffload_async.errors import (
     naming_shortage,
 )
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
+from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.manager import OffloadingManager, tiers_text
-from kvoffload_async.facade.places import check_places
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
@@ -73,12 +73,12 @@ class _Spec(ABC):
                     f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
                     f"{limit.name}, which is {limit.size_bytes} bytes; use less"
                 )
-        places: list[tuple[str, TierPlace]] = []
+        locations: list[tuple[str, TierLocation]] = []
         for index, tier in enumerate(self.config.secondary_tiers):
             with naming_tier(index, tier), _unless_required(tier):
                 found = SecondaryTierFactory.check_config(tier, self.config)
-                places += [(f"secondary_tiers[{index}]: ", place) for place in found]
-        check_places(places, self.num_blocks * self.stride_bytes)
+                locations += [(f"secondary_tiers[{index}]: ", location) for location in found]
+        check_locations(locations, self.num_blocks * self.stride_bytes)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])

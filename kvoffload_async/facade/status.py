@@ -91,7 +91,7 @@ class EngineStatus:
             return _error(f'the request must be "{STATUS_REQUEST.decode()}" and a line end')
         read, read_slowest = method(), slowest()
         if read is None or read_slowest is None:
-            return _error("the engine is gone, and was never closed")
+            return _error("the engine was garbage-collected without `close()`")
         try:
             return self._status_line(read(), read_slowest(), read_counters())
         except OffloadError as error:

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import AsyncTier, TierPlace
+from kvoffload_async.abc.tier import AsyncTier, TierLocation
 from kvoffload_async.config import (
     REQUIRED,
     OffloadConfig,
@@ -38,7 +38,7 @@ from kvoffload_async.errors import (
     shortage_remedy,
     text_of,
 )
-from kvoffload_async.facade.places import check_places
+from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_options import (
     TierOptions,
@@ -222,7 +222,7 @@ class SecondaryTierFactory:
     @classmethod
     def check_config(
         cls, tier_config: Mapping[str, Any], config: OffloadConfig | None = None
-    ) -> tuple[TierPlace, ...]:
+    ) -> tuple[TierLocation, ...]:
         """Check a tier's configuration without creating anything or using its directory.
 
         Args:
@@ -231,7 +231,7 @@ class SecondaryTierFactory:
                 `fingerprint` and the geometry from it.
 
         Returns:
-            The directories or servers that the tier will use; see `check_places`.
+            The directories or servers that the tier will use; see `check_locations`.
 
         Raises:
             ConfigError: As `create_secondary_tier`.
@@ -264,8 +264,8 @@ class SecondaryTierFactory:
         """
         loaded, tier_type, options = cls._resolve(dict(tier_config))
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        places = _check(loaded, options, config_of(offloading_spec), row_bytes)
-        check_places([("", place) for place in places])
+        locations = _check(loaded, options, config_of(offloading_spec), row_bytes)
+        check_locations([("", location) for location in locations])
         common: dict[str, Any] = {
             "offloading_spec": offloading_spec,
             "primary_kv_view": primary_kv_view,
@@ -363,8 +363,8 @@ def options_of(cls: type) -> dict[str, Any]:
 
 def _check(
     cls: type[Any], options: Mapping[str, Any], config: OffloadConfig | None, block_bytes: int
-) -> tuple[TierPlace, ...]:
-    """Check options with known names; return the places in which the tier will keep its blocks."""
+) -> tuple[TierLocation, ...]:
+    """Check options with known names; return the locations of the tier's blocks."""
     own = options_of(cls)
     for key in sorted(own.keys() - options.keys()):
         if own[key] is REQUIRED:
@@ -374,7 +374,7 @@ def _check(
     identity = identity_of(TierOptions.take(common), config, block_bytes)
     seen = {key: options[key] for key in options if key in own or not is_async}
     try:
-        places = tuple(cls.check_options(seen, identity))
+        locations = tuple(cls.check_options(seen, identity))
     except (ConfigError, TierUnavailableError):
         raise
     except Exception as error:
@@ -387,7 +387,7 @@ def _check(
         # Not isinstance, because bool is a subclass of int.
         if allowed is not None and type(value) not in allowed[0]:
             raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {allowed[1]}")
-    return places
+    return locations
 
 
 def _detector_of(options: EngineTierOptions) -> Backpressure | None:

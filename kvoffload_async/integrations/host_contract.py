@@ -121,9 +121,9 @@ class HostContract:
 
     def read(self) -> Signatures:
         """Return the signatures of the installed release; {} for a class that does not exist."""
-        derived = {place: _described(place, names) for place, names in self.derived.items()}
+        derived = {symbol: _described(symbol, names) for symbol, names in self.derived.items()}
         used = {
-            place: _described(place, ("__init__", *names)) for place, names in self.used.items()
+            symbol: _described(symbol, ("__init__", *names)) for symbol, names in self.used.items()
         }
         return derived | used | self._read_private()
 
@@ -138,9 +138,9 @@ class HostContract:
         What the host calls must not have changed. What this package calls may have further
         parameters with defaults.
         """
-        for place, recorded in self.recorded().items():
-            if place not in self.private:
-                yield from self._differences(place, recorded, found.get(place) or {})
+        for symbol, recorded in self.recorded().items():
+            if symbol not in self.private:
+                yield from self._differences(symbol, recorded, found.get(symbol) or {})
 
     def has_private_names(self, what: str, found: Signatures | None = None) -> bool:
         """Return whether the installed release has all private names; if not, warn once.
@@ -152,30 +152,30 @@ class HostContract:
         found = self._read_private() if found is None else found
         differences = [
             text
-            for place, recorded in self.recorded().items()
-            if place in self.private
-            for text in self._differences(place, recorded, found.get(place) or {})
+            for symbol, recorded in self.recorded().items()
+            if symbol in self.private
+            for text in self._differences(symbol, recorded, found.get(symbol) or {})
         ]
         if differences:
             _warn(f"{what} is left out: {differences[0]} in the installed {self.title}")
         return not differences
 
     def _read_private(self) -> Signatures:
-        return {place: _described(place, names) for place, names in self.private.items()}
+        return {symbol: _described(symbol, names) for symbol, names in self.private.items()}
 
     def _differences(
-        self, place: str, recorded: Mapping[str, Any], now: Mapping[str, Any]
+        self, symbol: str, recorded: Mapping[str, Any], now: Mapping[str, Any]
     ) -> Iterator[str]:
-        name = place.partition(":")[2]
+        name = symbol.partition(":")[2]
         if not now:
-            yield f"{place} does not exist"
+            yield f"{symbol} does not exist"
             return
         for kind in ("members", "attributes"):
             for member in recorded.get(kind, ()):
                 if member not in now.get(kind, ()):
                     yield f"{name}.{member} does not exist"
-        is_derived = place in self.derived
-        accepts = _still_accepts if place in self.used else str.__eq__
+        is_derived = symbol in self.derived
+        accepts = _still_accepts if symbol in self.used else str.__eq__
         for method, signature in recorded["methods"].items():
             current = now["methods"].get(method)
             if current is None:
@@ -228,8 +228,8 @@ def _attributes(cls: type) -> set[str]:
     return {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "_fields", ()), *mentioned}
 
 
-def _described(place: str, names: Sequence[str]) -> dict[str, Any]:
-    module, _, name = place.partition(":")
+def _described(symbol: str, names: Sequence[str]) -> dict[str, Any]:
+    module, _, name = symbol.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
@@ -282,7 +282,7 @@ def record(contract: HostContract) -> None:
         ImportError: A class does not exist.
     """
     found = contract.read()
-    missing = [place for place, description in found.items() if not description]
+    missing = [symbol for symbol, description in found.items() if not description]
     if missing:
         raise ImportError(f"{contract.title}: there is no {', '.join(missing)}")
     text = json.dumps(found, indent=1, sort_keys=True)

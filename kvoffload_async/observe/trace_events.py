@@ -63,7 +63,7 @@ class TraceEventFile:
             self._write(_named("process_name", process, pid, 0))
         for track, event in self._events(timeline):
             began_us, duration_us = event["ts"], event.get("dur", 0.0)
-            tid, name = self._tracks.place(pid, track, began_us, began_us + duration_us)
+            tid, name = self._tracks.assign(pid, track, began_us, began_us + duration_us)
             if name is not None:
                 self._write(_named("thread_name", name, pid, tid))
             self._write({**event, "pid": pid, "tid": tid})
@@ -125,7 +125,7 @@ class _Tracks:
         self._ends: dict[tuple[int, str], list[tuple[int, float]]] = {}
         self._count = 0
 
-    def place(self, pid: int, name: str, began: float, end: float) -> tuple[int, str | None]:
+    def assign(self, pid: int, name: str, began: float, end: float) -> tuple[int, str | None]:
         """Return a track that is free from `began` on, and its name if it is new."""
         tracks = self._ends.setdefault((pid, name), [])
         for index, (tid, free_from) in enumerate(tracks):

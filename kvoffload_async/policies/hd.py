@@ -284,11 +284,11 @@ def _never(_: int) -> bool:
 def _behind(first: dict[bytes, OffloadKey], offers: Sequence[OffloadKey]) -> Collection[OffloadKey]:
     """Return the keys of each KV-cache group from the first declined one on."""
     found: set[OffloadKey] = set()
-    is_behind = {group for group, key in first.items() if key not in offers}
+    declined_groups = {group for group, key in first.items() if key not in offers}
     for key in offers:
         group = key[_KV_GROUP]
         if first.get(group) == key:
-            is_behind.add(group)
-        if group in is_behind:
+            declined_groups.add(group)
+        if group in declined_groups:
             found.add(key)
     return found

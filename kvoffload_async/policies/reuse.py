@@ -104,7 +104,7 @@ class ReuseTables:
         self._hits[kind][which_bin] += weight
 
     def update(self) -> None:
-        """Estimate anew, and let the counts fade."""
+        """Estimate again, and let the counts fade."""
         self._estimate()
         for rows in self._arrivals, self._hits:
             rows[:] = [[count * _KEPT_PER_UPDATE for count in row] for row in rows]
@@ -220,7 +220,7 @@ class ReuseModel:
         return self._classes(keys, self._known.find(keys), prompt)
 
     def may_become(self, kind: int, prompt: Prompt) -> range:
-        """Return the classes that a new block may have when its request ends, beside its own.
+        """Return the other classes that a new block may have when its request ends.
 
         The prompt may grow: its last block is then another one, and it may pass a length.
         """

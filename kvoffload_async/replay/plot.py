@@ -59,9 +59,9 @@ def draw(passes: Sequence[Report], path: Path, title: str, note: str) -> None:
     canvas = Canvas(figsize=(12, 13), layout="constrained")
     first, *others = PANELS
     grid = canvas.add_gridspec(3, 2)
-    places = [grid[0, :], *(grid[1 + number // 2, number % 2] for number in range(len(others)))]
-    for place, panel in zip(places, (first, *others), strict=True):
-        _fill(canvas.add_subplot(place), panel, passes)
+    cells = [grid[0, :], *(grid[1 + number // 2, number % 2] for number in range(len(others)))]
+    for cell, panel in zip(cells, (first, *others), strict=True):
+        _fill(canvas.add_subplot(cell), panel, passes)
     canvas.suptitle(_plain(title), fontsize="x-large")
     canvas.supxlabel(_plain(note), fontsize="small", color="0.35")
     canvas.savefig(path, dpi=100)
@@ -110,16 +110,16 @@ def svgs(passes: Sequence[Report]) -> Iterator[str]:
 
 def _hit_ratio(axes: Axes, courses: Sequence[_Course]) -> None:
     for course in courses:
-        places = list(course.samples[0].hits)
+        sources = list(course.samples[0].hits)
         shares = [
-            [sample.hits[place] / max(1, sample.block_refs) for sample in course.samples]
-            for place in places
+            [sample.hits[source] / max(1, sample.block_refs) for sample in course.samples]
+            for source in sources
         ]
         axes.stackplot(
             course.at_s,
             *shares,
-            labels=[_plain(place) for place in places] if course.is_first else (),
-            colors=[_colour(place, course.names) for place in places],
+            labels=[_plain(source) for source in sources] if course.is_first else (),
+            colors=[_colour(source, course.names) for source in sources],
             alpha=0.6,
         )
         axes.plot(
@@ -333,10 +333,10 @@ def _recent(samples: Sequence[Sample]) -> list[float]:
     return ratios
 
 
-def _colour(place: str, names: Sequence[str]) -> str:
-    if place == DEVICE:
+def _colour(source: str, names: Sequence[str]) -> str:
+    if source == DEVICE:
         return "0.6"
-    return "C0" if place == PRIMARY else f"C{1 + names.index(place)}"
+    return "C0" if source == PRIMARY else f"C{1 + names.index(source)}"
 
 
 def _bound(counts: Sequence[int], share: float) -> str:

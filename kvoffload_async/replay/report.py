@@ -45,8 +45,8 @@ class Tally:
     @classmethod
     def of_tiers(cls, names: Sequence[str], *, device_keeps: bool) -> Tally:
         """Return an empty tally with an entry for each source of hits."""
-        places = (*((DEVICE,) if device_keeps else ()), PRIMARY, *names)
-        return cls(hits=Counter(dict.fromkeys(places, 0)))
+        sources = (*((DEVICE,) if device_keeps else ()), PRIMARY, *names)
+        return cls(hits=Counter(dict.fromkeys(sources, 0)))
 
     def end(self, prompt: Prompt) -> None:
         """Count an ended request."""
@@ -147,7 +147,7 @@ class Report:
         interrupted: Whether it ended before the requests did.
         requests: Ended requests; `block_refs` are their blocks, repeated ones included.
         hits: Block references found in the heads of prompts, by tier; see `drivers`.
-        block_hits: Blocks found at any place of the prompts, once per request; those on the device
+        block_hits: Blocks found anywhere in the prompts, once per request; those on the device
             are not included.
         verified_blocks: Loaded blocks compared; `corrupt_blocks` of them differed.
         bytes_stored: Bytes that requests wrote to the primary; `bytes_loaded`: bytes that they

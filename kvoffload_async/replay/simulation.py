@@ -272,12 +272,12 @@ class TwoTierRun(PolicyRun):
         granted = primary.prepare_store(ctx, keys)
         stored = granted.keys_to_store if granted is not None else ()
         primary.complete_store(ctx, stored, success=True)
-        doubtful: Sequence[OffloadKey] = ()
+        undecided: Sequence[OffloadKey] = ()
         if self._admission is not None:
-            stored, doubtful = self._admission.split(0, ctx, stored, is_final=False)
+            stored, undecided = self._admission.split(0, ctx, stored, is_final=False)
         writes = self._write(stored)
         if self._admission is not None:
-            stored, _ = self._admission.split(0, ctx, doubtful, is_final=True)
+            stored, _ = self._admission.split(0, ctx, undecided, is_final=True)
             writes += self._write(stored)
             self._admission.end_request(ctx, primary.used_by(ctx))
         reused = primary.close_request(ctx)

@@ -186,18 +186,18 @@ class ChatWorkload(RequestSource):
         return max(SYSTEM_PROMPT_BLOCKS) + _TURNS[1] * _GROWTH_BLOCKS[1]
 
     def _requests(self) -> Iterator[Sequence[int]]:
-        chance = random.Random(self._seed)  # noqa: S311 - reproducible, and no secret
+        rng = random.Random(self._seed)  # noqa: S311 - reproducible, and no secret
         new_ids = count()
         prompts = [[next(new_ids) for _ in range(size)] for size in SYSTEM_PROMPT_BLOCKS]
         open_ones: list[_Conversation] = []  # most recent last
         for _ in range(NUM_REQUESTS):
-            if not open_ones or chance.random() < _START_SHARE:
-                talk = _Conversation(list(chance.choice(prompts)), chance.randint(*_TURNS))
+            if not open_ones or rng.random() < _START_SHARE:
+                talk = _Conversation(list(rng.choice(prompts)), rng.randint(*_TURNS))
             else:
-                soon = chance.random() < _SOON_SHARE
+                soon = rng.random() < _SOON_SHARE
                 oldest = max(0, len(open_ones) - _NUM_SOON) if soon else 0
-                talk = open_ones.pop(chance.randrange(oldest, len(open_ones)))
-            talk.blocks.extend(next(new_ids) for _ in range(chance.randint(*_GROWTH_BLOCKS)))
+                talk = open_ones.pop(rng.randrange(oldest, len(open_ones)))
+            talk.blocks.extend(next(new_ids) for _ in range(rng.randint(*_GROWTH_BLOCKS)))
             talk.turns_left -= 1
             if talk.turns_left:
                 open_ones.append(talk)

@@ -193,7 +193,7 @@ class TierLink:
                     "raise open_timeout_s"
                 )
                 name = self.state.name
-                raise TierTimeoutError(f"tier {name} ({self.actor.place}): {why}") from error
+                raise TierTimeoutError(f"tier {name} ({self.actor.location}): {why}") from error
             raise
         self.bridge.links.append(self)
 

@@ -22,7 +22,7 @@ class NumberForest:
 
     def clear(self) -> None:
         """Make every number a root without children."""
-        # Children of one parent are a ring with a sentinel, and so are the orphans. A place is one
+        # Children of one parent are a ring with a sentinel, and so are the orphans. A link is one
         # more than the number in it; those of sentinels follow. 0 in `_after`: in no ring.
         self._orphans = 2 * self._capacity + 1
         self._after = integers(self._orphans + 1)
@@ -35,20 +35,20 @@ class NumberForest:
 
     def attach(self, number: int, parent: int) -> None:
         """Make a number the first child of another one."""
-        place, ring = number + 1, self._ring_of(parent)
-        if self._before[place] == ring and self._after[place]:
+        link, ring = number + 1, self._ring_of(parent)
+        if self._before[link] == ring and self._after[link]:
             return
         self.detach(number)
-        self._put_front(place, place, ring)
+        self._put_front(link, link, ring)
 
     def detach(self, number: int) -> None:
         """Make a number a root, and no orphan; its children stay its children."""
-        place = number + 1
-        following, previous = self._after[place], self._before[place]
+        link = number + 1
+        following, previous = self._after[link], self._before[link]
         if following:
             self._after[previous] = following
             self._before[following] = previous
-            self._after[place] = 0
+            self._after[link] = 0
 
     def leave(self, number: int) -> None:
         """Make a number a root without children; those that it had become the first orphans."""
@@ -70,11 +70,11 @@ class NumberForest:
     def children(self, number: int) -> list[int]:
         """Return a number's children, the first first. For inspection."""
         ring = self._ring_of(number)
-        place = self._after[ring]
+        link = self._after[ring]
         found: list[int] = []
-        while place not in {0, ring}:
-            found.append(place - 1)
-            place = self._after[place]
+        while link not in {0, ring}:
+            found.append(link - 1)
+            link = self._after[link]
         return found
 
     def _ring_of(self, parent: int) -> int:

@@ -1,7 +1,7 @@
 """Test support for authors of tiers and schedulers: shipped, typed, deterministic.
 
 * `VirtualLoop`, `VirtualRunner`: an event loop with virtual time, and a `LoopRunner` over it.
-* `InlineIo`, `ScriptedIo`, `ScriptedTier`: fakes; the scripted ones park every call until settled.
+* `InlineIo`, `ScriptedIo`, `ScriptedTier`: fakes; the scripted ones park every call until finished.
 * `FaultyTier`: wraps any tier and injects faults from a seeded plan.
 * `TierConformance`: tests of the whole tier contract; subclass it and define one fixture.
 * `kvoffload_async.testing.strategies`: hypothesis strategies (needs hypothesis).

@@ -104,7 +104,7 @@ class TierConformance:
             failures = harness.load([K[2], K[0], K[3], K[1]])
             missing = {0: BlockMissingError, 2: BlockMissingError}
             expect_failures("load of [K[2], K[0], K[3], K[1]]", failures, missing)
-            expect_rows("load beside missing blocks", harness, {1: K[0], 3: K[1]})
+            expect_rows("load together with missing blocks", harness, {1: K[0], 3: K[1]})
 
     @promise("a block with wrong bytes fails with CorruptBlockError; the others of the job load.")
     def test_a_damaged_block_fails_alone_and_as_corrupt(self, tier: TierFactory) -> None:
@@ -114,7 +114,7 @@ class TierConformance:
                 return
             failures = harness.load(K[:3])
             expect_failures("load of K[0..2], K[1] damaged", failures, {1: CorruptBlockError})
-            expect_rows("load beside a damaged block", harness, {0: K[0], 2: K[2]})
+            expect_rows("load together with a damaged block", harness, {0: K[0], 2: K[2]})
 
     @promise("storing a block that is present succeeds.")
     def test_a_present_block_is_stored_again_with_success(self, tier: TierFactory) -> None:

@@ -1,7 +1,7 @@
 """Fakes that park every call: the test decides when, and with which outcome, each call ends.
 
 A parked call behaves like a copy in flight: cancelling its task does not end it. A call that the
-test does not settle hangs.
+test does not finish hangs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InlineIo:
 
 @dataclass(slots=True, eq=False)
 class ParkedCall:
-    """A blocking call that waits to be settled by the test."""
+    """A blocking call that waits to be finished by the test."""
 
     direction: Direction
     call: Callable[[], Any]
@@ -49,7 +49,7 @@ class ParkedCall:
 
 
 class ScriptedIo:
-    """An `IoRunner` that parks every call until the test settles it.
+    """An `IoRunner` that parks every call until the test finishes it.
 
     Attributes:
         parked: Parked calls, oldest first.
@@ -65,10 +65,10 @@ class ScriptedIo:
         self.parked.append(ParkedCall(direction, call, future))
         return await until_done(future)
 
-    def settle(
+    def finish(
         self, parked: ParkedCall, error: Exception | None = None, *, after_run: bool = False
     ) -> None:
-        """Settle a parked call: run it now, or fail it without running it.
+        """Finish a parked call: run it now, or fail it without running it.
 
         Args:
             parked: An element of `self.parked`.
@@ -81,15 +81,15 @@ class ScriptedIo:
                 result = parked.call()
             except Exception as raised:  # noqa: BLE001 - becomes the call's outcome
                 error = error or raised
-        parked.call = _settled  # releases what the call captured
+        parked.call = _finished  # releases what the call captured
         if error is None:
             parked.future.set_result(result)
         else:
             parked.future.set_exception(error)
 
 
-def _settled() -> None:
-    """Replacement for a settled call."""
+def _finished() -> None:
+    """Replacement for a finished call."""
 
 
 class Operation(enum.Enum):
@@ -103,7 +103,7 @@ class Operation(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ParkedOperation:
-    """An operation of a tier that waits to be settled by the test.
+    """An operation of a tier that waits to be finished by the test.
 
     Attributes:
         kind: The operation.
@@ -122,9 +122,9 @@ class ParkedOperation:
 
 
 class ScriptedTier(AsyncTier):
-    """A tier with real bytes that parks every operation until the test settles it.
+    """A tier with real bytes that parks every operation until the test finishes it.
 
-    Bytes move only when an operation is settled, so a slot that was reused too early shows up as
+    Bytes move only when an operation is finished, so a slot that was reused too early shows up as
     wrong bytes.
 
     Attributes:
@@ -185,7 +185,7 @@ class ScriptedTier(AsyncTier):
         return frozenset(key for key in keys if key in self.blocks)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
-        """Park; then return the settled outcome. Blocks stored despite a failure are announced."""
+        """Park; then return the outcome. Blocks stored despite a failure are announced."""
         try:
             return await self._park(Operation.STORE, job.keys, job)
         except BaseException:
@@ -193,7 +193,7 @@ class ScriptedTier(AsyncTier):
             raise
 
     async def load(self, job: JobMetadata) -> BlockFailures:
-        """Park; then return the settled outcome."""
+        """Park; then return the outcome."""
         return await self._park(Operation.LOAD, job.keys, job)
 
     async def close(self) -> None:
@@ -210,13 +210,13 @@ class ScriptedTier(AsyncTier):
         """Record the keys."""
         self.touched.extend(keys)
 
-    def settle(
+    def finish(
         self,
         parked: ParkedOperation,
         failures: Mapping[int, TierError] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Settle a parked operation.
+        """Finish a parked operation.
 
         Args:
             parked: An element of `self.parked`.
@@ -235,7 +235,7 @@ class ScriptedTier(AsyncTier):
             parked.future.set_result(self._move(parked, parked.job, dict(failures or {})))
 
     def land(self, parked: ParkedOperation, index: int) -> None:
-        """Move one block of a parked store now, before it is settled."""
+        """Move one block of a parked store now, before it is finished."""
         if parked.job is None or parked.kind is not Operation.STORE:
             raise StateError(f"{parked.kind.name} has no block to land")
         parked.landed.add(index)
@@ -248,10 +248,10 @@ class ScriptedTier(AsyncTier):
             del self.blocks[key]
         self.env.blocks_evicted(keys)
 
-    def settle_all(self) -> None:
-        """Settle all parked operations successfully, oldest first."""
+    def finish_all(self) -> None:
+        """Finish all parked operations successfully, oldest first."""
         for parked in list(self.parked):
-            self.settle(parked)
+            self.finish(parked)
 
     def _move(
         self, parked: ParkedOperation, job: JobMetadata, failures: dict[int, TierError]

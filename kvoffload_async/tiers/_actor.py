@@ -1,8 +1,8 @@
 """The actor that runs a tier: a bounded queue, one task per job, exactly one result per job.
 
-When the tier's coroutine returns, the job is settled before the loop runs anything else, so that
+When the tier's coroutine returns, the job is finished before the loop runs anything else, so that
 later announcements of the tier (such as evictions of the job's blocks) are posted after it. All
-other jobs are settled by the task's done-callback: a task cancelled before its first step never
+other jobs are finished by the task's done-callback: a task cancelled before its first step never
 runs its body, but still ends its job.
 """
 
@@ -18,8 +18,8 @@ from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
     BlockFailures,
+    JobFinished,
     JobOverdue,
-    JobSettled,
 )
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import (
@@ -86,7 +86,7 @@ class _Run:
     began_s: float | None = None
     task: asyncio.Task[None] | None = None
     watch: Watch | None = None
-    is_settled: bool = False
+    is_finished: bool = False
 
 
 class TierActor:
@@ -147,7 +147,7 @@ class TierActor:
         return len(self._loads.waiting) + len(self._stores.waiting)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The tier's description, for messages. Thread: any."""
         try:
             return self._tier.describe()
@@ -168,24 +168,24 @@ class TierActor:
             raise
 
     def start_job(self, job: JobMetadata) -> None:
-        """Accept a job; it will be settled exactly once."""
+        """Accept a job; it will finish exactly once."""
         try:
             self._accept(job)
         except Exception as error:  # noqa: BLE001 - third-party bounds; the job must end
             side = self._loads if job.is_promotion else self._stores
             side.waiting.pop(job.job_id, None)
             failure = TierUnavailableError(f"{self.name} cannot run the job: {text_of(error)}")
-            self._settle_unrun(self._run_of(job, side), failure)
+            self._finish_unrun(self._run_of(job, side), failure)
 
     def _accept(self, job: JobMetadata) -> None:
         side = self._loads if job.is_promotion else self._stores
         run = self._run_of(job, side)
         if self._closing:
-            self._settle_unrun(run, TierClosedError(f"{self.name} is closed"))
+            self._finish_unrun(run, TierClosedError(f"{self.name} is closed"))
         elif (defect := self._defect_of(job)) is not None:
-            self._settle_unrun(run, defect)
+            self._finish_unrun(run, defect)
         elif len(side.waiting) >= self._tier.bounds.queued_jobs:
-            self._settle_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
+            self._finish_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
         else:
             side.waiting[job.job_id] = self._due[job.job_id] = run
             if self._next_deadline is None:
@@ -230,7 +230,7 @@ class TierActor:
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
             for run in list(side.waiting.values()):
-                self._settle_unrun(run, TierClosedError(f"{self.name} was shut down"))
+                self._finish_unrun(run, TierClosedError(f"{self.name} was shut down"))
             side.waiting.clear()
         tasks = self._tasks()
         if tasks:
@@ -308,28 +308,28 @@ class TierActor:
     async def _perform(self, run: _Run) -> None:
         operation = self._tier.load if run.side is self._loads else self._tier.store
         run.watch = self._env.announcements.begin(
-            run.job.keys, heeds_stores=run.side is self._loads
+            run.job.keys, includes_stores=run.side is self._loads
         )
         try:
             failures = await operation(run.job) if run.job.keys else {}
         except ENDS_LOOP as error:
             raise as_guarded(error) from error
-        self._settle(run, *validate_result(failures, len(run.job.keys)))
+        self._finish(run, *validate_result(failures, len(run.job.keys)))
 
     def _job_ended(self, run: _Run, task: asyncio.Task[None]) -> None:
         del run.side.running[run.job.job_id]
         run.side.running_blocks -= len(run.job.keys)
         run.task = None  # a failed task holds its frames, and they hold the run
-        if not run.is_settled:
+        if not run.is_finished:
             error = error_of(task)
             if self._has_cancelled and isinstance(error, JobCancelledError):
                 error = TierClosedError(f"{self.name} was shut down before the job had ended")
-            self._settle(run, {}, error)
+            self._finish(run, {}, error)
         if run.side.waiting:
             self._start_ready(run.side)
 
-    def _settle(self, run: _Run, failures: BlockFailures, error: TierError | None) -> None:
-        run.is_settled = True
+    def _finish(self, run: _Run, failures: BlockFailures, error: TierError | None) -> None:
+        run.is_finished = True
         if error is None and (
             len(failures) < len(run.job.keys)
             or not all(isinstance(why, _NO_WORK) for why in failures.values())
@@ -363,8 +363,8 @@ class TierActor:
             self._reconciler.ask(outdated)
         return outdated
 
-    def _settle_unrun(self, run: _Run, error: TierError) -> None:
-        """Settle a job that never ran, and never accessed its memory."""
+    def _finish_unrun(self, run: _Run, error: TierError) -> None:
+        """Finish a job that never ran, and never accessed its memory."""
         self._forget_deadline(run)
         self._post_end(run, {}, error)
 
@@ -378,7 +378,7 @@ class TierActor:
         seconds = self._clock() - run.arrived_s
         queue_s = None if run.began_s is None else run.began_s - run.arrived_s
         self._log.ended(run.job, failures, error, seconds=seconds, now_s=self._loop.time())
-        self._post(JobSettled(run.job.job_id, failures, error, seconds, outdated, queue_s))
+        self._post(JobFinished(run.job.job_id, failures, error, seconds, outdated, queue_s))
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the timer to the next deadline."""
@@ -410,4 +410,4 @@ class TierActor:
         error: TierError = self._log.timeout(run.job, timeout_s)
         if side.worked_s >= run.accepted_s:  # the tier served other jobs meanwhile
             error = JobNotStartedError(f"{error}: not started, as it queued behind other jobs")
-        self._settle_unrun(run, error)
+        self._finish_unrun(run, error)

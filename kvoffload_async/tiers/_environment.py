@@ -92,13 +92,13 @@ class Watch:
 
     Attributes:
         keys: The blocks.
-        heeds_stores: Whether results of stores count as announcements.
+        includes_stores: Whether results of stores count as announcements.
         begun_at: Number of the last announcement before the call.
         outdated: Blocks with a later announcement, as far as already evaluated.
     """
 
     keys: Sequence[OffloadKey]
-    heeds_stores: bool
+    includes_stores: bool
     begun_at: int
     outdated: set[OffloadKey] = field(default_factory=set)
 
@@ -118,7 +118,7 @@ class Announcements:
         self.refused_keys = 0
         self._bound = bound
         self._watches: dict[Watch, None] = {}
-        self._heeding_stores = 0
+        self._including_stores = 0
         self._number = 0
         self._announced: dict[OffloadKey, int] = {}
         """Block -> number of the last announcement about it."""
@@ -126,11 +126,11 @@ class Announcements:
         """Results of stores, numbered like announcements."""
         self._stored_blocks = 0
 
-    def begin(self, keys: Sequence[OffloadKey], *, heeds_stores: bool) -> Watch:
+    def begin(self, keys: Sequence[OffloadKey], *, includes_stores: bool) -> Watch:
         """Start watching blocks, before the tier gets the call."""
-        watch = Watch(keys, heeds_stores, self._number)
+        watch = Watch(keys, includes_stores, self._number)
         self._watches[watch] = None
-        self._heeding_stores += heeds_stores
+        self._including_stores += includes_stores
         return watch
 
     def note(self, keys: Collection[OffloadKey]) -> None:
@@ -142,7 +142,7 @@ class Announcements:
 
     def note_stored(self, keys: Sequence[OffloadKey]) -> None:
         """Record that a store has ended and these blocks are stored."""
-        if self._heeding_stores:
+        if self._including_stores:
             self._number += 1
             self._stored.append((self._number, keys))
             self._stored_blocks += len(keys)
@@ -156,7 +156,7 @@ class Announcements:
             looks: Whether the result is needed; else it is empty.
         """
         del self._watches[watch]
-        self._heeding_stores -= watch.heeds_stores
+        self._including_stores -= watch.includes_stores
         if looks:
             self._look(watch)
         if not self._watches:
@@ -168,7 +168,7 @@ class Announcements:
         keys, begun_at, announced = watch.keys, watch.begun_at, self._announced
         if announced and not announced.keys().isdisjoint(keys):
             watch.outdated.update(key for key in keys if announced.get(key, 0) > begun_at)
-        if watch.heeds_stores and self._stored and self._stored[-1][0] > begun_at:
+        if watch.includes_stores and self._stored and self._stored[-1][0] > begun_at:
             own = set(keys)
             for number, stored in self._stored:
                 if number > begun_at:

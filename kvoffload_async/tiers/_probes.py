@@ -77,7 +77,7 @@ class Reconciler:
         keys = tuple(islice(self._waiting, _BOUND))
         for key in keys:
             del self._waiting[key]
-        watch = self._announcements.begin(keys, heeds_stores=True)
+        watch = self._announcements.begin(keys, includes_stores=True)
         task = asyncio.get_running_loop().create_task(
             guarded(self._tier.contains, keys), name=f"{self._name}:recheck"
         )
@@ -197,13 +197,13 @@ class Probes:
         del self.tasks[task]
         if generation not in self._unanswered:
             return  # cancelled at the timeout, which has answered
-        present, error = self._judged(task)
+        present, error = self._validated(task)
         if error is not None and not self._closing:
             logger.warning("%s: probe %s failed: %s", self._name, generation, text_of(error))
         drop_tracebacks(error)
         self._answer(generation, present, error)
 
-    def _judged(
+    def _validated(
         self, task: asyncio.Task[frozenset[OffloadKey]]
     ) -> tuple[frozenset[OffloadKey], TierError | None]:
         if task.cancelled() or task.exception() is not None:

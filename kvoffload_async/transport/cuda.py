@@ -45,8 +45,8 @@ from kvoffload_async.errors import (
     drop_tracebacks,
     text_of,
 )
+from kvoffload_async.transport.completion import CompletableTransfer
 from kvoffload_async.transport.layout import KVLayout
-from kvoffload_async.transport.settling import SettlingTransfer
 from kvoffload_async.transport.staging import StagedCopies
 from kvoffload_async.transport.streams import (
     CudaRuntime,
@@ -63,7 +63,7 @@ _START_FAILED_S = 5.0
 """Seconds for the threads that were started to end, if another one cannot be started."""
 
 
-class CudaTransfer(SettlingTransfer):
+class CudaTransfer(CompletableTransfer):
     """A transfer on a stream, between two timed events.
 
     Attributes:
@@ -81,7 +81,7 @@ class CudaTransfer(SettlingTransfer):
         self.copied = runtime.create_event(timed=True, blocking=True)
         self.failure: Exception | None = None
 
-    def settle(self, stream: DeviceStream) -> None:
+    def complete(self, stream: DeviceStream) -> None:
         """Wait until no operation of the transfer runs, and publish its outcome.
 
         Raises:
@@ -177,7 +177,7 @@ class CudaTransport(Transport):
         self._closed = False
         self._lost: str | None = None
         """The error after which no wait says any more whether copies run."""
-        self._unsettled: list[CudaTransfer] = []
+        self._incomplete: list[CudaTransfer] = []
         """Transfers whose copies may run for ever; `close` publishes their outcomes."""
         self._threads: list[threading.Thread] = []
         try:
@@ -185,7 +185,7 @@ class CudaTransport(Transport):
                 name = f"kvoffload-cuda-{direction.name.lower()}"
                 self._start(name, self._launch_all, direction)
                 for index, staged in enumerate(streams):
-                    self._start(f"{name}-{index}", self._settle_all, staged)
+                    self._start(f"{name}-{index}", self._complete_all, staged)
         except BaseException:
             self.close(_START_FAILED_S)
             raise
@@ -224,8 +224,8 @@ class CudaTransport(Transport):
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return False
-        while self._unsettled:
-            self._unsettled.pop().fail(self._lost_error())
+        while self._incomplete:
+            self._incomplete.pop().fail(self._lost_error())
         if self._lost is not None or not self._unpin():
             return False
         self._host = torch.empty(0)
@@ -278,14 +278,14 @@ class CudaTransport(Transport):
                 self._copies.perform(transfer.copies.direction, plan, index, staged.staging)
             transfer.copied.record(staged.stream)
 
-    def _settle_all(self, staged: _StagedStream) -> None:
+    def _complete_all(self, staged: _StagedStream) -> None:
         """Publish the outcomes of a stream's transfers, in order. Thread: the stream's."""
         self._use_device()
         while (transfer := staged.launched.get()) is not None:
             try:
-                transfer.settle(staged.stream)
+                transfer.complete(staged.stream)
             except Exception as error:  # noqa: BLE001 - the outcome follows when closing
-                self._unsettled.append(transfer)
+                self._incomplete.append(transfer)
                 self._lose(error)
             staged.room.release()
 

@@ -27,8 +27,8 @@ from kvoffload_async.abc.transport import (
 )
 from kvoffload_async.block_io.choice import create_copies
 from kvoffload_async.errors import StateError, TransportError
+from kvoffload_async.transport.completion import CompletableTransfer
 from kvoffload_async.transport.layout import KVLayout, PageTable
-from kvoffload_async.transport.settling import SettlingTransfer
 
 if TYPE_CHECKING:
     import torch
@@ -90,9 +90,9 @@ class _NumpyCopier:
     def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
         for device, host in self._groups[group]:
             if direction is Direction.STORE:
-                host[part.slots, part.places] = device[part.blocks]
+                host[part.slots, part.positions] = device[part.blocks]
             else:
-                device[part.blocks] = host[part.slots, part.places]
+                device[part.blocks] = host[part.slots, part.positions]
 
     def close(self) -> None:
         self._groups.clear()
@@ -161,13 +161,13 @@ class _NativeCopier:
         from kvoffload_async.block_io.native_copies import Copies  # noqa: PLC0415
 
         is_store = direction is Direction.STORE
-        blocks, places = part.blocks.astype(np.int64), part.places.astype(np.int64)
+        blocks, positions = part.blocks.astype(np.int64), part.positions.astype(np.int64)
         slots = part.slots.astype(np.int64) * self._slot_bytes
         for table in tables:
             parts = np.empty((len(blocks), 3), dtype=np.int64)
             on_device, on_host = (1, 0) if is_store else (0, 1)
             parts[:, on_device] = blocks * table.stride_bytes
-            parts[:, on_host] = slots + places * table.page_bytes + table.cell_bytes
+            parts[:, on_host] = slots + positions * table.page_bytes + table.cell_bytes
             parts[:, 2] = table.page_bytes
             memories = (self._host, table.device) if is_store else (table.device, self._host)
             yield Copies(*memories, parts)
@@ -219,7 +219,7 @@ class TransferFaults:
     before_copy: Callable[[BlockCopies], None] | None = None
 
 
-class HostTransfer(SettlingTransfer):
+class HostTransfer(CompletableTransfer):
     """A transfer of the host transport."""
 
     def __init__(self, copies: BlockCopies, after: HostEvent) -> None:

@@ -208,10 +208,11 @@ def _require_equal_lengths(
     """Raise ConfigError unless the layers of a group have equal numbers of device blocks."""
     lengths = {kv_caches[name].shape[block_dim]: name for name in reversed(names)}
     if len(lengths) > 1:
-        told = ", ".join(f"{name!r} has {count}" for count, name in sorted(lengths.items()))
+        listed = ", ".join(f"{name!r} has {count}" for count, name in sorted(lengths.items()))
         raise ConfigError(
-            f"kv_caches: layers differ in device blocks along dimension {block_dim} ({told}); give "
-            "the block_dim that counts blocks, or layers of another size in a group of their own"
+            f"kv_caches: layers differ in device blocks along dimension {block_dim} ({listed}); "
+            "give the block_dim that counts blocks, or layers of another size in a group of "
+            "their own"
         )
 
 

@@ -118,7 +118,7 @@ class PagedMemory:
         size = self._blocks_per_chunk
         if size == 1:
             return list(frames)
-        return [frame * size + place for frame in frames for place in range(size)]
+        return [frame * size + position for frame in frames for position in range(size)]
 
     def compute(self, names: BlockNames, frames: Sequence[int]) -> None:
         """Write the contents of blocks into frames, as a model would; arguments are parallel."""

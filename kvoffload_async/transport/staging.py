@@ -38,7 +38,7 @@ class Extent:
     Attributes:
         group: Index of the group.
         slots: The slots, one per row of staging memory.
-        begin: Start of its rows, places and blocks in the plan's index, `count` each.
+        begin: Start of its rows, positions and blocks in the plan's index, `count` each.
         count: Number of device blocks.
         is_whole: Whether they fill all rows, in order.
     """
@@ -109,7 +109,7 @@ class StagedCopies:
                 count = int(chosen.sum())
                 is_whole = count == len(mine) * self._blocks_per_chunk
                 extents.append(Extent(group, mine, begin, count, is_whole))
-                index += [(rows - first)[chosen], part.places[chosen], part.blocks[chosen]]
+                index += [(rows - first)[chosen], part.positions[chosen], part.blocks[chosen]]
                 begin += 3 * count
         joined = np.concatenate(index) if index else np.empty(0)
         return Plan(extents, joined.astype(np.int64))
@@ -164,20 +164,20 @@ class StagedCopies:
 def _gather(
     pages: torch.Tensor, cells: torch.Tensor, where: torch.Tensor, *, is_whole: bool
 ) -> None:
-    rows, places, blocks = where
+    rows, positions, blocks = where
     if is_whole and cells.shape[1] == 1:
         torch.index_select(pages, 0, blocks, out=cells[:, 0])
     elif is_whole:
         cells.copy_(pages.index_select(0, blocks).view(cells.shape))
     else:
-        cells[rows, places] = pages.index_select(0, blocks)
+        cells[rows, positions] = pages.index_select(0, blocks)
 
 
 def _scatter(
     pages: torch.Tensor, cells: torch.Tensor, where: torch.Tensor, *, is_whole: bool
 ) -> None:
-    rows, places, blocks = where
-    source = cells.reshape(-1, cells.shape[2]) if is_whole else cells[rows, places]
+    rows, positions, blocks = where
+    source = cells.reshape(-1, cells.shape[2]) if is_whole else cells[rows, positions]
     pages.index_copy_(0, blocks, source)
 
 

@@ -61,7 +61,7 @@ class DeviceRuntime(Protocol):
         ...
 
     def create_stream(self, device: torch.device) -> DeviceStream:
-        """Return a stream that runs beside the default stream."""
+        """Return a stream that runs concurrently with the default stream."""
         ...
 
     def stream(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - of this runtime

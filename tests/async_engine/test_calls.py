@@ -73,7 +73,7 @@ async def test_a_request_that_ends_in_mid_flight_keeps_its_pins_until_the_copy_h
             task = asyncio.create_task(world.engine.load(request, [8, 9]))
             await turns()
         assert world.counts == {"pinned": 2, "free": 1}
-        world.settle_everything()
+        world.finish_everything()
         assert await task == 2
         await world.check_rest()
 
@@ -90,7 +90,7 @@ async def test_a_prefix_that_is_let_go_in_the_line_is_not_loaded():
                 await world.engine.lookup(second)
                 waiting = asyncio.create_task(world.engine.load(second, [10, 11]))
                 await turns()
-            world.settle_everything()
+            world.finish_everything()
             assert await loading == 2
             with pytest.raises(StateError, match="let go"):
                 await waiting
@@ -129,7 +129,7 @@ async def test_a_store_is_readable_when_it_returns_and_not_before():
             looking = asyncio.create_task(world.engine.lookup(reader))
             await turns()
             assert not looking.done(), "it is on the way: worth waiting for"
-            world.transport.settle()
+            world.transport.complete()
             assert await storing == 1
             assert await looking == 1
 
@@ -145,7 +145,7 @@ async def test_a_store_waits_for_room():
                 await turns()
                 (copy,) = world.parked
                 assert len(copy.parts[0].slots) == 1, "the slot that tickets leave to stores"
-                world.transport.settle()
+                world.transport.complete()
                 await turns()
                 assert not world.parked
                 assert await world.during(world.engine.load(reader, [8, 9])) == 2
@@ -274,7 +274,7 @@ async def test_statistics_tell_of_tiers_and_copies_also_after_the_close():
         read = world.engine.stats()
         assert (read.copies, read.waiting_stores, read.primary.slots.writing) == (1, 0, 2)
         assert read.planner.requests == 1
-        world.transport.settle()
+        world.transport.complete()
         assert await task == 2
         assert world.engine.stats().copies == 0
         await world.calm()

@@ -54,7 +54,7 @@ async def test_cancelling_at_any_point_leaves_nothing_half_owned(call, text):
             for turn in range(moment):
                 await turns(1)
                 if turn % 4 == 3:  # slower than the calls, so that they are met waiting
-                    world.settle_everything()
+                    world.finish_everything()
             was_done = task.done()
             task.cancel()
             await turns()
@@ -91,7 +91,7 @@ async def test_a_cancelled_store_goes_on_and_its_slot_is_not_given_away():
             async with world.engine.request("s", hashes("xy")) as other:
                 with pytest.raises(BusyError):
                     await world.engine.store(other, [4, 5], 0, 0)
-            world.transport.settle()
+            world.transport.complete()
             await turns()
             assert await world.engine.lookup(request) == 2
         await world.check_rest()
@@ -108,7 +108,7 @@ async def test_a_cancelled_load_keeps_its_pins_until_the_bytes_have_stopped():
             task.cancel()
             await turns()
             assert world.counts == {"pinned": 2}
-            world.transport.settle()
+            world.transport.complete()
             await turns()
             assert world.counts == {"idle": 2}
         await world.check_rest()
@@ -127,7 +127,7 @@ async def test_cancelling_every_task_of_the_loop_ends_no_copy():
                 await turns()
             assert storing.cancelled()
             assert world.counts == {"free": 7, "writing": 1}
-            world.transport.settle()
+            world.transport.complete()
             await turns()
             assert await world.engine.lookup(request) == 1
 
@@ -140,7 +140,7 @@ async def test_a_cancelled_place_in_line_is_given_on():
             await turns()
             tasks[1].cancel()
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             assert await tasks[0] == 1
             assert await world.during(tasks[2]) == 1
         await world.check_rest()

@@ -143,7 +143,7 @@ async def test_closing_ends_every_call_under_way():
             assert not [name for name, task in calls.items() if task.done()]
             closing = [asyncio.create_task(engine.close(DEADLINE_S)) for _ in range(2)]
             await turns()
-            world.settle_everything()
+            world.finish_everything()
             for task in closing:
                 await task
             done, pending = await asyncio.wait(calls.values(), timeout=DEADLINE_S)
@@ -171,7 +171,7 @@ async def test_what_was_stored_last_still_reaches_the_tiers():
             await turns()
             closing = asyncio.create_task(world.engine.close(DEADLINE_S))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             await world.during(closing)
             assert await storing == 1
         assert key("a") in world.tiers[0].blocks
@@ -184,7 +184,7 @@ async def test_a_tier_that_hangs_holds_the_closing_up_for_its_time_only():
         async with world.engine.request("r", hashes("a")) as request:
             storing = asyncio.create_task(world.engine.store(request, [0]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             assert await storing == 1
         await turns()
         assert world.tiers[0].parked
@@ -207,7 +207,7 @@ async def test_a_copy_that_hangs_is_given_up_and_the_memory_stays():
             assert time.monotonic() - began_s < DEADLINE_S
             with pytest.raises(TransportError, match="closed before the copy had ended"):
                 await storing
-        world.transport.settle()  # writes into the slots, much later
+        world.transport.complete()  # writes into the slots, much later
         await turns()
         assert np.array_equal(world.transport.rows[0, :32], content(hashes("ab")[0]))
         assert world.counts == {"writing": 2}, "nobody was told"
@@ -230,7 +230,7 @@ async def test_those_whose_copies_are_given_up_are_told_in_the_order_in_which_th
         await world.engine.close(0.1)
         await asyncio.wait(storing)
         assert "".join(told) == names
-        world.transport.settle_all()
+        world.transport.complete_all()
 
 
 @on_loop

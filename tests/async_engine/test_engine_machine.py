@@ -152,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         async def end():
             error = OSError("injected") if fails else None
-            self.world.transport.settle(self.world.parked[index], error)
+            self.world.transport.complete(self.world.parked[index], error)
 
         self.run(end())
         self.turn()
@@ -165,11 +165,11 @@ class EngineMachine(RuleBasedStateMachine):
 
         async def end():
             if how == "error":
-                tier.settle(parked, error=OSError("injected"))
+                tier.finish(parked, error=OSError("injected"))
             elif how == "some" and parked.job is not None:
-                tier.settle(parked, {0: TierUnavailableError("injected")})
+                tier.finish(parked, {0: TierUnavailableError("injected")})
             else:
-                tier.settle(parked)
+                tier.finish(parked)
 
         self.run(end())
         self.turn()
@@ -242,7 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
         await jump(CLOSING_S / 2)
         while not closing.done():
             for tier in self.world.tiers:
-                tier.settle_all()
+                tier.finish_all()
             await turns()
         await closing
         for serving in self.serving:
@@ -252,7 +252,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert occupied == serving.request.occupied_blocks
             assert outcome == ("given up" if occupied else "released")
             assert has_left or occupied
-        self.world.transport.settle_all()
+        self.world.transport.complete_all()
         await turns()
         assert all(len(serving.outcomes) <= 1 for serving in self.serving)
         calls = [*(serving.task for serving in self.serving), *self.resets]

@@ -46,7 +46,7 @@ async def test_it_waits_for_what_the_near_tier_finds_out_about_the_rest_of_a_sha
             await turns()
             assert probed(far) == []
             assert not search.done()
-            near.settle(near.parked[0])
+            near.finish(near.parked[0])
             await turns()
             assert probed(far) == [[key(text) for text in ("a", "ab", "abc", "abcd")]]
             assert await world.during(search) == 0

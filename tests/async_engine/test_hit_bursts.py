@@ -74,7 +74,7 @@ async def test_requests_that_wait_for_room_are_served_in_their_order_and_nobody_
         await turns()
         assert [len(parked.keys) for parked in world.tiers[0].parked] == [2]
         before = waiters.wake_ups
-        world.tiers[0].settle_all()
+        world.tiers[0].finish_all()
         await turns()
         assert served == [("aa", 2)]
         assert waiters.wake_ups - before <= 3, "the one that is served, and the next one"
@@ -119,7 +119,7 @@ async def test_a_lookup_that_is_cancelled_gives_its_place_to_the_next_one():
             await turns()
             tasks[1].cancel()
             await turns()
-            world.tiers[0].settle_all()
+            world.tiers[0].finish_all()
             assert await tasks[0] == 2
             await turns()
             assert await world.during(tasks[2]) == 2
@@ -134,7 +134,7 @@ async def test_a_promotion_waits_for_room_where_the_tier_is_pending_all_of_the_p
         async with world.engine.request("full", hashes("wxyz")) as request:
             store = asyncio.create_task(world.engine.store(request, list(range(4))))
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
             await store
         async with world.engine.request("r", hashes("a")) as request:
             lookup = asyncio.create_task(world.engine.lookup(request, timeout_s=100.0))

@@ -45,7 +45,7 @@ async def test_what_is_left_out_is_stored_as_room_comes():
             async with world.engine.request("w", hashes("abcd")) as writer:
                 storing = asyncio.create_task(world.engine.store(writer, [0, 1, 2, 3], 0, FAR_S))
                 await turns()
-                world.transport.settle()
+                world.transport.complete()
                 await turns()
                 assert not world.parked, "one was stored, and the readers' blocks stay"
                 assert await world.during(world.engine.load(reader, [7, 8, 9])) == 3
@@ -63,7 +63,7 @@ async def test_a_tail_that_finds_no_room_until_the_deadline_is_no_error():
             async with world.engine.request("w", hashes("ab")) as writer:
                 storing = asyncio.create_task(world.engine.store(writer, [0, 1], 0, FAR_S))
                 await turns()
-                world.transport.settle()
+                world.transport.complete()
                 await turns()
                 await jump()
                 assert await storing == 1

@@ -58,7 +58,7 @@ async def test_late_blocks_go_on_although_nobody_asks_the_engine_anything():
             await world.during(world.engine.store(request, blocks))
         for _ in range(10):
             await turns()
-            world.settle_everything()
+            world.finish_everything()
         assert len(Tier.made[0].blocks) == 6
 
 
@@ -69,11 +69,11 @@ async def test_a_tier_that_has_failed_is_tried_again_although_nobody_asks_the_en
         async with world.engine.request("r", hashes("ab")) as request:
             task = asyncio.create_task(world.engine.store(request, [0, 1]))
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
             await task
         await turns()
         (tier,) = world.tiers
-        tier.settle(tier.parked[0], error=TierUnavailableError("down"))
+        tier.finish(tier.parked[0], error=TierUnavailableError("down"))
         await turns()
         assert not tier.parked
         await jump(1.0)
@@ -87,10 +87,10 @@ async def test_closing_does_not_wait_for_a_tier_that_is_out_of_order():
         async with world.engine.request("r", hashes("ab")) as request:
             task = asyncio.create_task(world.engine.store(request, [0, 1]))
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
             await task
         await turns()
         (tier,) = world.tiers
-        tier.settle(tier.parked[0], error=TierUnavailableError("down"))
+        tier.finish(tier.parked[0], error=TierUnavailableError("down"))
         await turns()
         assert not world.engine.manager.has_pending_work()

@@ -26,7 +26,7 @@ async def test_a_load_that_gave_up_occupies_its_blocks_until_its_copy_has_ended(
             released = asyncio.create_task(request.released(2 * FAR_S))
             await turns()
             assert not released.done()
-            world.transport.settle()
+            world.transport.complete()
             assert await released
             assert request.occupied_blocks == frozenset()
 
@@ -44,7 +44,7 @@ async def test_a_store_that_was_cancelled_occupies_only_what_it_copies():
             assert request.occupied_blocks == {5, 6}
         assert request.occupied_blocks == {5, 6}, "the request's end changes nothing"
         assert not await request.released(0)
-        world.transport.settle(error=OSError("injected"))
+        world.transport.complete(error=OSError("injected"))
         assert await request.released()
 
 
@@ -55,7 +55,7 @@ async def test_a_call_that_ends_by_itself_leaves_nothing_occupied():
         world.fill(hashes("ab"), [0, 1])
         storing = asyncio.create_task(world.engine.store(request, [0, 1]))
         await turns()
-        world.transport.settle(error=OSError("injected"))
+        world.transport.complete(error=OSError("injected"))
         with pytest.raises(TransportError):
             await storing
         assert not request.occupied_blocks
@@ -79,10 +79,10 @@ async def test_waiting_for_one_request_does_not_wait_for_others():
         await turns()
         released = asyncio.create_task(mine.released(FAR_S))
         await turns()
-        world.transport.settle()
+        world.transport.complete()
         assert await released
         assert other.occupied_blocks == {1}
-        world.settle_everything()
+        world.finish_everything()
         assert [await store for store in stores] == [1, 1]
 
 
@@ -96,12 +96,12 @@ async def test_quiescing_does_not_wait_for_copies_that_begin_later():
         await turns()
         quiet = asyncio.create_task(world.engine.quiesce(FAR_S))
         await turns()
-        world.transport.settle()
+        world.transport.complete()
         await turns()
         assert len(world.parked) == 1, "the next one runs already"
         assert quiet.done()
         assert await quiet
-        world.settle_everything()
+        world.finish_everything()
         for store in stores:
             await world.during(store)
 
@@ -121,7 +121,7 @@ async def test_a_copy_that_the_closing_gives_up_is_never_released():
             assert request.occupied_blocks == {3}
             with pytest.raises(TransportError):
                 await storing
-        world.transport.settle()
+        world.transport.complete()
 
 
 # -- when_released ------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ async def test_a_callback_comes_once_the_request_has_ended_and_its_last_copy_too
             await asyncio.wait([storing])
         await turns()
         assert not free, "the copy goes on"
-        world.transport.settle(error=OSError("injected"))
+        world.transport.complete(error=OSError("injected"))
         await turns()
         assert free == ["blocks"]
         request.when_released(free.append, "asked after the end")
@@ -182,7 +182,7 @@ async def test_a_callback_comes_though_every_await_is_cancelled_again(cancelled_
             await asyncio.sleep(0)
         await turns()
         assert not free
-        world.transport.settle()
+        world.transport.complete()
         await turns()
         assert free == ["blocks"]
 
@@ -211,7 +211,7 @@ async def test_blocks_of_a_copy_that_the_closing_gives_up_are_never_free(caplog)
         request.when_released(free.append, "late", if_given_up=occupied.append)
         await turns()
         assert (free, occupied) == (["idle"], ["r", "late"])
-        world.transport.settle()
+        world.transport.complete()
 
 
 @on_loop

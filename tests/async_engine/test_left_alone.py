@@ -67,7 +67,7 @@ async def test_a_lookup_whose_probe_is_queued_ends_when_the_tier_is_left_alone()
             calls.append(asyncio.create_task(looked_up(name)))
             await turns()
         for probe in list(world.tiers[0].parked):
-            world.tiers[0].settle(probe, error=OSError("down"))
+            world.tiers[0].finish(probe, error=OSError("down"))
         await turns()
         await jump(0.5)
         assert [call.done() for call in calls] == [True] * 3
@@ -89,7 +89,7 @@ async def test_a_key_queued_at_a_tier_that_is_left_alone_does_not_keep_the_loop_
             calls.append(asyncio.create_task(looked_up(name)))
             await turns()
         for probe in list(probed.parked):
-            probed.settle(probe, error=OSError("down"))
+            probed.finish(probe, error=OSError("down"))
         await turns()
         assert not calls[2].done()
         steps = world.engine.stats().runtime.step_seconds.count

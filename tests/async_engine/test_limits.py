@@ -31,7 +31,7 @@ async def test_a_store_that_fails_leaves_nothing_readable():
     ):
         task = asyncio.create_task(world.engine.store(request, [0, 1]))
         await turns()
-        world.transport.settle(error=OSError("injected"))
+        world.transport.complete(error=OSError("injected"))
         with pytest.raises(TransportError, match="OSError: injected"):
             await task
         assert await world.engine.lookup(request) == 0
@@ -47,7 +47,7 @@ async def test_a_load_that_fails_lets_go_of_its_pins():
             await world.engine.lookup(request)
             task = asyncio.create_task(world.engine.load(request, [8, 9]))
             await turns()
-            world.transport.settle(error=TransportError("injected"))
+            world.transport.complete(error=TransportError("injected"))
             with pytest.raises(TransportError, match="injected"):
                 await task
             assert world.counts == {"free": 6, "idle": 2}
@@ -140,7 +140,7 @@ async def test_a_tier_that_is_left_alone_is_tried_again_at_the_loops_time():
         async with world.engine.request("failing", hashes("ab")) as request:
             task = asyncio.create_task(world.engine.lookup(request))
             await turns()
-            tier.settle(tier.parked[0], error=OSError("injected"))
+            tier.finish(tier.parked[0], error=OSError("injected"))
             assert await task == 0
         async with world.engine.request("early", hashes("ab")) as request:
             await jump(FAR_S - 1)
@@ -172,7 +172,7 @@ async def test_a_call_that_gives_up_leaves_the_copy_and_its_place_alone():
             behind = asyncio.create_task(world.engine.store(request, [1], 1))
             await turns()
             assert len(world.parked) == 1, "the device is still busy with the first"
-            world.transport.settle()
+            world.transport.complete()
             assert await world.during(behind) == 1
             assert await world.engine.quiesce()
             assert await world.engine.lookup(request) == 2
@@ -186,10 +186,10 @@ async def test_quiescing_waits_for_the_last_copy():
         await turns()
         quiet = asyncio.create_task(world.engine.quiesce())
         await turns()
-        world.transport.settle()
+        world.transport.complete()
         await turns()
         assert not quiet.done()
-        world.transport.settle()
+        world.transport.complete()
         assert await quiet
         assert [await task for task in stores] == [1, 1]
 
@@ -202,7 +202,7 @@ async def test_who_watches_the_engine_is_woken_by_news_and_else_at_the_deadline(
         watcher = asyncio.create_task(world.engine.wait_for_progress(FAR_S))
         await turns()
         assert not watcher.done()
-        world.transport.settle()
+        world.transport.complete()
         await turns()
         assert watcher.done()
         assert await store == 1
@@ -226,7 +226,7 @@ async def test_a_line_is_bounded_and_first_come_first_served():
         for index in range(3):
             (copy,) = world.parked
             assert copy.parts[0].blocks.tolist() == [index]
-            world.transport.settle()
+            world.transport.complete()
             assert await tasks[index] == 1
         assert await world.during(world.engine.store(request, [3], 3)) == 1
 
@@ -263,7 +263,7 @@ async def test_loads_and_stores_do_not_starve_each_other():
             load = asyncio.create_task(world.engine.load(reader, [9]))
             await turns()
             assert [copy.direction for copy in world.parked] == [STORE, LOAD]
-            world.transport.settle(world.parked[1])
+            world.transport.complete(world.parked[1])
             assert await load == 1
             for store in stores:
                 assert await world.during(store) == 1

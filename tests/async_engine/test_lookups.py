@@ -57,7 +57,7 @@ async def test_a_lookup_waits_for_promotions():
             assert load.kind is Operation.LOAD
             assert len(load.keys) == 3, "one job for the whole prefix"
             assert not task.done()
-            world.tiers[0].settle(load)
+            world.tiers[0].finish(load)
             assert await task == 3
             await world.during(world.engine.load(request, [20, 21, 22]))
             assert world.holds(hashes("abc"), [20, 21, 22])
@@ -75,10 +75,10 @@ async def test_a_lookup_waits_for_existence_probes():
             task = asyncio.create_task(world.engine.lookup(request))
             await turns()
             assert [p.kind for p in tier.parked] == [Operation.CONTAINS]
-            tier.settle_all()
+            tier.finish_all()
             await turns()
             assert [p.kind for p in tier.parked] == [Operation.LOAD]
-            tier.settle_all()
+            tier.finish_all()
             assert await task == 2
         await world.check_rest()
 
@@ -91,7 +91,7 @@ async def test_a_promotion_that_fails_shortens_the_prefix():
             task = asyncio.create_task(world.engine.lookup(request))
             await turns()
             (load,) = world.tiers[0].parked
-            world.tiers[0].settle(load, error=OSError("injected"))
+            world.tiers[0].finish(load, error=OSError("injected"))
             assert await task == 0
         await world.check_rest()
 
@@ -175,7 +175,7 @@ async def test_two_lookups_of_one_request_at_once_pin_once():
         async with world.engine.request("r", hashes("ab")) as request:
             both = [asyncio.create_task(world.engine.lookup(request)) for _ in range(2)]
             await turns()
-            world.settle_everything()
+            world.finish_everything()
             assert [await task for task in both] == [2, 2]
         await world.check_rest()
 
@@ -188,7 +188,7 @@ async def test_a_hash_that_comes_twice_is_one_block_wherever_it_is_found():
         async with world.engine.request("r", twice) as request:
             found = asyncio.create_task(world.engine.lookup(request))
             await turns()
-            world.tiers[0].settle_all()
+            world.tiers[0].finish_all()
             assert await found == len(once)
         await world.check_rest()
 

@@ -47,12 +47,12 @@ async def test_a_reset_waits_for_copies_and_jobs_while_the_loop_turns():
             resetting = asyncio.create_task(world.engine.reset(FAR_S))
             await turns()
             assert not resetting.done()
-            world.transport.settle()
+            world.transport.complete()
             assert await storing == 1
             await turns()
             (cascade,) = world.tiers[0].parked
             assert not resetting.done()
-            world.tiers[0].settle(cascade)
+            world.tiers[0].finish(cascade)
             await resetting
         assert world.counts == {"free": 8}
         assert await found(world, "a") == 1
@@ -95,14 +95,14 @@ async def test_jobs_that_have_not_ended_at_the_deadline_are_given_up():
         async with world.engine.request("w", hashes("a")) as request:
             storing = asyncio.create_task(world.engine.store(request, [0]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             assert await storing == 1
         resetting = asyncio.create_task(world.engine.reset(FAR_S))
         await turns()
         await jump()
         await resetting
         assert world.counts == {"free": 7, "held": 1}
-        world.settle_everything()
+        world.finish_everything()
         await turns()
         assert world.counts == {"free": 8}
         await world.check_rest()
@@ -155,7 +155,7 @@ async def test_a_reset_under_a_close_ends():
         async with world.engine.request("w", hashes("x")) as request:
             storing = asyncio.create_task(world.engine.store(request, [0]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             await storing
             resetting = asyncio.create_task(world.engine.reset(FAR_S))
             await turns()

@@ -17,7 +17,7 @@ async def test_an_id_is_used_again_while_a_copy_of_an_older_request_runs():
         async with world.engine.request("r", hashes("ab")) as request:
             beside = asyncio.create_task(world.engine.store(request, [0, 1]))
             await turns()
-            world.settle_everything()
+            world.finish_everything()
             assert [await storing, await beside] == [1, 1]
             assert await world.engine.lookup(request) == 2
         await world.check_rest()
@@ -48,11 +48,11 @@ async def test_a_copy_from_before_a_reset_makes_nothing_readable():
             world.engine.manager.reset_cache()
             after = asyncio.create_task(world.engine.store(request, [0]))
             await turns()
-            world.transport.settle(world.parked[0])
+            world.transport.complete(world.parked[0])
             await turns()
             (key,) = request.keys
             assert world.core.lookup(key, request.ctx) is LookupResult.HIT_PENDING
-            world.settle_everything()
+            world.finish_everything()
             await before
             assert await after == 1
             assert world.core.lookup(key, request.ctx) is LookupResult.HIT

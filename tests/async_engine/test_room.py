@@ -75,12 +75,12 @@ async def test_a_store_that_finds_room_does_not_wait_for_one_that_finds_none():
             assert await world.engine.lookup(reader) == 1
             rest = storing(world, long, [0, 1, 2])
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             await turns()
             assert world.engine.stats().waiting_stores == 1, "its own block is not to make room"
             assert await world.during(storing(world, short, [3])) == 1
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
             await turns()
             await jump()
             assert await rest == 2, "the short one's block has made room for another"
@@ -102,7 +102,7 @@ async def test_stores_that_wait_for_room_are_bounded_and_served_in_their_order()
                 await world.engine.store(writer, [3], 3)
             loading = asyncio.create_task(world.engine.load(reader, [8, 9]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             assert await loading == 2
             await turns()
             assert [copy.parts[0].blocks.tolist() for copy in world.parked] == [[0], [1]]
@@ -127,7 +127,7 @@ async def test_room_wakes_those_who_can_take_it_and_no_others():
             before = waiters.wake_ups
             loading = asyncio.create_task(world.engine.load(reader, [8, 9]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             await loading
             await turns()
             assert len(world.parked) == 2
@@ -153,7 +153,7 @@ async def test_a_store_that_goes_away_when_it_is_its_turn_passes_the_room_on():
             waiters = world.engine._steps.waiters
             loading = asyncio.create_task(world.engine.load(reader, [8]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             while len(waiters.for_room) == 3:
                 await turns(1)
             stores[0].cancel()
@@ -181,7 +181,7 @@ async def test_closing_ends_stores_that_wait_for_room_beside_copies_that_hang():
             await asyncio.wait([hung, *stores])
             assert isinstance(hung.exception(), TransportError)
             assert all(isinstance(store.exception(), ClosedError) for store in stores)
-        world.transport.settle()
+        world.transport.complete()
 
 
 @pytest.mark.parametrize("passed", range(8))
@@ -196,7 +196,7 @@ async def test_a_block_whose_promotion_fails_just_before_it_is_stored_is_copied(
             lookup = asyncio.create_task(world.engine.lookup(reader, FAR_S))
             await turns()
             (load,) = world.tiers[0].parked
-            world.tiers[0].settle(load, error=OSError("injected"))
+            world.tiers[0].finish(load, error=OSError("injected"))
             await turns(passed)
             world.fill(hashes("a"), [1])
             await world.during(world.engine.store(writer, [1], 0, FAR_S))
@@ -284,7 +284,7 @@ async def test_a_long_lookup_beside_a_stream_of_stores_ends_at_once():
         stores = [asyncio.create_task(store_one(number)) for number in range(32)]
         while world.core.primary.room:
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
         async with world.engine.request("r", hashes(text)) as reader:
             began_s = loop.time()
             lookup = asyncio.create_task(world.engine.lookup(reader, FAR_S))
@@ -292,9 +292,9 @@ async def test_a_long_lookup_beside_a_stream_of_stores_ends_at_once():
                 assert loop.time() - began_s < 1.0
                 stores += [asyncio.create_task(store_one(len(stores) + more)) for more in (0, 1)]
                 await turns()
-                world.transport.settle_all()
+                world.transport.complete_all()
                 for parked in tier.parked[:1]:
-                    tier.settle(parked)
+                    tier.finish(parked)
                 await jump(0.01)
             assert await lookup == len(text)
             assert await world.during(world.engine.load(reader, range(len(text)))) == len(text)

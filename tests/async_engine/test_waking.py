@@ -84,7 +84,7 @@ async def cost_of_promotions(in_flight, length=4):
         tasks = [start(world, text, text) for text in texts]
         await turns()
         while world.tiers[0].parked:
-            world.tiers[0].settle(world.tiers[0].parked[0])
+            world.tiers[0].finish(world.tiers[0].parked[0])
             await turns(5)
         assert [await task for task in tasks] == [length] * in_flight
         await world.check_rest()
@@ -105,7 +105,7 @@ async def test_what_is_known_is_asked_for_once_more_when_all_is_known():
         counted = Counted(world)
         task = start(world, "r", "abcd")
         await turns()
-        world.settle_everything()
+        world.finish_everything()
         assert await task == 4
         asked = [counted.keys.count(key("abcd"[:end])) for end in range(1, 5)]
         assert asked == [2, 2, 2, 2]
@@ -126,7 +126,7 @@ async def test_the_head_that_is_evicted_while_the_tail_comes_is_brought_back():
         world.core.primary.complete_write(evicted, success=True)
         assert world.core.primary.lookup(key("a")) is LookupResult.MISS
         (theirs,) = world.tiers[0].parked
-        world.tiers[0].settle(theirs)
+        world.tiers[0].finish(theirs)
         assert await others == 2
         await turns()
         assert not task.done()
@@ -149,7 +149,7 @@ async def cost_of_blocks_that_come_one_by_one(length):
             await turns()
             assert retained(world) == length
             assert world.counts.get("pinned", 0) == found
-            world.transport.settle()
+            world.transport.complete()
         assert await task == length
         await asyncio.wait(stores)
         assert retained(world) == 0
@@ -173,14 +173,14 @@ async def test_a_promotion_that_fails_at_the_head_ends_the_lookup_at_once():
         task = start(world, "r", "abc")
         await turns()
         (probe,) = probed.parked
-        probed.settle(probe)
+        probed.finish(probe)
         await turns()
         (load,) = exact.parked
         assert [p.kind for p in probed.parked] == [Operation.LOAD]
-        exact.settle(load, error=OSError("injected"))
+        exact.finish(load, error=OSError("injected"))
         await turns()
         (asked_again,) = [p for p in probed.parked if p.kind is not Operation.LOAD]
-        probed.settle(asked_again)
+        probed.finish(asked_again)
         await turns()
         assert task.done(), "it waits for the tail, which is of no use"
         assert await task == 0
@@ -197,13 +197,13 @@ async def test_a_probe_wakes_those_whose_keys_it_has_answered():
         second = start(world, "s", "x")
         await turns()
         mine, others = world.tiers[0].parked
-        world.tiers[0].settle(others)
+        world.tiers[0].finish(others)
         await turns()
         assert second.done()
         assert await second == 0
         assert not first.done()
         assert counted.keys.count(key("a")) == 1
-        world.tiers[0].settle(mine)
+        world.tiers[0].finish(mine)
         await turns()
         assert await world.during(first) == 1
         await world.check_rest()
@@ -226,11 +226,11 @@ async def test_a_write_of_another_request_wakes_who_waits_for_its_blocks(is_good
         task = start(world, "r", "ab")
         await turns()
         mine, others = world.parked
-        world.transport.settle(others)
+        world.transport.complete(others)
         await turns()
         assert len(counted.keys) == 2
         assert counted.wake_ups == 0
-        world.transport.settle(mine, None if is_good else OSError("injected"))
+        world.transport.complete(mine, None if is_good else OSError("injected"))
         await turns()
         assert task.done(), "at once, and not when it has waited for too long"
         assert await task == (2 if is_good else 0)
@@ -256,7 +256,7 @@ async def test_a_store_that_waits_for_room_is_not_woken_while_there_is_none():
             assert await looking(world, name, "no") == 0
             await turns()
         assert waiters.wake_ups == before
-        world.transport.settle()
+        world.transport.complete()
         assert await holding == 2
         await turns()
         assert world.parked, "at once"
@@ -383,13 +383,13 @@ async def test_the_copy_of_a_store_holds_no_result_of_a_tier_back():
             world.fill(hashes("ab"), [0, 1])
             store = asyncio.create_task(world.engine.store(first, [0, 1]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             assert await store == 2
             await turns()
             assert len(world.core.jobs) == 1
             store = asyncio.create_task(world.engine.store(second, [2, 3], 0, FAR_S))
             await turns()
-            world.tiers[0].settle_all()
+            world.tiers[0].finish_all()
             await turns()
             assert not world.core.jobs
             assert world.counts == {"free": 4, "writing": 2, "idle": 2}
@@ -428,7 +428,7 @@ async def test_a_tier_that_opens_during_a_lookup_is_asked_again_whenever_somethi
             pass
         await turns()
         (probe,) = world.tiers[0].parked
-        world.tiers[0].settle(probe)
+        world.tiers[0].finish(probe)
         await turns()
         assert not task.done()
         world.engine.manager.secondary_tiers[0].answer = LookupResult.MISS
@@ -451,7 +451,7 @@ async def test_a_store_that_waits_for_a_permit_holds_no_result_of_a_tier_back():
             world.fill(hashes("a"), [0])
             store = asyncio.create_task(world.engine.store(first, [0]))
             await turns()
-            world.transport.settle()
+            world.transport.complete()
             assert await store == 1
             await turns()
             assert len(world.core.jobs) == 1
@@ -460,7 +460,7 @@ async def test_a_store_that_waits_for_a_permit_holds_no_result_of_a_tier_back():
                 for request, block in ((second, 1), (third, 2))
             ]
             await turns()
-            world.tiers[0].settle_all()
+            world.tiers[0].finish_all()
             await turns()
             assert not world.core.jobs
             assert [await world.during(store) for store in stores] == [1, 1]

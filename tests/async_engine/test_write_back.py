@@ -47,7 +47,7 @@ async def crowded(world, text="abcd"):
     async with world.engine.request("full", hashes(text)) as request:
         task = asyncio.create_task(world.engine.store(request, list(blocks)))
         await turns()
-        world.transport.settle_all()
+        world.transport.complete_all()
         await task
     await turns()
 
@@ -63,9 +63,9 @@ async def test_a_store_waits_until_the_tier_has_taken_what_it_is_pending():
             assert not task.done()
             assert not world.parked
             (tier,) = world.tiers
-            tier.settle_all()
+            tier.finish_all()
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
             assert await task == 1
         await world.check_rest()
         assert set(tier.blocks) == {key("abcd"[: i + 1]) for i in range(4)} | {key("x")}
@@ -95,9 +95,9 @@ async def test_a_store_does_not_wait_for_a_tier_that_has_failed():
             task = asyncio.create_task(world.engine.store(request, [9]))
             await turns()
             (tier,) = world.tiers
-            tier.settle(tier.parked[0], error=TierUnavailableError("down"))
+            tier.finish(tier.parked[0], error=TierUnavailableError("down"))
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
             assert await task == 1
         assert world.engine.stats().tiers[0].dropped_blocks == 1
 
@@ -110,7 +110,7 @@ async def test_a_store_that_may_drop_waits_for_no_tier():
         async with world.engine.request("r", hashes("x")) as request:
             task = asyncio.create_task(world.engine.store(request, [9]))
             await turns()
-            world.transport.settle_all()
+            world.transport.complete_all()
             assert await task == 1
         await world.check_rest()
         assert world.engine.stats().tiers[0].dropped_blocks == 1
@@ -135,9 +135,9 @@ async def test_a_store_goes_on_when_the_last_slot_of_a_failed_tier_is_looked_at(
             task = asyncio.create_task(world.engine.store(request, [9, 10, 11, 12]))
             await turns()
             (tier,) = world.tiers
-            tier.settle(tier.parked[0], error=TierUnavailableError("down"))
+            tier.finish(tier.parked[0], error=TierUnavailableError("down"))
             for _ in range(5):
                 await jump(0.1)
-                world.transport.settle_all()
+                world.transport.complete_all()
             assert task.done()
             assert await task == 4

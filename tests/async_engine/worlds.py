@@ -21,8 +21,8 @@ from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.testing import ScriptedTier
+from kvoffload_async.transport.completion import CompletableTransfer, failed
 from kvoffload_async.transport.layout import register_kv_caches
-from kvoffload_async.transport.settling import SettlingTransfer, failed
 from kvoffload_async.types import LookupResult, make_offload_key
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -109,15 +109,15 @@ def content(block_hash):
 
 @dataclass(eq=False)
 class ParkedCopy:
-    """A copy that waits for the test; its bytes move when it is settled, and not before."""
+    """A copy that waits for the test; its bytes move when it is completed, and not before."""
 
     direction: Direction
     parts: object
-    transfer: SettlingTransfer
+    transfer: CompletableTransfer
 
 
 class ParkedTransport(Transport):
-    """Parks every copy until the test settles it."""
+    """Parks every copy until the test completes it."""
 
     def __init__(self, layout, kv_view):
         self.layout = layout
@@ -136,7 +136,7 @@ class ParkedTransport(Transport):
             raise self.refusal
         if self.odd is not None:
             return self.odd
-        transfer = SettlingTransfer()
+        transfer = CompletableTransfer()
         try:
             parts = self.layout.resolve(copies, len(self.rows))
         except TransportError as error:
@@ -145,7 +145,7 @@ class ParkedTransport(Transport):
         self.parked.append(ParkedCopy(copies.direction, parts, transfer))
         return transfer
 
-    def settle(self, parked=None, error=None):
+    def complete(self, parked=None, error=None):
         """End a copy, the oldest by default."""
         parked = parked or self.parked[0]
         self.parked.remove(parked)
@@ -155,18 +155,18 @@ class ParkedTransport(Transport):
         (part,) = parked.parts
         (table,) = self.layout.groups[0]
         pages, per_chunk = table.pages.numpy(), self.layout.blocks_per_chunk
-        for block, slot, place in zip(part.blocks, part.slots, part.places, strict=True):
-            cell = self.rows[slot, place * PAGE_BYTES : (place + 1) * PAGE_BYTES]
-            assert place < per_chunk
+        for block, slot, position in zip(part.blocks, part.slots, part.positions, strict=True):
+            cell = self.rows[slot, position * PAGE_BYTES : (position + 1) * PAGE_BYTES]
+            assert position < per_chunk
             if parked.direction is STORE:
                 cell[:] = pages[block]
             else:
                 pages[block] = cell
         parked.transfer.end(TransferOutcome(self.layout.num_bytes(parked.parts), 0.0))
 
-    def settle_all(self):
+    def complete_all(self):
         while self.parked:
-            self.settle()
+            self.complete()
 
     def close(self, timeout_s):
         self.closed_with.append(timeout_s)
@@ -235,17 +235,17 @@ class World:
         """The tiers that do not hang, by their numbers."""
         return {index: tier for index, tier in enumerate(self.tiers) if index != self.hung}
 
-    def settle_everything(self):
-        self.transport.settle_all()
+    def finish_everything(self):
+        self.transport.complete_all()
         for tier in self.healthy.values():
-            tier.settle_all()
+            tier.finish_all()
 
     async def calm(self):
-        """Settle until nothing parks any more, nor waits for a tier that has failed."""
+        """Finish jobs until nothing parks any more, nor waits for a tier that has failed."""
         while True:
             await turns(10)
             if self.parked or any(tier.parked for tier in self.healthy.values()):
-                self.settle_everything()
+                self.finish_everything()
             elif any(self.core.cascades.queues[index].count for index in self.healthy):
                 await jump(6.0)
             else:
@@ -261,7 +261,7 @@ class World:
         """Turn the loop, with everything ending well; helper threads work beside it."""
         while not is_done():
             await turns(3)
-            self.settle_everything()
+            self.finish_everything()
 
     async def put(self, text, req_id="put", first=0):
         """Store a text's blocks, and let them cascade."""

@@ -94,8 +94,8 @@ def plain(
 @contextmanager
 def opened(folder: Path, size_bytes: int) -> Iterator[int]:
     """Yield a file whose pages are in the cache."""
-    with TemporaryDirectory(dir=folder) as place:
-        fd = os.open(f"{place}/floor", os.O_RDWR | os.O_CREAT)
+    with TemporaryDirectory(dir=folder) as directory:
+        fd = os.open(f"{directory}/floor", os.O_RDWR | os.O_CREAT)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
             yield fd

@@ -381,7 +381,7 @@ class ConnectorRequests:
                 request = Request(req_id, f"{number:08d}"[::-1] * 3)
                 blocks = [*range(1, 26)]
                 assert desk.ask(request) == (0, False)
-                desk.place(request, blocks)
+                desk.allocate(request, blocks)
                 meta = desk.step({request: request.num_tokens}, new={req_id: (blocks,)})
                 desk.report(*meta.store_jobs)
                 desk.report(*desk.step({request: 1}).store_jobs)
@@ -390,7 +390,7 @@ class ConnectorRequests:
                 request = Request(req_id, text)
                 tokens, waits = desk.ask(request)
                 if tokens and waits:
-                    desk.place(request, [1, 2, 3, 4], load=tokens)
+                    desk.allocate(request, [1, 2, 3, 4], load=tokens)
                 meta = desk.step()
                 desk.end(request)
                 desk.report(*meta.load_jobs, failed=meta.load_jobs if number % 2 else ())

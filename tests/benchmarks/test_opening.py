@@ -66,9 +66,9 @@ def admissions(tier, kind):
     catalog = tier._store.catalog
 
     def admit(keys):
-        places, victims, _ = catalog.claim(keys)
+        addresses, victims, _ = catalog.claim(keys)
         assert not victims
-        catalog.admit(keys, places)
+        catalog.admit(keys, addresses)
 
     for segment in itertools.count():
         catalog.add_segment(segment, SEGMENT_SLOTS)

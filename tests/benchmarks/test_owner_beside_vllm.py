@@ -174,7 +174,7 @@ class Side:
         if self.is_ours:
             assert self.manager.manager.wait_for_progress(DEADLINE_S)
 
-    def settle(self):
+    def finish_jobs(self):
         """End steps until nothing is under way."""
         self.end_step()
         while self.manager.has_pending_work():
@@ -204,11 +204,11 @@ class Side:
         for name in names:
             self.timed("complete_store", self.manager.complete_store, {*keys[name]}, contexts[name])
             self.timed("a step ends after a store", self.end_step)
-            self.settle()
+            self.finish_jobs()
         for name in names:
             self.timed("touch", self.manager.touch, keys[name], contexts[name])
             self.timed("a request ends", self.manager.on_request_finished, contexts[name])
-        self.settle()
+        self.finish_jobs()
 
     def hit_and_go_on(self, names):
         """The requests come again, load their blocks, and store one block now and then."""
@@ -233,11 +233,11 @@ class Side:
                     self.manager.complete_store({more[name][at]}, contexts[name])
 
             self.timed("a step: all requests store one block", store_one_each)
-            self.settle()
+            self.finish_jobs()
             self.timed("a step in which nothing happens", self.end_step)
         for name in names:
             self.manager.on_request_finished(contexts[name])
-        self.settle()
+        self.finish_jobs()
 
     def promote(self, names):
         """Some requests find their blocks in the tier alone."""
@@ -261,7 +261,7 @@ class Side:
                 found = self.look_up(keys, context)
             assert found == len(keys)
             self.manager.on_request_finished(context)
-        self.settle()
+        self.finish_jobs()
 
 
 @pytest.fixture

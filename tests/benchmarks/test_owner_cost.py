@@ -43,8 +43,8 @@ TIERS = {
 @pytest.fixture(params=TIERS)
 def tier(request, tmp_path):
     buffer = PrimaryBuffer(NUM_BLOCKS, 4096)
-    place = {} if request.param == "example" else {"root_dir": str(tmp_path)}
-    tier = TIERS[request.param](None, buffer.view, **place)
+    root = {} if request.param == "example" else {"root_dir": str(tmp_path)}
+    tier = TIERS[request.param](None, buffer.view, **root)
     yield tier
     assert tier.shutdown(DEADLINE_S).is_clean
     assert buffer.release()

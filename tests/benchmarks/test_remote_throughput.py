@@ -113,9 +113,9 @@ class Mooncake:
 
 
 class LibraryAlone:
-    def __init__(self, harness, place):
+    def __init__(self, harness, server):
         self._harness = harness
-        self._place = place
+        self._server = server
         self._round = itertools.count()
 
     def next_keys(self):
@@ -146,10 +146,10 @@ class LibraryAlone:
     async def _put(self, number):
         content = self._harness.rows[number].copy().data
         self._digests[number] = xxhash.xxh3_128_digest(content)
-        await self._place.put(self._names[number], content)
+        await self._server.put(self._names[number], content)
 
     async def _get(self, number):
-        content = np.frombuffer(await self._place.get(self._names[number]), dtype=np.uint8)
+        content = np.frombuffer(await self._server.get(self._names[number]), dtype=np.uint8)
         assert xxhash.xxh3_128_digest(content.data) == self._digests[number]
         self._harness.rows[number] = content
 
@@ -157,10 +157,10 @@ class LibraryAlone:
 class BlockingLibraryAlone(LibraryAlone):
     """The same where calls block, and take many blocks each."""
 
-    def __init__(self, harness, place):
-        super().__init__(harness, place)
+    def __init__(self, harness, server):
+        super().__init__(harness, server)
         rows = harness.rows
-        place.library.register(rows.ctypes.data, rows.nbytes)
+        server.library.register(rows.ctypes.data, rows.nbytes)
 
     def _run(self, operation):
         count = len(self._names)
@@ -178,10 +178,10 @@ class BlockingLibraryAlone(LibraryAlone):
     def _put(self, portion):
         for number in portion:
             self._digests[number] = xxhash.xxh3_128_digest(self._harness.rows[number].data)
-        return self._place.library.put(*self._memory_of(portion))
+        return self._server.library.put(*self._memory_of(portion))
 
     def _get(self, portion):
-        statuses = self._place.library.get(*self._memory_of(portion))
+        statuses = self._server.library.get(*self._memory_of(portion))
         for number in portion:
             digest = xxhash.xxh3_128_digest(self._harness.rows[number].data)
             assert digest == self._digests[number]
@@ -222,14 +222,14 @@ def seconds(call):
 @pytest.mark.bench
 @pytest.mark.parametrize("block_kib", list(JOBS))
 @pytest.mark.parametrize(
-    "place_of",
+    "server_of",
     [
         Valkey,
         pytest.param(Object, marks=[at_length, pytest.mark.servers]),
         pytest.param(Mooncake, marks=[at_length, pytest.mark.servers]),
     ],
 )
-def test_throughput_against_the_client_library(tmp_path, request, place_of, block_kib):
+def test_throughput_against_the_client_library(tmp_path, request, server_of, block_kib):
     is_measured = request.config.getoption("--benchmark-enable")
     rounds, loads = (ROUNDS, LOADS) if is_measured else (1, 1)
     count = JOBS[block_kib] * JOB_BLOCKS if is_measured else 4
@@ -237,16 +237,16 @@ def test_throughput_against_the_client_library(tmp_path, request, place_of, bloc
     rows = np.random.default_rng(1).integers(0, 256, (count, block_bytes), dtype=np.uint8)
     figures = {"store": [], "load": []}
     with ExitStack() as stack:
-        place = place_of(tmp_path, stack)
+        server = server_of(tmp_path, stack)
         harness = stack.enter_context(
-            ManagerHarness(place.tier, count, block_bytes, TIMEOUT_S, io_timeout_s=TIMEOUT_S)
+            ManagerHarness(server.tier, count, block_bytes, TIMEOUT_S, io_timeout_s=TIMEOUT_S)
         )
-        alone = BlockingLibraryAlone if place_of is Mooncake else LibraryAlone
-        sides = {"alone": alone(harness, place), "tier": TierSide(harness)}
+        alone = BlockingLibraryAlone if server_of is Mooncake else LibraryAlone
+        sides = {"alone": alone(harness, server), "tier": TierSide(harness)}
         order = list(sides)
         harness.rows[:] = rows
         for number in range(rounds + is_measured):  # the first one warms up
-            place.forget()
+            server.forget()
             for side in sides.values():
                 side.next_keys()
             for phase in ["store"] + ["load"] * loads:
@@ -259,12 +259,12 @@ def test_throughput_against_the_client_library(tmp_path, request, place_of, bloc
                 if number >= is_measured:
                     figures[phase].append((took_s["alone"], took_s["tier"]))
                 order.reverse()
-        harness.run(place.close())
+        harness.run(server.close())
     mib = count * block_bytes / MIB
     for phase, pairs in figures.items():
         ratio = statistics.median(alone_s / tier_s for alone_s, tier_s in pairs)
         alone, tier = (mib / statistics.median(side) for side in zip(*pairs, strict=True))
         print(  # noqa: T201 - the figures are what this is for
-            f"\n{place_of.__name__.lower():6} {phase:5} {block_kib:5} KiB: "
+            f"\n{server_of.__name__.lower():6} {phase:5} {block_kib:5} KiB: "
             f"alone {alone:5,.0f} MiB/s, tier {tier:5,.0f} MiB/s, ratio {ratio:.2f}"
         )

@@ -24,7 +24,7 @@ import pytest
 from kvoffload_async import AsyncTier, OffloadEngine, TierBounds, TierCapabilities
 from kvoffload_async.abc.transport import TransferOutcome, Transport
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
-from kvoffload_async.transport.settling import SettlingTransfer
+from kvoffload_async.transport.completion import CompletableTransfer
 from kvoffload_async.types import make_offload_key
 
 pytestmark = pytest.mark.bench
@@ -80,7 +80,7 @@ class IdleTransport(Transport):
         return None
 
     def submit(self, copies, after):
-        transfer = SettlingTransfer()
+        transfer = CompletableTransfer()
         self.loop.call_later(OPERATION_S, transfer.end, TransferOutcome(0))
         return transfer
 

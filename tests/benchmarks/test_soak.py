@@ -189,7 +189,7 @@ class Soak:
         gc.collect()
         self.samples.append((time.monotonic() - self.began_s, Usage.now(tasks)))
 
-    def judge(self) -> None:
+    def check(self) -> None:
         """Check that nothing has grown since the first tenth."""
         warm_s = WARM_UP * SOAK_S / 2
         flat = [usage for at_s, usage in self.samples if at_s >= warm_s]
@@ -261,7 +261,7 @@ def soak(tmp_path, monkeypatch):
 def test_an_engine_under_an_event_loop_neither_loses_nor_grows(soak):
     with soak.log_in_a_file(), asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(awaited(soak))
-    soak.judge()
+    soak.check()
 
 
 async def awaited(soak):
@@ -325,7 +325,7 @@ def test_an_engine_under_a_scheduler_neither_loses_nor_grows(soak):
                 soak.at_rest(manager, spec.runtime.runner.run(count_tasks(), 10.0))
         finally:
             workers.shutdown(10.0)
-    soak.judge()
+    soak.check()
 
 
 def one_round(soak, manager, workers, pool, tally):

@@ -123,9 +123,9 @@ def measure(
     with ExitStack() as stack:
         contenders = {}
         for threads in counts:
-            place = folder / f"{kind}-{mode}-{threads}"
+            directory = folder / f"{kind}-{mode}-{threads}"
             contenders[threads] = Contender(
-                kind, buffer.view, place, threads, is_direct=mode == "direct"
+                kind, buffer.view, directory, threads, is_direct=mode == "direct"
             )
             stack.callback(contenders[threads].close)
             contenders[threads].store()
@@ -160,11 +160,11 @@ def main() -> None:
     heads = "".join(f"{count:>22}" for count in given.threads)
     sys.stdout.write(f"{cpus} CPUs, {state}; ms by number of threads that load\n{'':22}{heads}\n")
     with (
-        TemporaryDirectory(dir=given.folder) as place,
+        TemporaryDirectory(dir=given.folder) as directory,
         computing(cpus if given.busy else 0),
     ):
         for kind, mode in itertools.product(given.tier, given.mode):
-            took = measure(kind, mode, given.threads, given.rounds, Path(place))
+            took = measure(kind, mode, given.threads, given.rounds, Path(directory))
             for direction in ("load", "store"):
                 cells = [took[direction, count] for count in given.threads]
                 texts = "".join(f"{described(each, cells[0]):>22}" for each in cells)

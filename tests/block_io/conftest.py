@@ -1,5 +1,5 @@
 import pytest
-from block_io.places import IMPLEMENTATIONS, is_built
+from block_io.worlds import IMPLEMENTATIONS, is_built
 from command_line import command
 
 __all__ = ["command", "implementation"]

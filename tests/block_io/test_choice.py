@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import uvloop
-from block_io.places import DIGESTER, is_built
+from block_io.worlds import DIGESTER, is_built
 from faulty_files import FaultyFileOps
 
 from kvoffload_async.block_io import choice, hashes, native_io
@@ -28,7 +28,7 @@ native = pytest.mark.skipif(not is_built(), reason="the native module is not bui
 def _asked_anew(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     choice._obstacle.cache_clear()
-    choice._tell.cache_clear()
+    choice._log_choice.cache_clear()
     yield
     choice._obstacle.cache_clear()
 

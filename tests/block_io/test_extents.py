@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from block_io.places import IMPLEMENTATIONS, ROW, is_built, key_of, place, run, until
+from block_io.worlds import IMPLEMENTATIONS, ROW, is_built, key_of, run, until, world
 from faulty_files import FaultyFileOps
 from hypothesis import given
 from hypothesis import strategies as st
@@ -280,7 +280,7 @@ def test_a_large_batch_is_moved_by_several_threads(implementation, tmp_path):
 
 def test_when_it_is_closed_nobody_holds_the_rows(implementation, tmp_path):
     async def scenario():
-        async with place(implementation, tmp_path) as here:
+        async with world(implementation, tmp_path) as here:
             await here.store([0], [(here.file(), 0, 1)])
             with pytest.raises(ValueError, match="cannot resize"):
                 here.rows.resize((1, ROW))

@@ -1,10 +1,10 @@
-"""Whole files by native code: what is the plain good case, and what is left to be judged."""
+"""Whole files by native code: what is the plain good case, and what is left to Python."""
 
 import asyncio
 import os
 
 import pytest
-from block_io.places import DIGESTER, ROW, WAIT_S, is_built, key_of, run, until
+from block_io.worlds import DIGESTER, ROW, WAIT_S, is_built, key_of, run, until
 from faulty_files import FaultyFileOps
 
 from kvoffload_async.abc.tier import Direction
@@ -69,7 +69,7 @@ class Files:
         return ended[0]
 
 
-def test_a_file_is_served_if_its_bytes_are_right_and_left_to_be_judged_else(tmp_path):
+def test_a_file_is_served_if_its_bytes_are_right_and_left_to_python_else(tmp_path):
     async def scenario(here):
         files, content = Files(here), here.rows.copy()
         good = [content[number].tobytes() for number in range(8)]
@@ -130,7 +130,7 @@ def test_a_checksum_that_is_known_is_not_read_and_one_that_is_outdated_is(tmp_pa
 
 
 @pytest.mark.parametrize("call", ["open", "get_xattr", "preadv", "close"])
-def test_a_call_that_fails_leaves_that_file_to_be_judged(tmp_path, call):
+def test_a_call_that_fails_leaves_that_file_to_python(tmp_path, call):
     ops = FaultyFileOps()
 
     async def scenario(here):
@@ -240,7 +240,7 @@ def test_without_an_attribute_no_checksum_is_computed(tmp_path):
 @pytest.mark.parametrize(
     "call", ["stat", "open", "pwritev", "set_xattr", "fsync", "close", "publish"]
 )
-def test_a_call_that_fails_leaves_that_block_to_be_judged_and_no_temporary_file(tmp_path, call):
+def test_a_call_that_fails_leaves_that_block_to_python_and_no_temporary_file(tmp_path, call):
     ops = FaultyFileOps()
 
     async def scenario(here):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from block_io.places import is_built, run, until
+from block_io.worlds import is_built, run, until
 from faulty_files import FaultyFileOps
 
 from kvoffload_async.abc.tier import Direction

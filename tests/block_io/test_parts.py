@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from block_io.places import place
+from block_io.worlds import world
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ def test_a_batch_is_withdrawn_once_no_thread_moves_a_part_of_it():
 
 def test_a_defect_fails_its_batch_and_no_other(tmp_path):
     async def scenario():
-        async with place("python", tmp_path) as here:
+        async with world("python", tmp_path) as here:
             fd = here.file()
             keys = [b"not as many keys as rows"]
             with pytest.raises(TierUnavailableError, match="copying blocks raised"):
@@ -113,7 +113,7 @@ def test_a_batch_that_the_pool_refuses_fails(tmp_path, monkeypatch):
         raise BusyError("full")
 
     async def scenario():
-        async with place("python", tmp_path) as here:
+        async with world("python", tmp_path) as here:
             fd = here.file()
             with monkeypatch.context() as patch:
                 patch.setattr(here.io._io, "run", refuse)

@@ -245,7 +245,7 @@ def test_the_derived_settings_are_printed_as_json_without_secrets(command, tmp_p
         for case in cases
     ],
 )
-def test_a_hosts_configuration_is_judged_without_the_host(command, tmp_path, host, case):
+def test_a_hosts_configuration_is_checked_without_the_host(command, tmp_path, host, case):
     config = command.config(**host_configs.placed(case.config, tmp_path))
     if case.why is not None:
         assert case.why in command.refusal("check-config", config)

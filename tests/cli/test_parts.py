@@ -122,17 +122,17 @@ class TestCatalogue:
         assert "backpressure_detector" not in options
 
     def test_options_of_an_out_of_tree_tier(self, faulty_tiers, monkeypatch):
-        names = ("whole", "gone", "untold")
+        names = ("whole", "gone", "undocumented")
         monkeypatch.setattr(SecondaryTierFactory, "names", lambda: list(names))
 
-        class Untold:
+        class Undocumented:
             def __init__(self, must, may="x"):
                 pass
 
         def get(name):
             if name == "gone":
                 raise ImportError("no such module")
-            return Untold
+            return Undocumented
 
         monkeypatch.setattr(SecondaryTierFactory, "get_tier_class", get)
         whole, gone, _ = catalogue.tier_entries()

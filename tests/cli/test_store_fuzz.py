@@ -54,7 +54,7 @@ def opened_as(kept, tmp_path):
     def make(kind, name, content):
         root = tmp_path / str(next(_numbers))
         shutil.copytree(kept[kind], root)
-        for path in places_of(root, name):
+        for path in paths_of(root, name):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
         return root
@@ -62,7 +62,7 @@ def opened_as(kept, tmp_path):
     return make
 
 
-def places_of(root, names):
+def paths_of(root, names):
     (folder,) = root.glob("*_r0")
     if names == "config.json":
         return [root / folder.name.removesuffix("_r0") / names]
@@ -134,7 +134,7 @@ def test_what_is_no_small_file_of_a_store_is_a_line_or_is_ignored(opened_as, kin
 @every_small_file
 def test_a_small_file_that_claims_terabytes_is_a_line_or_is_ignored(opened_as, kind, name):
     root = opened_as(kind, name, b"{")
-    for path in places_of(root, name):
+    for path in paths_of(root, name):
         os.truncate(path, SPARSE_BYTES)
     survives(kind, root)
 
@@ -156,7 +156,7 @@ def test_a_block_that_claims_terabytes_is_a_line(opened_as):
     [("fs", "config.json"), ("slab", "manifest.json"), ("fs", ".writers/9-abc .writers/9")],
 )
 def test_an_object_with_other_values_is_a_line_or_is_ignored(opened_as, kept, kind, name, data):
-    path = places_of(kept[kind], name)[0]
+    path = paths_of(kept[kind], name)[0]
     fields = json.loads(path.read_bytes()) if path.exists() else {"boot_id": "a", "host": "b"}
     changed = data.draw(altered(fields))
     if "xxh3" in changed and data.draw(st.booleans()):  # whoever can write, can do that, too
@@ -172,7 +172,7 @@ def test_an_object_with_other_values_is_a_line_or_is_ignored(opened_as, kept, ki
 @given(data=st.data())
 @every_small_file
 def test_a_small_file_that_is_damaged_is_a_line_or_is_ignored(opened_as, kept, kind, name, data):
-    path = places_of(kept[kind], name)[0]
+    path = paths_of(kept[kind], name)[0]
     content = bytearray(path.read_bytes() if path.exists() else b'{"boot_id": "a"}')
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, len(content)))

@@ -96,7 +96,7 @@ def test_a_file_stays_as_it_was_when_something_else_is_wrong(command, tmp_path):
     assert out.read_text() == "of yesterday"
 
 
-def test_a_trace_that_can_be_read_only_once_is_judged_after_the_replay(command):
+def test_a_trace_that_can_be_read_only_once_is_checked_after_the_replay(command):
     text = command.trace(TRACE).read_text()
     pipe = command.directory / "pipe"
     os.mkfifo(pipe)

@@ -452,9 +452,9 @@ class Serving:
         """
         planner = self.world.manager.planner
         for _ in range(max_steps):
-            self.world.settle_all()  # before any deadline passes
+            self.world.finish_all()  # before any deadline passes
             self.world.runner.advance(planner.cascades.wakes_in_s(planner.now_s) or seconds)
-            self.world.settle_all()
+            self.world.finish_all()
             for copy in self.copies:
                 if copy.outcome is None:
                     self.perform(copy)

@@ -113,7 +113,7 @@ def test_a_load_of_a_preempted_request_does_not_vouch_for_blocks_that_another_lo
     _, lost, _ = desk.load(Request("r", "abcd"), [11, 12, 13, 14, 15])
     other = Request("other", "wxyz")
     assert desk.ask(other) == (16, True)
-    desk.place(other, [11, 12, 13, 14, 15], load=16)
+    desk.allocate(other, [11, 12, 13, 14, 15], load=16)
     meta = desk.step(preempted=["r"])
     assert meta.jobs_to_flush == {lost}
     desk.report(lost, *meta.load_jobs, failed=meta.load_jobs)
@@ -127,7 +127,7 @@ def test_blocks_that_another_source_fills_are_not_stored_but_those_computed_afte
     desk = Desk()
     request = Request("r", "abcd")
     desk.ask(request)
-    desk.place(request, [1, 2, 3, 4, 5])
+    desk.allocate(request, [1, 2, 3, 4, 5])
     request.num_computed_tokens = 8
     assert stored(desk.step({request: 9})) == [3, 4]
 
@@ -141,9 +141,9 @@ def test_a_block_that_is_only_being_filled_when_another_request_finds_it_is_trus
     desk = Desk(options={"offload_prompt_only": False})
     first, second = Request("first", "ab", extra=0), Request("second", "abc", extra=0)
     desk.ask(first)
-    desk.place(first, [1, 2])
+    desk.allocate(first, [1, 2])
     desk.ask(second, 8)
-    desk.place(second, [1, 2, 3])
+    desk.allocate(second, [1, 2, 3])
     second.num_computed_tokens = 8
     assert stored(desk.step({first: 8, second: 4})) == [1, 2, 3]
 
@@ -154,7 +154,7 @@ def test_a_block_that_comes_back_to_its_request_elsewhere_is_read_before_it_is_o
     storing, _ = only(desk.prefill(first, [1, 2, 3]).store_jobs)
     second = Request("second", "ab")
     desk.ask(second, 8)
-    desk.place(second, [1, 2, 4])
+    desk.allocate(second, [1, 2, 4])
     desk.step()
     meta = desk.step({second: 1}, tables={"second": [[NULL_BLOCK, 2, 4, 1]]})
     assert storing in meta.jobs_to_flush
@@ -193,7 +193,7 @@ def serve(seed, tally):
             *[c for c in serving.copies if c.outcome is not None and draw.random() < 0.8]
         )
         if draw.random() < 0.5:
-            serving.world.settle_all()
+            serving.world.finish_all()
         if draw.random() < 0.08 and serving.live:
             serving.finish(draw.choice([r for r in serving.live if not r.ended] or serving.live))
         if draw.random() < resets:

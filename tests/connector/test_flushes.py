@@ -34,7 +34,7 @@ def test_a_request_preempted_and_readmitted_in_one_step_keeps_its_new_load():
     desk.store("abcd", [1, 2, 3, 4])
     request = Request("r", "abcd")
     assert desk.ask(request) == (16, True)
-    desk.place(request, [5, 6, 7, 8, 9], load=16)
+    desk.allocate(request, [5, 6, 7, 8, 9], load=16)
     meta = desk.step(preempted=["r"])
     job_id, _ = only(meta.load_jobs)
     assert job_id not in meta.jobs_to_flush
@@ -55,7 +55,7 @@ def test_a_readmitted_request_waits_until_its_flushed_stores_are_reported():
     assert desk.ask(request) == (None, False)
     desk.report(job_id)
     assert desk.ask(request) == (8, True)
-    desk.place(request, [4, 5, 6], load=8)
+    desk.allocate(request, [4, 5, 6], load=8)
     assert blocks_of(only(desk.step().load_jobs)[1]) == [4, 5]
 
 
@@ -63,7 +63,7 @@ def test_a_readmitted_request_waits_even_if_what_it_could_load_is_there():
     desk = Desk(options={"max_load_tokens": 4})
     request = Request("r", "ab")
     desk.ask(request)
-    desk.place(request, [1, 2, 3])
+    desk.allocate(request, [1, 2, 3])
     desk.report(*desk.step({request: 4}).store_jobs)
     (second,) = desk.step({request: 4}).store_jobs
     desk.step(preempted=["r"])
@@ -80,7 +80,7 @@ def test_a_store_is_flushed_when_a_block_that_it_reads_is_allocated_again():
     _, job_id = running(desk)
     other = Request("other", "xy")
     desk.ask(other)
-    desk.place(other, [2, 8, 9])  # 46951: although nothing is loaded into it
+    desk.allocate(other, [2, 8, 9])  # 46951: although nothing is loaded into it
     assert desk.step({other: 9}).jobs_to_flush == {job_id}
 
 
@@ -98,7 +98,7 @@ def test_blocks_that_the_device_had_computed_are_read_and_not_overwritten():
     running(desk)
     sharer = Request("sharer", "ab")
     desk.ask(sharer, 8)
-    desk.place(sharer, [1, 2, 9])
+    desk.allocate(sharer, [1, 2, 9])
     meta = desk.step({sharer: 1}, tables={"sharer": [[1, 2, 9]]})
     assert meta.jobs_to_flush == frozenset()
 
@@ -109,10 +109,10 @@ def test_a_jobs_blocks_are_watched_until_all_workers_have_ended_it_and_not_longe
     other = Request("other", "xy")
     desk.report(job_id, count=1)
     desk.ask(other)
-    desk.place(other, [1, 8, 9])
+    desk.allocate(other, [1, 8, 9])
     assert desk.step({request: 1}).jobs_to_flush == {job_id}
     desk.report(job_id, count=1)
-    desk.place(other, [1, 8, 9])
+    desk.allocate(other, [1, 8, 9])
     assert desk.step({request: 1}).jobs_to_flush == frozenset()
 
 
@@ -122,13 +122,13 @@ def test_two_jobs_may_watch_one_block():
     desk.end(request)
     second = Request("s", "xy")
     desk.ask(second)
-    desk.place(second, [1, 8, 9])
+    desk.allocate(second, [1, 8, 9])
     meta = desk.step({second: 9})
     assert meta.jobs_to_flush == {first}
     ((store, _),) = meta.store_jobs.items()
     third = Request("t", "pq")
     desk.ask(third)
-    desk.place(third, [1, 6, 7])
+    desk.allocate(third, [1, 6, 7])
     assert desk.step({third: 9}).jobs_to_flush == {first, store}
 
 
@@ -150,7 +150,7 @@ def test_the_last_block_of_a_finished_request_is_stored_before_its_reuse():
     desk.end(request)
     other = Request("other", "pq")
     desk.ask(other)
-    desk.place(other, [1, 2, 3])
+    desk.allocate(other, [1, 2, 3])
     meta = desk.step({other: 9})
     (final,) = [job_id for job_id, job in meta.store_jobs.items() if job.req_id == "r"]
     assert blocks_of(meta.store_jobs[final]) == [1, 2]
@@ -166,7 +166,7 @@ def test_a_finished_window_request_stores_what_was_given_away_in_this_very_step(
     desk.end(request)
     other = Request("other", "pq")
     desk.ask(other)
-    desk.place(other, [1, 2, 3])
+    desk.allocate(other, [1, 2, 3])
     meta = desk.step()
     final, job = only(meta.store_jobs)
     assert blocks_of(job) == [1, 2]
@@ -180,7 +180,7 @@ def test_a_load_into_blocks_that_a_store_still_reads_flushes_that_store():
     desk.end(request)
     loader = Request("r", "abcd")
     desk.ask(loader)
-    desk.place(loader, [11, 12, 13, 14, 15], load=16)
+    desk.allocate(loader, [11, 12, 13, 14, 15], load=16)
     meta = desk.step()
     assert meta.jobs_to_flush == {job_id}
 
@@ -208,7 +208,7 @@ def test_stores_that_are_born_last_are_among_the_flushed():
     desk = Desk()
     request = Request("r", "ab")
     desk.ask(request)
-    desk.place(request, [1, 2, 3])
+    desk.allocate(request, [1, 2, 3])
     desk.step({request: 3})
     request.num_computed_tokens = 8
     desk.end(request)
@@ -258,7 +258,7 @@ def test_finished_requests_are_signalled_after_their_last_store_and_the_step_end
     desk = Desk(manager=recorder)
     request = Request("r", "ab")
     desk.ask(request)
-    desk.place(request, [1, 2, 3])
+    desk.allocate(request, [1, 2, 3])
     request.num_computed_tokens = 9
     desk.end(request)
     desk.step()

@@ -140,7 +140,7 @@ def promoted(world, desk, request):
     assert desk.ask(request) == (None, False)
     desk.step()
     world.runner.run_ready()
-    world.settle_all()
+    world.finish_all()
 
 
 def test_a_request_that_takes_no_tokens_lets_go_of_what_was_promoted_for_it():
@@ -150,7 +150,7 @@ def test_a_request_that_takes_no_tokens_lets_go_of_what_was_promoted_for_it():
         promoted(world, desk, request)
         assert desk.ask(request) == (12, True)
         assert desk.primary.state_of(key("a")) is BlockState.PINNED
-        desk.place(request, [1, 2, 3, 4])
+        desk.allocate(request, [1, 2, 3, 4])
         desk.step({request: 13})
         assert desk.primary.state_of(key("a")) is BlockState.IDLE
     finally:

@@ -30,7 +30,7 @@ def test_hundreds_of_steps_go_by_beside_a_tier_that_hangs_for_ever():
             serving.perform(copy)
         serving.report(*serving.copies)
         for copy in list(world.tiers[WELL].parked):
-            world.tiers[WELL].settle(copy)
+            world.tiers[WELL].finish(copy)
         world.runner.advance(STEP_S)
     assert world.runner.now_s() - begun_s < STEPS * STEP_S + 1, "a hook has waited"
     served = len(serving.known) - len(serving.live)

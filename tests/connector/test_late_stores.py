@@ -23,7 +23,7 @@ def test_all_blocks_reach_a_slow_tier_after_their_request_has_gone():
     steps = 0
     while desk.connector.has_pending_push_work():
         world.runner.run_ready()
-        world.settle_all()
+        world.finish_all()
         desk.step()
         steps += 1
         assert steps < 100
@@ -44,7 +44,7 @@ def test_a_request_that_comes_again_finds_its_id_free_while_its_blocks_still_go(
     assert contexts <= {"w", ENGINE_REQ_ID}
     for _ in range(20):
         world.runner.run_ready()
-        world.settle_all()
+        world.finish_all()
         desk.step()
     assert set(world.tiers[0].blocks) == {*keys(TEXT[:8]), *keys("zyx")}
     world.end()
@@ -65,7 +65,7 @@ def store_four_prompts(write_back):
     for _ in range(200):
         desk.report(*jobs)
         world.runner.run_ready()
-        world.settle_all()
+        world.finish_all()
         jobs = list(desk.step(dict.fromkeys(requests, 1)).store_jobs)
     for request in requests:
         desk.end(request)
@@ -94,5 +94,5 @@ def test_what_ends_without_room_takes_it_from_blocks_that_the_tier_lacks(write_b
     desk.end(request)
     assert bool(desk.step().store_jobs) is not lost
     assert desk.connector.counters.lost_blocks == 2 * lost
-    world.settle_all()
+    world.finish_all()
     world.end()

@@ -79,7 +79,7 @@ def test_a_window_may_begin_inside_a_chunk():
     request = Request("r", "abcdef")
     tokens, _ = desk.ask(request)
     assert tokens == 24
-    desk.place(request, [NULL_BLOCK] * 5 + [16, 17], load=24)
+    desk.allocate(request, [NULL_BLOCK] * 5 + [16, 17], load=24)
     _, job = only(desk.step().load_jobs)
     assert blocks_of(job) == [16]
     assert job.device.block_indices == (5,)
@@ -100,10 +100,10 @@ def test_an_offer_is_taken_whole_or_not_at_all():
     request = Request("r", "abcd")
     desk.ask(request)
     with pytest.raises(StateError, match="was offered 16 tokens, not 8"):
-        desk.place(request, [5, 6, 7, 8, 9], load=8)
-    desk.place(request, [5, 6, 7, 8, 9])
+        desk.allocate(request, [5, 6, 7, 8, 9], load=8)
+    desk.allocate(request, [5, 6, 7, 8, 9])
     with pytest.raises(StateError, match="was offered 0 tokens, not 16"):
-        desk.place(request, [5, 6, 7, 8, 9], load=16)
+        desk.allocate(request, [5, 6, 7, 8, 9], load=16)
     assert not desk.step().load_jobs
     assert desk.primary.counts["pinned"] == 0
 
@@ -114,7 +114,7 @@ def test_a_load_without_blocks_for_it_is_refused_and_pins_nothing():
     request = Request("r", "abcd")
     desk.ask(request)
     with pytest.raises(StateError, match="16 tokens do not fit into 3 blocks of group 0"):
-        desk.place(request, [5, 6, 7], load=16)
+        desk.allocate(request, [5, 6, 7], load=16)
     assert desk.primary.counts["pinned"] == 0
 
 
@@ -127,7 +127,7 @@ def test_only_a_primary_in_host_memory_can_be_loaded_from():
     request = Request("r", "a")
     desk.ask(request)
     with pytest.raises(StateError, match="Elsewhere loads from no primary"):
-        desk.place(request, [1, 2], load=4)
+        desk.allocate(request, [1, 2], load=4)
 
 
 def test_loaded_chunks_are_not_stored_again():

@@ -55,7 +55,7 @@ def test_probes_of_a_tier_for_a_whole_prefix_go_out_in_one_batch():
         world.runner.run_ready()
         (probe,) = world.parked()
         assert probe.keys == tuple(keys("abcd"))
-        world.settle()
+        world.finish_job()
         assert desk.ask(request) == (0, False)
     finally:
         world.end()
@@ -223,7 +223,7 @@ def test_fifty_sharers_wait_for_one_load_and_not_for_each_other():
     free = iter(range(10, 1000))
     for sharer in sharers:
         assert desk.ask(sharer) == (16, True)
-        desk.place(sharer, [next(free) for _ in range(5)], load=16)
+        desk.allocate(sharer, [next(free) for _ in range(5)], load=16)
     meta = desk.step()
     assert len(meta.load_jobs) == 50
     desk.report(*meta.load_jobs)
@@ -310,6 +310,6 @@ def test_mixed_groups_under_eviction_shorten_the_prefix_and_break_nothing():
     tokens, waits = desk.ask(request)
     assert waits
     assert tokens == 8
-    desk.place(request, [21, 22, 23, 24, 25], [31, 32, 33], load=tokens)
+    desk.allocate(request, [21, 22, 23, 24, 25], [31, 32, 33], load=tokens)
     (job,) = desk.step().load_jobs.values()
     assert job.device.group_sizes == (2, 1)

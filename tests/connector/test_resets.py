@@ -174,7 +174,7 @@ def test_an_id_that_ended_with_a_reset_may_begin_again_in_the_same_step():
     desk.connector.reset_cache()
     newcomer = Request("r", "ab")
     assert desk.ask(newcomer) == (0, False)
-    desk.place(newcomer, [4, 5, 6])
+    desk.allocate(newcomer, [4, 5, 6])
     desk.step({newcomer: 9})
     assert desk.table["r"].request is newcomer
     desk.report(job_id)

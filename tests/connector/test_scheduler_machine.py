@@ -64,12 +64,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         admits=st.sampled_from([2, 4, 1, 0]),
         declines=st.sampled_from([False, False, False, True]),
         reverses=st.booleans(),
-        settles=st.booleans(),
+        finishes=st.booleans(),
     )
-    def step(self, settles, **how):
+    def step(self, finishes, **how):
         self.serving.step(**how)
-        if settles:
-            self.serving.world.settle_all()
+        if finishes:
+            self.serving.world.finish_all()
 
     @precondition(lambda self: any(c.outcome is None for c in self.serving.copies))
     @rule(data=st.data(), success=st.sampled_from([True, True, True, False]))
@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.serving.connector._jobs)
     @rule(forgets=st.booleans())
     def reset(self, forgets):
-        self.serving.world.settle_all()  # the tiers drain: that is what the manager waits for
+        self.serving.world.finish_all()  # the tiers drain: that is what the manager waits for
         self.serving.connector.reset_cache()
         if forgets:
             self.serving.pool.forget()
@@ -110,10 +110,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(t.parked for t in self.serving.world.healthy.values()))
     @rule(fails=st.sampled_from([False, False, True]))
-    def settle_a_tier(self, fails):
+    def finish_a_tier(self, fails):
         world = self.serving.world
         index = next(index for index, tier in world.healthy.items() if tier.parked)
-        world.settle(index, error=TierUnavailableError("drawn") if fails else None)
+        world.finish_job(index, error=TierUnavailableError("drawn") if fails else None)
 
     @precondition(lambda self: len(self.serving.world.tiers) > 1)
     @rule(tier=st.sampled_from([0, 1, None]))

@@ -18,7 +18,7 @@ def test_chunks_are_stored_as_soon_as_a_step_fills_them():
     desk = Desk()
     request = Request("r", "abcd")
     desk.ask(request)
-    desk.place(request, [1, 2])
+    desk.allocate(request, [1, 2])
     _, job = only(desk.step({request: 7}).store_jobs)
     assert blocks_of(job) == [1], "the second block is one token short"
     _, job = only(desk.step({request: 1}).store_jobs)
@@ -146,7 +146,7 @@ def test_a_step_that_computes_ahead_of_the_known_tokens_stores_only_known_ones()
     desk = Desk()
     request = Request("r", "ab", extra=0)
     desk.ask(request)
-    desk.place(request, [1, 2, 3])
+    desk.allocate(request, [1, 2, 3])
     _, job = only(desk.step({request: 100}).store_jobs)
     assert blocks_of(job) == [1, 2]
 
@@ -164,7 +164,7 @@ def test_chunks_without_blocks_or_keys_are_not_stored():
     desk = Desk()  # 49118
     request = Request("r", "abcd")
     desk.ask(request)
-    desk.place(request, [1, 2])
+    desk.allocate(request, [1, 2])
     _, job = only(desk.step({request: 17}).store_jobs)
     assert blocks_of(job) == [1, 2]
 
@@ -174,7 +174,7 @@ def test_half_a_window_is_no_chunk_and_counts_no_blocks():
     desk = Desk(groups=groups, options={"blocks_per_chunk": 2})
     request = Request("r", "abcdef")
     desk.ask(request)
-    desk.place(request, [NULL_BLOCK, 2, 3, 4, 5, 6])
+    desk.allocate(request, [NULL_BLOCK, 2, 3, 4, 5, 6])
     _, job = only(desk.step({request: 24}).store_jobs)
     assert blocks_of(job) == [3, 4, 5, 6]
     assert job.device.group_sizes == (4,)
@@ -197,7 +197,7 @@ def test_a_block_that_slid_out_and_was_given_away_is_not_stored_under_its_old_ke
     desk.report(*busy.store_jobs)
     other = Request("other", "pq")
     desk.ask(other)
-    desk.place(other, [1, 2, 9])
+    desk.allocate(other, [1, 2, 9])
     _, job = only(desk.step({request: 1}).store_jobs)
     assert blocks_of(job) == [3, 4]
 
@@ -253,7 +253,7 @@ def test_an_aborted_request_stores_what_it_has_computed():
     desk = Desk()
     request = Request("r", "abcd")
     desk.ask(request)
-    desk.place(request, [1, 2, 3, 4, 5])
+    desk.allocate(request, [1, 2, 3, 4, 5])
     desk.step({request: 6})
     request.num_computed_tokens = 8
     desk.end(request)

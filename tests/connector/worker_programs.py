@@ -66,7 +66,7 @@ class Job:
 
 @dataclass
 class Scheduler:
-    """Chooses what may be used, and judges what the worker reports."""
+    """Chooses what may be used, and checks what the worker reports."""
 
     schedule: object
     create: type[OffloadingConnectorWorker] = OffloadingConnectorWorker
@@ -147,10 +147,10 @@ class Scheduler:
         is_cached = held is not None or self.hold is not None
         self.worker._flush_timeout_s = STALLED_S if is_cached else self.deadline_s
         flush = flushed | urgent.keys()
-        may_go_on = self.worker.handle_preemptions(meta(loads, urgent, flush))
+        may_continue = self.worker.handle_preemptions(meta(loads, urgent, flush))
         late = {job_id for job_id in flush if job_id in self.worker._running}
         self.late |= {job_id for job_id in late if self.jobs[job_id].direction is STORE}
-        if may_go_on != (late <= self.late):
+        if may_continue != (late <= self.late):
             self.errors.append("a step goes on although a load is late, or waits for a store")
         if held is not None:
             held.release()
@@ -190,7 +190,7 @@ class Scheduler:
     # -- results --------------------------------------------------------------------------------
 
     def take(self):
-        """Judge the results."""
+        """Check the results."""
         for result in self.worker.get_finished():
             ended = self.jobs.pop(result.job_id, None)
             if ended is None:

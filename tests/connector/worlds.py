@@ -179,7 +179,7 @@ class Desk:
     def ask(self, request, computed=0):
         return self.connector.get_num_new_matched_tokens(request, computed)
 
-    def place(self, request, *tables, load=0):
+    def allocate(self, request, *tables, load=0):
         self.connector.update_state_after_alloc(request, tables, load)
 
     def step(self, scheduled=(), *, new=None, tables=None, preempted=()):
@@ -206,7 +206,7 @@ class Desk:
     def prefill(self, request, *tables, computed=0):
         """Start a request without a load and compute its prompt, all in one step."""
         self.ask(request, computed)
-        self.place(request, *tables)
+        self.allocate(request, *tables)
         request.num_computed_tokens = computed
         count = request.num_prompt_tokens - computed
         return self.step({request: count})
@@ -225,7 +225,7 @@ class Desk:
         """Start a request with all that can be loaded; return (tokens, job id, job)."""
         tokens, waits = self.ask(request, computed)
         assert waits, tokens
-        self.place(request, *tables, load=tokens)
+        self.allocate(request, *tables, load=tokens)
         meta = self.step()
         ((job_id, job),) = meta.load_jobs.items()
         return tokens, job_id, job

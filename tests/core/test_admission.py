@@ -44,7 +44,7 @@ class Estimates:
 CTX = ReqContext("r")
 
 
-def test_likely_blocks_are_stored_doubtful_ones_wait_and_the_others_are_declined():
+def test_likely_blocks_are_stored_undecided_ones_wait_and_the_others_are_declined():
     admission = Admission(Estimates(likely={1, 3}), [10.0], feeds=True)
     assert admission.split(0, CTX, ks("abcd"), is_final=False) == (ks("bd"), ks("a"))
     assert admission.split(0, CTX, ks("abcd"), is_final=True) == (ks("bd"), [])

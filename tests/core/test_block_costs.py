@@ -121,7 +121,7 @@ def test_a_block_costs_the_owner_a_bounded_number_of_bytes(build, most_bytes, re
 class Moves:
     """Counts the entries that the rebuilding of dictionaries moves.
 
-    A dictionary has as many places for entries as two thirds of its slots; each new key takes one,
+    A dictionary has room for as many entries as two thirds of its slots; each new key takes one,
     and those of keys that left come back only when it is rebuilt.
     """
 
@@ -129,11 +129,11 @@ class Moves:
         self.watched = watched
         self.sizes = list(map(sys.getsizeof, watched.distinct))
         self.taken = list(map(len, watched.distinct))
-        self.places = {sys.getsizeof({}): 0}
+        self.entries = {sys.getsizeof({}): 0}
         for log in range(3, 20):
             slots = 1 << log
             full = dict.fromkeys(range(2 * slots // 3), b"")
-            self.places[sys.getsizeof(full)] = 2 * slots // 3
+            self.entries[sys.getsizeof(full)] = 2 * slots // 3
 
     def after(self, added):
         """Return how many entries were moved since the last call, in which keys were added."""
@@ -142,7 +142,7 @@ class Moves:
         moved = 0
         for index, part in enumerate(self.watched.distinct):
             size = sys.getsizeof(part)
-            if size != self.sizes[index] or self.taken[index] > self.places[size]:
+            if size != self.sizes[index] or self.taken[index] > self.entries[size]:
                 moved += len(part)
                 self.sizes[index], self.taken[index] = size, len(part)
         return moved

@@ -190,36 +190,36 @@ def test_a_policy_that_skips_what_may_go_is_found_out():
 
 
 def test_a_policy_is_told_once_that_a_block_may_go():
-    may_go = []
+    evictable = []
 
     class Listening(LruPolicy):
         def released(self, slots):
-            may_go.extend(slots)
+            evictable.extend(slots)
             super().released(slots)
 
     cache = Counted(Listening, num_slots=4)
     slots = cache.primary.pin(K[:2])
     cache.primary.pin(K[:1])
-    may_go.clear()
+    evictable.clear()
     cache.primary.unpin(K[:2])
-    assert may_go == slots[1:]
+    assert evictable == slots[1:]
     cache.primary.unpin(K[:1])
-    assert may_go == slots[::-1]
+    assert evictable == slots[::-1]
     cache.primary.unpin([])
-    assert may_go == slots[::-1]
+    assert evictable == slots[::-1]
 
 
 def test_a_policy_is_told_of_nothing_that_a_reset_has_forgotten():
-    may_go = []
+    evictable = []
 
     class Listening(LruPolicy):
         def released(self, slots):
-            may_go.extend(slots)
+            evictable.extend(slots)
             super().released(slots)
 
     cache = Counted(Listening, num_slots=4)
     cache.primary.pin(K[:2])
-    may_go.clear()
+    evictable.clear()
     cache.primary.reset()
     cache.store(NEW[:2])
-    assert may_go == [cache.primary.slot_of(key) for key in NEW[:2]]
+    assert evictable == [cache.primary.slot_of(key) for key in NEW[:2]]

@@ -81,7 +81,7 @@ def test_who_waits_for_few_blocks_is_told_where_no_probe_may_be_started():
     index.watch(told.append)
     answers(index, "a", "short")
     answers(index, "xyz", "long")
-    index.left_alone()
+    index.tier_suspended()
     assert told == [tuple(ks("axy")), tuple(ks("xyz"))]
     assert answers(index, "a", "short") == [MISS]
 

@@ -15,11 +15,11 @@ def test_a_block_in_a_third_partys_tier_is_promoted_and_what_is_stored_cascades(
     world, ctx = stored_below(**FOREIGN)
     assert [world.lookup(ctx, name) for name in "abx"] == [PENDING, PENDING, MISS]
     world.step()
-    world.settle(failed={1})
+    world.finish_job(failed={1})
     assert [world.lookup(ctx, name) for name in "ab"] == [HIT, MISS]
     world.load(ctx, "a")
     world.store(ctx, "x")
-    world.settle()
+    world.finish_job()
     assert world.tiers[0].contents.keys() == set(ks("abx"))
     world.wind_down()
 
@@ -55,7 +55,7 @@ def test_its_manager_hears_of_the_end_of_a_request_behind_the_last_job():
 def test_a_tier_with_a_say_in_its_jobs_is_told_within_the_engines_own_request():
     world = World(8, **FOREIGN)
     world.store(world.begin("w"), "ab")
-    world.settle()
+    world.finish_job()
     reader = world.begin("r")
     world.load(reader, "ab")
     world.loaded()
@@ -78,10 +78,10 @@ def test_a_tier_with_a_say_in_its_jobs_is_told_within_the_engines_own_request():
 def test_blocks_that_an_error_of_the_managers_own_has_hit_are_stored_later():
     world = World(8, **FOREIGN)
     world.store(world.begin(), "abc")
-    world.settle(failed={1, 2}, error=OSError(5, "io"))
+    world.finish_job(failed={1, 2}, error=OSError(5, "io"))
     world.step()
     world.end_step()
-    world.settle()
+    world.finish_job()
     assert world.tiers[0].contents.keys() == set(ks("abc"))
     world.wind_down()
 
@@ -90,7 +90,7 @@ def test_what_it_may_lack_is_neither_offered_to_it_nor_taken_to_have_landed():
     world, ctx = stored_below(tiers=2, names="a", kinds={0: "external"})
     world.lookup(ctx, "a")
     world.step()
-    world.settle()
+    world.finish_job()
     queue = world.planner.cascades.queues[0]
     assert list(queue.slots()) == []
     world.store(ctx, "b")

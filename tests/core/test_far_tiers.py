@@ -54,6 +54,6 @@ def test_a_tier_that_refuses_stores_keeps_none_from_the_other():
     world.refusing.add(0)
     world.store(ctx, "ab")
     world.step()
-    world.settle_all()
+    world.finish_all()
     assert world.tiers[1].contents.keys() == {k("a"), k("b")}
     world.wind_down()

@@ -105,7 +105,7 @@ def test_a_prompts_tail_never_evicts_its_own_head():
     world = World(4, accept_prefix=True)
     ctx = world.begin("r", key_positions=positions_of("abcdef"))
     assert list(world.store(ctx, "abcdef").keys_left_out) == ks("ef")
-    world.settle()
+    world.finish_job()
     assert world.primary.counts["idle"] == 4
     assert world.offer(ctx, "ef") is None
     assert all(world.primary.lookup(each).name == "HIT" for each in ks("abcd"))
@@ -121,7 +121,7 @@ def test_only_what_lies_before_a_cut_counts_as_offered():
     assert world.offer(ctx, "abcd").keys_left_out == ()
     assert list(world.offer(ctx, "abcd").keys_left_out) == ks("cd")
     world.written()
-    world.settle()
+    world.finish_job()
     world.finish(ctx)
     other = world.begin("s", key_positions=positions_of("cd"))
     assert list(world.offer(other, "cd").keys_to_store) == ks("cd")

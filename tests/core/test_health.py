@@ -69,7 +69,7 @@ def fail_to_store(world, error, *, times):
             if world.running:
                 break
             world.step()
-        world.settle(failed={0}, error=error)
+        world.finish_job(failed={0}, error=error)
 
 
 # -- what is a fault ----------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_a_tier_that_cannot_store_goes_on_loading():
     assert world.running == {}
     assert world.lookup(ctx, "x") is PENDING
     world.step()
-    world.settle()
+    world.finish_job()
     assert world.lookup(ctx, "x") is HIT
     world.wind_down()
 
@@ -131,7 +131,7 @@ def test_a_tier_that_cannot_load_goes_on_storing():
     world, ctx = stored_below(8, names="xy", breaker=ONE_FAULT)
     world.lookup(ctx, "x")
     world.step()
-    world.settle(failed={0}, error=DOWN)
+    world.finish_job(failed={0}, error=DOWN)
     assert world.lookup(ctx, "y") is MISS
     world.store(ctx, "a")
     assert len(world.running) == 1
@@ -146,7 +146,7 @@ def failed_to_load(names="xabc"):
     world, ctx = stored_below(8, names=names, breaker=ONE_FAULT)
     world.lookup(ctx, names[0])
     world.step()
-    world.settle(failed={0}, error=DOWN)
+    world.finish_job(failed={0}, error=DOWN)
     assert world.lookup(ctx, names[1]) is MISS
     world.step(5.0)
     return world, ctx
@@ -160,7 +160,7 @@ def test_the_try_is_one_block_and_not_the_hundred_lookups_of_a_step():
     world.step()
     assert [job.keys for _, job in world.running.values()] == [(k("a"),)]
     assert world.lookup(other, "c") is MISS, "until it ends, everything else is refused"
-    world.settle()
+    world.finish_job()
     world.step()
     assert world.lookup(other, "c") is PENDING
     world.wind_down()
@@ -170,7 +170,7 @@ def test_a_try_that_fails_leaves_the_tier_alone_again():
     world, ctx = failed_to_load()
     world.lookup(ctx, "a")
     world.step()
-    world.settle(failed={0}, error=DOWN)
+    world.finish_job(failed={0}, error=DOWN)
     assert world.lookup(ctx, "b") is MISS
     world.step(5.0)
     assert world.lookup(ctx, "b") is PENDING
@@ -190,7 +190,7 @@ def test_one_cascade_is_tried():
     world = World(8, breaker=ONE_FAULT)
     ctx = world.begin()
     world.store(ctx, "a")
-    world.settle(failed={0}, error=DOWN)
+    world.finish_job(failed={0}, error=DOWN)
     world.step(5.0)
     for name in "bcd":
         world.store(ctx, name)
@@ -200,7 +200,7 @@ def test_one_cascade_is_tried():
     world.store(ctx, "e")
     world.step()
     assert len(world.running) == 1, "until it ends, everything else waits"
-    world.settle()
+    world.finish_job()
     world.step()
     assert [job.keys for _, job in world.running.values()] == [(k("e"),)]
     world.wind_down()
@@ -360,7 +360,7 @@ def test_a_probe_that_the_shutdown_ends_is_no_fault():
     assert world.state is CLOSED
 
 
-def test_without_a_planner_nobody_heeds_the_breakers():
+def test_without_a_planner_nobody_reads_the_breakers():
     tier = TierState(
         "tier", ProbedIndex(1), 1, EventLog(Medium.STORAGE, enabled=False), breaker=ONE_FAULT
     )

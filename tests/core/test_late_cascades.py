@@ -47,7 +47,7 @@ def test_a_batch_far_over_the_bound_reaches_a_slow_tier_entirely():
     world.finish(ctx)
     for _ in range(20):
         world.end_step()
-        world.settle_all()
+        world.finish_all()
     assert world.tiers[0].contents.keys() == set(ks(range(400)))
     assert (counters(world).dropped_blocks, counters(world).late_blocks) == (0, 352)
     assert not world.planner.has_pending_work
@@ -59,7 +59,7 @@ def test_work_is_pending_until_everything_is_stored():
     world.store(ctx, range(6))
     world.finish(ctx)
     while world.planner.has_pending_work:
-        world.settle_all()
+        world.finish_all()
         world.step()
     assert len(world.tiers[0].contents) == 6
     world.wind_down()
@@ -72,7 +72,7 @@ def test_a_block_that_is_evicted_before_there_was_room_is_counted_as_dropped():
     world.store(ctx, "xy")
     assert counters(world).dropped_blocks == 2
     assert pending(world) == ks("xy")
-    world.settle_all()
+    world.finish_all()
     world.wind_down()
     assert not counters(world).failed_store_blocks
 
@@ -81,7 +81,7 @@ def test_what_one_tier_has_in_time_and_another_has_not_is_dropped_there_alone():
     world, ctx = narrow(num_slots=4, bound=2, tiers=2)
     world.store(ctx, "abcd")
     for _ in range(2):
-        world.settle(next(number for number, (tier, _) in world.running.items() if tier == 1))
+        world.finish_job(next(number for number, (tier, _) in world.running.items() if tier == 1))
         world.end_step()
     world.store(ctx, "xy")
     assert [counters(world, tier).dropped_blocks for tier in range(2)] == [2, 0]
@@ -104,7 +104,7 @@ def test_the_primary_is_asked_to_tell_of_evictions_only_while_something_is_pendi
     assert world.primary.on_evicted is None
     world.store(ctx, "b")
     assert world.primary.on_evicted is not None
-    world.settle()
+    world.finish_job()
     world.end_step()
     assert world.primary.on_evicted is None
     world.wind_down()
@@ -129,7 +129,7 @@ def test_after_the_close_nothing_is_pending_any_more():
     world.finish(ctx)
     world.planner.close()
     assert counters(world).dropped_blocks == 2
-    world.settle(error=TierUnavailableError("down"), failed={0, 1})
+    world.finish_job(error=TierUnavailableError("down"), failed={0, 1})
     assert counters(world).failed_store_blocks == 2
     assert world.planner.cascades.defer(0, ks("cd"), 0.0) == 0
     world.planner.close()
@@ -156,14 +156,14 @@ def test_a_step_submits_a_bounded_number_of_pending_blocks_however_many_there_ar
     world = World(2 * num, breaker=BreakerSettings(1, retry_after_s=5.0))
     ctx = world.begin()
     world.store(ctx, ["first"])
-    world.settle(failed={0}, error=TierUnavailableError("down"))
+    world.finish_job(failed={0}, error=TierUnavailableError("down"))
     world.store(ctx, range(num))
     world.step(10.0)
     sizes = []
     while world.planner.has_pending_work or not sizes:
         world.end_step()
         sizes += [len(job.keys) for _, job in world.running.values()]
-        world.settle_all()
+        world.finish_all()
     assert sizes == [LATE_BLOCKS_A_STEP] * 4 + [1]
     world.wind_down()
 
@@ -173,7 +173,7 @@ def test_a_step_that_stores_much_may_submit_as_much():
     world = World(2_000)
     ctx = world.begin()
     world.store(ctx, ["first"])
-    world.settle(failed={0}, error=TierUnavailableError("down"))
+    world.finish_job(failed={0}, error=TierUnavailableError("down"))
     world.step()
     world.store(ctx, range(900))
     world.end_step()
@@ -202,10 +202,10 @@ def test_the_engine_knows_when_to_try_again():
     assert cascades.wakes_in_s(0.0) is None
     world.store(ctx, "abcd")
     assert cascades.wakes_in_s(0.0) is None, "the end of a job will wake it"
-    world.settle()
+    world.finish_job()
     assert cascades.wakes_in_s(0.0) == 0.0
     world.end_step()
-    world.settle(failed={0}, error=TierUnavailableError("down"))
+    world.finish_job(failed={0}, error=TierUnavailableError("down"))
     assert cascades.wakes_in_s(0.0) == WriteBackQueue(1, list, list)._pause_s
     world.wind_down()
 
@@ -217,11 +217,11 @@ def test_the_engine_knows_when_to_try_again():
 def test_blocks_that_a_passing_fault_has_hit_are_stored_later(error):
     world, ctx = narrow(bound=8)
     world.store(ctx, "abc")
-    world.settle(failed={1, 2}, error=error)
+    world.finish_job(failed={1, 2}, error=error)
     assert pending(world) == ks("bc")
     world.step()
     world.end_step()
-    world.settle()
+    world.finish_job()
     assert world.tiers[0].contents.keys() == set(ks("abc"))
     assert not counters(world).failed_store_blocks
     world.wind_down()
@@ -231,7 +231,7 @@ def test_blocks_that_a_passing_fault_has_hit_are_stored_later(error):
 def test_blocks_that_would_fail_again_are_counted_at_once(error):
     world, ctx = narrow(bound=8)
     world.store(ctx, "abc")
-    world.settle(failed={1}, error=error)
+    world.finish_job(failed={1}, error=error)
     assert pending(world) == []
     assert counters(world).failed_store_blocks == 1
     world.wind_down()
@@ -243,7 +243,7 @@ def test_a_block_that_always_fails_in_a_working_tier_is_given_up_and_counted():
     tries = 0
     while world.running:
         tries += 1
-        world.settle(failed={0}, error=TierUnavailableError("poison"))
+        world.finish_job(failed={0}, error=TierUnavailableError("poison"))
         world.step(10.0)
         world.end_step()
     assert tries == 8
@@ -255,10 +255,10 @@ def test_an_outage_costs_no_tries():
     world, ctx = narrow(bound=8, breaker=BreakerSettings(1, retry_after_s=5.0))
     world.store(ctx, "a")
     for _ in range(50):
-        world.settle(failed={0}, error=TierUnavailableError("down"))
+        world.finish_job(failed={0}, error=TierUnavailableError("down"))
         world.step(10.0)
         world.end_step()
-    world.settle()
+    world.finish_job()
     assert world.tiers[0].contents.keys() == set(ks("a"))
     assert not counters(world).failed_store_blocks
     world.wind_down()
@@ -295,7 +295,7 @@ def test_late_cascades_are_of_the_engines_own_request_which_each_tier_hears_of_o
     world.finish(ctx)
     for _ in range(3):
         world.step()
-        world.settle_all()
+        world.finish_all()
     world.wind_down()
     told = [
         (type(fact), fact.req_id)
@@ -321,7 +321,7 @@ def test_a_promoted_block_is_not_offered_to_tiers_that_are_not_known_to_lack_it(
     world.tiers[0].is_probing = True
     world.lookup(ctx, "a")
     world.step()
-    world.settle()
+    world.finish_job()
     assert pending(world, 0) == []
     world.wind_down()
 
@@ -329,7 +329,7 @@ def test_a_promoted_block_is_not_offered_to_tiers_that_are_not_known_to_lack_it(
 def test_what_a_request_level_tier_has_no_room_for_is_pending_too():
     world, ctx = narrow(num_slots=8, bound=1, request_level=[0])
     world.store(ctx, "a")
-    world.settle_all()
+    world.finish_all()
     other = world.begin("s")
     world.offer(other, "a")
     world.offer(other, "a")

@@ -8,7 +8,7 @@ import pytest
 from core.terms import job, ks, released, results
 
 import kvoffload_async
-from kvoffload_async.abc.events import JobOverdue, JobSettled
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.core import ledger as module
 from kvoffload_async.core.ledger import (
     JobAbandoned,
@@ -27,7 +27,7 @@ from kvoffload_async.errors import (
 
 EVENTS = {
     "Launched": Launched(0),
-    "JobSettled": JobSettled(0),
+    "JobFinished": JobFinished(0),
     "JobOverdue": JobOverdue(0, TierTimeoutError("late")),
     "JobAbandoned": JobAbandoned(0, TierClosedError("shutdown")),
 }
@@ -35,7 +35,7 @@ PATHS = {
     JobState.QUEUED: (),
     JobState.FLYING: ("Launched",),
     JobState.ORPHANED: ("Launched", "JobOverdue"),
-    JobState.SETTLED: ("Launched", "JobSettled"),
+    JobState.FINISHED: ("Launched", "JobFinished"),
 }
 PAIRS = list(itertools.product(JobState, EVENTS))
 
@@ -66,7 +66,7 @@ def test_jobs_are_queued_until_they_are_launched_or_given_up():
     assert ledger.queued_count == 3
     ledger.handle(JobAbandoned(1, TierClosedError("shutdown")))
     assert ledger.queued_count == 2
-    ledger.handle(JobSettled(0))
+    ledger.handle(JobFinished(0))
     assert ledger.queued_count == 2
 
 
@@ -79,7 +79,7 @@ def test_the_table_is_total_over_states_and_events():
 def test_every_event_has_its_effect_or_is_illegal_and_changes_nothing(state, event):
     ledger = ledger_in(state)
     ledger_results = len(results(ledger))
-    if state is JobState.SETTLED:
+    if state is JobState.FINISHED:
         ledger = ledger_in(state)  # taking the result ended the job
     if Ledger.TRANSITIONS[state, type(EVENTS[event])] is None:
         with pytest.raises(IllegalTransitionError, match=state.name):
@@ -117,22 +117,22 @@ def test_every_handler_is_in_the_table():
     assert used == {name for name in private if name.startswith("_") and "__" not in name}
 
 
-def test_a_settled_job_has_one_result_and_is_gone_when_it_is_taken():
-    ledger = ledger_in(JobState.SETTLED)
+def test_a_finished_job_has_one_result_and_is_gone_when_it_is_taken():
+    ledger = ledger_in(JobState.FINISHED)
     assert ledger.ended
     (result,) = results(ledger)
     assert (result.success, result.transfer_bytes, result.error) == (True, 30, None)
     assert ledger.state_of(0) is None
     assert results(ledger) == []
     with pytest.raises(IllegalTransitionError, match="unknown"):
-        ledger.handle(JobSettled(0))
+        ledger.handle(JobFinished(0))
 
 
 def test_a_partly_failed_promotion_names_what_landed_50321():
     """50321: one bad block discarded the whole batch."""
     ledger = ledger_in(JobState.FLYING, promotion=True)
     missing = BlockMissingError("c")
-    ledger.handle(JobSettled(0, {2: missing}, seconds=1.5))
+    ledger.handle(JobFinished(0, {2: missing}, seconds=1.5))
     (result,) = results(ledger)
     assert not result.success
     assert result.successful_keys == frozenset(ks("ab"))
@@ -141,7 +141,7 @@ def test_a_partly_failed_promotion_names_what_landed_50321():
 
 def test_a_partly_failed_cascade_names_what_landed():
     ledger = ledger_in(JobState.FLYING)
-    ledger.handle(JobSettled(0, {0: BlockMissingError("a")}))
+    ledger.handle(JobFinished(0, {0: BlockMissingError("a")}))
     (result,) = results(ledger)
     assert (result.success, result.successful_keys) == (False, frozenset(ks("bc")))
 
@@ -149,13 +149,13 @@ def test_a_partly_failed_cascade_names_what_landed():
 def test_the_error_is_that_of_the_first_failed_block():
     ledger = ledger_in(JobState.FLYING)
     errors = {2: BlockMissingError("c"), 1: BlockMissingError("b")}
-    ledger.handle(JobSettled(0, errors))
+    ledger.handle(JobFinished(0, errors))
     assert results(ledger)[0].error is errors[1]
 
 
 def test_a_job_that_failed_as_a_whole_moved_nothing():
     ledger = ledger_in(JobState.FLYING, promotion=True)
-    ledger.handle(JobSettled(0, job_error=TierTimeoutError("late")))
+    ledger.handle(JobFinished(0, job_error=TierTimeoutError("late")))
     (result,) = results(ledger)
     assert (result.success, result.successful_keys, result.transfer_bytes) == (
         False,
@@ -171,7 +171,7 @@ def test_an_overdue_job_is_reported_at_once_and_released_when_its_copy_ends():
     assert ledger.unfinished_count == 0
     assert ledger.ids_in(JobState.ORPHANED) == [0]
     assert released(ledger) == []
-    ledger.handle(JobSettled(0))
+    ledger.handle(JobFinished(0))
     assert released(ledger) == [0]
     assert results(ledger) == []
     assert ledger.state_of(0) is None
@@ -192,7 +192,7 @@ def test_an_empty_job_ends_like_any_other():
     ledger = new_ledger()
     ledger.accept(job(0, ""))
     ledger.handle(Launched(0))
-    ledger.handle(JobSettled(0))
+    ledger.handle(JobFinished(0))
     assert [(r.success, r.transfer_bytes) for r in results(ledger)] == [(True, 0)]
 
 
@@ -202,7 +202,7 @@ def test_a_job_id_in_use_is_answered_with_a_failure_and_the_first_job_goes_on():
     (refusal,) = results(ledger)
     assert isinstance(refusal.error, StateError)
     assert ledger.state_of(0) is JobState.FLYING
-    ledger.handle(JobSettled(0))
+    ledger.handle(JobFinished(0))
     assert [r.success for r in results(ledger)] == [True]
 
 
@@ -222,7 +222,7 @@ def test_a_job_is_unreported_until_its_result_is_taken_and_orphaned_until_its_re
     results(ledger)
     assert list(ledger.unreported()) == []
     assert [record.job.job_id for record in ledger.orphaned()] == [0]
-    ledger.handle(JobSettled(0))
+    ledger.handle(JobFinished(0))
     assert [record.job.job_id for record in ledger.orphaned()] == [0]
     assert released(ledger) == [0]
     assert list(ledger.orphaned()) == []
@@ -249,11 +249,11 @@ def test_each_result_and_each_release_is_reported_when_it_comes_about():
     for number in range(3):
         ledger.accept(job(number, "abc"))
         ledger.handle(Launched(number))
-    ledger.handle(JobSettled(0))
+    ledger.handle(JobFinished(0))
     ledger.handle(JobOverdue(1, TierTimeoutError("late")))
     ledger.handle(JobAbandoned(1, TierClosedError("shutdown")))
     assert told == [(0, True, False), (1, False, True)]
-    ledger.handle(JobSettled(1))
+    ledger.handle(JobFinished(1))
     ledger.accept(job(2, "abc"))
     assert told[2:] == [1, (2, False, False)]
     assert [result.job_id for result in results(ledger)] == [0, 1, 2]

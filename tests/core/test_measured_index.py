@@ -4,7 +4,7 @@ import math
 
 from core.terms import HIT, MISS, RETRY, job, k, ks
 
-from kvoffload_async.abc.events import JobSettled, ProbeAnswered
+from kvoffload_async.abc.events import JobFinished, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import FRESH_S, BreakEven, CostGatedIndex, ExactIndex, ProbedIndex
 from kvoffload_async.core.readings import read_tier, take_tier
@@ -146,7 +146,7 @@ def test_nobody_explores_while_the_tier_is_left_alone():
     index, break_even = measured()
     break_even.advance(FRESH_S)
     answers(index, "abc")
-    index.left_alone()
+    index.tier_suspended()
     assert break_even.explorations == 0
     assert answers(index, "abc") == [MISS] * 3
 
@@ -177,7 +177,7 @@ def tier_of(break_even, min_blocks=2):
 def end_load(tier, job_id, names, seconds, *, failures=None, error=None):
     tier.submit(job(job_id, names, promotion=True))
     tier.take_effects()
-    tier.handle(JobSettled(job_id, failures or {}, error, seconds))
+    tier.handle(JobFinished(job_id, failures or {}, error, seconds))
 
 
 def reading(tier):
@@ -218,7 +218,7 @@ def test_what_failed_or_was_stored_or_was_empty_tells_nothing_of_its_speed():
     end_load(tier, 3, "", 9.0)
     tier.submit(job(4, "ab"))
     tier.take_effects()
-    tier.handle(JobSettled(4, seconds=9.0))
+    tier.handle(JobFinished(4, seconds=9.0))
     tier.handle(ProbeAnswered(1, frozenset(), TierTimeoutError("late"), 0.001))
     assert reading(tier).latency_s is None
     end_load(tier, 5, "ab", 0.0)

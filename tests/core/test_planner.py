@@ -4,7 +4,7 @@ import pytest
 from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import World, stored_below
 
-from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.abc.events import JobFinished
 from kvoffload_async.core.readings import read_planner, read_primary, read_tier, take_snapshot
 from kvoffload_async.errors import IllegalTransitionError, StateError
 from kvoffload_async.types import ReqContext
@@ -104,7 +104,7 @@ def test_lookups_ask_the_sources_which_may_be_observed():
     answers = zip(names, [MISS, HIT], strict=True)
     assert heard == [(name, ks("a"), ctx, [answer]) for name, answer in answers]
     world.step()
-    world.settle()
+    world.finish_job()
     world.wind_down()
 
 
@@ -155,10 +155,10 @@ def test_a_job_reported_twice_or_by_the_wrong_tier_is_a_defect():
     world.store(world.begin(), "a")
     mine, other = world.planner.tiers
     with pytest.raises(IllegalTransitionError, match="the job is unknown"):
-        other.handle(JobSettled(0))
-    mine.handle(JobSettled(0))
-    with pytest.raises(IllegalTransitionError, match="the job is SETTLED"):
-        mine.handle(JobSettled(0))
+        other.handle(JobFinished(0))
+    mine.handle(JobFinished(0))
+    with pytest.raises(IllegalTransitionError, match="the job is FINISHED"):
+        mine.handle(JobFinished(0))
 
 
 def test_only_an_orphaned_job_is_released_and_only_by_its_tier():
@@ -167,10 +167,10 @@ def test_only_an_orphaned_job_is_released_and_only_by_its_tier():
     world.orphan(0)
     mine, other = world.planner.tiers
     with pytest.raises(IllegalTransitionError, match="the job is unknown"):
-        other.handle(JobSettled(0))
+        other.handle(JobFinished(0))
     world.release(0)
     with pytest.raises(IllegalTransitionError, match="has ended already"):
-        mine.handle(JobSettled(0))
+        mine.handle(JobFinished(0))
     world.wind_down()
 
 
@@ -215,7 +215,7 @@ def test_promotions_flow_though_nobody_takes_events_44206():
     world, ctx = stored_below(names="a")
     world.lookup(ctx, "a")
     world.end_step()
-    world.settle()
+    world.finish_job()
     assert world.lookup(ctx, "a") is HIT
     world.load(ctx, "a")
     world.wind_down()
@@ -227,7 +227,7 @@ def test_loading_a_missing_block_ends_in_a_miss_42529():
     world.lookup(ctx, "a")
     world.step()
     world.lose(0, k("a"))
-    world.settle()
+    world.finish_job()
     assert world.lookup(ctx, "a") is MISS
     assert not world.planner.has_pending_work
     world.wind_down()
@@ -249,7 +249,7 @@ def test_slots_of_a_copy_that_outlives_the_reset_are_not_reused_44541():
     """44541: a reset left tier I/O running over slots that were handed out again."""
     world, ctx = stored_below(num_slots=2, names="a")
     world.store(ctx, "b")
-    world.settle()
+    world.finish_job()
     world.store(ctx, "c")
     world.orphan()
     world.reset()
@@ -286,7 +286,7 @@ def test_no_promotion_into_a_slot_that_a_late_device_copy_still_writes_033_fence
     world.flush_reset()
     assert world.lookup(ctx, "a") is PENDING
     world.step()
-    world.settle()
+    world.finish_job()
     world.load(ctx, "a")
     world.wind_down()
 
@@ -310,12 +310,12 @@ def test_the_tiers_keep_their_blocks_over_a_reset():
     world = World()
     ctx = world.begin()
     world.store(ctx, "a")
-    world.settle()
+    world.finish_job()
     world.reset()
     world.flush_reset()
     assert world.lookup(ctx, "a") is PENDING
     world.step()
-    world.settle()
+    world.finish_job()
     world.load(ctx, "a")
     world.wind_down()
 
@@ -335,7 +335,7 @@ def test_keys_are_looked_up_together_up_to_the_first_miss_or_past_it(stop_at_mis
     assert (counters.block_hits, counters.block_misses) == (1, 1)
     world.step()
     assert world.tiers[0].state.promotion_slots == (1 if stop_at_miss else 2)
-    world.settle_all()
+    world.finish_all()
     again = world.lookups(ctx, "abxda", stop_at_miss=stop_at_miss)
     assert again == ([HIT, HIT, MISS] if stop_at_miss else [HIT, HIT, MISS, HIT, HIT])
     world.wind_down()
@@ -354,7 +354,7 @@ def test_a_lookup_of_many_keys_asks_for_few_behind_a_miss():
     assert world.lookups(ctx, (), stop_at_miss=True) == []
     world.primary.lookup_many = lookup_many
     world.step()
-    world.settle_all()
+    world.finish_all()
     world.wind_down()
 
 
@@ -367,7 +367,7 @@ def test_of_a_prefix_the_head_that_fits_is_promoted_in_one_job():
     ((_, job),) = world.running.values()
     assert job.keys == tuple(ks("abc"))
     assert world.lookups(ctx, "abcdef", stop_at_miss=True) == [PENDING] * 3 + [MISS]
-    world.settle_all()
+    world.finish_all()
     assert world.lookups(ctx, "abcdef") == [HIT] * 3 + [MISS] * 3
     assert world.planner.counters.misses["no_room"] == 4
     world.wind_down()
@@ -379,7 +379,7 @@ def test_what_a_lookup_has_found_is_not_evicted_by_its_own_promotions():
     ctx = world.begin()
     world.store(ctx, "xy")
     world.step()
-    world.settle_all()
+    world.finish_all()
     assert world.lookups(ctx, "axy") == [PENDING, HIT, HIT]
     assert world.lookups(ctx, "xy") == [HIT] * 2
     world.wind_down()
@@ -395,5 +395,5 @@ def test_a_request_that_was_deferred_for_too_long_misses_what_is_pending():
     assert world.lookups(ctx, "abc") == [HIT, MISS, MISS]
     assert world.lookups(ctx, "abc", stop_at_miss=True) == [HIT, MISS]
     assert world.planner.counters.misses["expired"] == 3
-    world.settle_all()
+    world.finish_all()
     world.wind_down()

@@ -188,11 +188,11 @@ class PlannerMachine(RuleBasedStateMachine):
         self.deferred.discard(ctx.req_id)
         self.world.planner.on_request_scheduled(ctx)
 
-    @rule(seconds=st.sampled_from([0.5, 0.0, 4.0]), settles=st.booleans())
-    def step(self, seconds, settles):
+    @rule(seconds=st.sampled_from([0.5, 0.0, 4.0]), finishes=st.booleans())
+    def step(self, seconds, finishes):
         self.world.step(seconds)
-        if settles:
-            self.world.settle_all()
+        if finishes:
+            self.world.finish_all()
 
     # -- the tiers ------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class PlannerMachine(RuleBasedStateMachine):
         error=ERRORS,
         seconds=st.sampled_from([0.0, 0.001, 1.0]),
     )
-    def settle(self, data, how, error, seconds):
+    def finish_job(self, data, how, error, seconds):
         job_id = data.draw(st.sampled_from(sorted(self.world.running)))
         if how == "orphan":
             self.world.orphan(job_id)
@@ -216,7 +216,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if failed is None:
             failed = data.draw(st.sets(st.sampled_from(indices), min_size=1))
         fault = error("scripted") if failed else None
-        self.world.settle(job_id, failed=failed, error=fault, seconds=seconds)
+        self.world.finish_job(job_id, failed=failed, error=fault, seconds=seconds)
 
     @precondition(lambda self: self.world.late)
     @rule(data=st.data(), fails=st.booleans())
@@ -305,7 +305,7 @@ class PlannerMachine(RuleBasedStateMachine):
                     self.deferred.discard(req_id)
                     world.history.record(RequestDecided(req_id))
             world.step(1.0)
-            world.settle_all()
+            world.finish_all()
         assert not self.deferred
 
     def nobody_waits_to_the_limit_on_healthy_tiers(self):
@@ -348,7 +348,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.world.loaded(read)
         while self.world.late:
             self.world.release()
-        self.world.settle_all()
+        self.world.finish_all()
 
 
 class TestPlanner(PlannerMachine.TestCase):
@@ -370,8 +370,8 @@ def test_completion_order_does_not_change_the_outcome(orders, policy):
             if turn < 3:
                 world.written(next(w for w in world.writes if w.ctx.req_id == "rst"[turn]))
             elif world.running:
-                world.settle(sorted(world.running)[turn % len(world.running)])
-        world.settle_all()
+                world.finish_job(sorted(world.running)[turn % len(world.running)])
+        world.finish_all()
         for ctx in list(world.live.values()):
             world.finish(ctx)
         world.wind_down()

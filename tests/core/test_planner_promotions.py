@@ -16,7 +16,7 @@ def test_a_block_below_is_promoted_and_read():
     assert [world.lookup(ctx, name) for name in "ab"] == [PENDING, PENDING]
     world.step()
     assert [(tier, job.keys) for tier, job in world.running.values()] == [(1, tuple(ks("ab")))]
-    world.settle()
+    world.finish_job()
     assert world.lookup(ctx, "a") is HIT
     world.load(ctx, "ab")
     world.loaded()
@@ -52,7 +52,7 @@ def test_a_request_does_not_wait_for_room_that_it_takes_itself():
     world, ctx = stored_below(num_slots=2)
     assert [world.lookup(ctx, name) for name in "ab"] == [PENDING, PENDING]
     world.step()
-    world.settle()
+    world.finish_job()
     assert [world.lookup(ctx, name) for name in "ab"] == [HIT, MISS]
     assert world.planner.counters.misses["no_room"] == 1
     world.wind_down()
@@ -61,7 +61,7 @@ def test_a_request_does_not_wait_for_room_that_it_takes_itself():
 def test_a_hit_of_an_earlier_step_may_go():
     world, ctx = stored_below(num_slots=2, names="x")
     world.store(ctx, "ab")
-    world.settle()
+    world.finish_job()
     assert [world.lookup(ctx, name) for name in "abx"] == [HIT, HIT, PENDING]
     world.step()
     assert [world.lookup(ctx, name) for name in "abx"] == [HIT, HIT, MISS], (
@@ -75,7 +75,7 @@ def test_the_good_blocks_of_a_bad_batch_are_kept_50321():
     world, ctx = stored_below(names="abc")
     [world.lookup(ctx, name) for name in "abc"]
     world.step()
-    world.settle(failed={2}, error=CorruptBlockError("flipped"))
+    world.finish_job(failed={2}, error=CorruptBlockError("flipped"))
     assert [world.lookup(ctx, name) for name in "abc"] == [HIT, HIT, MISS]
     counters = world.planner.tiers[0].counters
     assert (counters.loaded_blocks, counters.failed_jobs, counters.failed_loads) == (2, 1, 1)
@@ -87,7 +87,7 @@ def test_a_failed_load_is_not_promoted_again_for_its_request_49176_49328():
     world, ctx = stored_below(names="a")
     world.lookup(ctx, "a")
     world.step()
-    world.settle(failed={0}, error=DOWN)
+    world.finish_job(failed={0}, error=DOWN)
     assert world.lookup(ctx, "a") is MISS
     assert world.primary.counts["free"] == 4
     other = world.begin("other")
@@ -100,7 +100,7 @@ def test_a_failed_load_is_still_looked_for_in_the_next_tier():
     world.fill(0, ks("a"))
     world.lookup(ctx, "a")
     world.step()
-    world.settle(failed={0})
+    world.finish_job(failed={0})
     assert world.lookup(ctx, "a") is PENDING
     world.step()
     assert [tier for tier, _ in world.running.values()] == [1]
@@ -113,7 +113,7 @@ def test_a_request_does_not_inherit_the_failures_of_an_earlier_one_of_its_id():
     world.step()
     world.finish(ctx)
     again = world.begin(ctx.req_id)
-    world.settle(failed={0}, error=DOWN)
+    world.finish_job(failed={0}, error=DOWN)
     assert world.lookup(again, "a") is PENDING
     world.wind_down()
 
@@ -128,7 +128,7 @@ def test_waiting_requests_fill_neither_primary_nor_evict_each_others_blocks_4990
         world.lookup(ctx, name)
     world.step(0.1)
     assert world.primary.counts["writing"] == 15
-    world.settle_all()
+    world.finish_all()
     assert world.primary.counts["pinned"] == 15
     runner = world.begin("runner")
     world.store(runner, "a")
@@ -148,7 +148,7 @@ def test_promotions_for_a_request_that_has_finished_are_not_kept():
     world.lookup(ctx, "a")
     world.step()
     world.finish(ctx)
-    world.settle()
+    world.finish_job()
     assert world.primary.state_of(k("a")) is BlockState.IDLE
     world.wind_down()
 
@@ -179,7 +179,7 @@ def test_failed_rounds_do_not_reset_the_deadline_53087():
         answers.append(world.lookup(ctx, name))
         world.step(1.0)
         if world.running:
-            world.settle(failed={0})
+            world.finish_job(failed={0})
     assert answers == [PENDING] * 3 + [MISS] * 5
     world.wind_down()
 
@@ -188,7 +188,7 @@ def test_being_scheduled_stops_the_clock():
     world, ctx = stored_below(names="ab", deferral_s=3.0)
     world.lookup(ctx, "a")
     world.step(2.0)
-    world.settle()
+    world.finish_job()
     world.lookup(ctx, "b")
     world.load(ctx, "a")
     world.step(100.0)
@@ -200,7 +200,7 @@ def test_a_decided_lookup_stops_the_clock():
     world, ctx = stored_below(names="ab", deferral_s=3.0)
     world.lookup(ctx, "a")
     world.step(1.0)
-    world.settle()
+    world.finish_job()
     assert world.lookup(ctx, "a") is HIT
     world.step(100.0)  # the scheduler has no room for the request
     assert world.lookup(ctx, "b") is PENDING
@@ -211,7 +211,7 @@ def test_a_reset_stops_the_clock():
     world, ctx = stored_below(names="ab", deferral_s=3.0)
     world.lookup(ctx, "a")
     world.step(1.0)
-    world.settle()
+    world.finish_job()
     world.lookup(ctx, "b")
     world.reset()
     world.step(100.0)

@@ -16,9 +16,9 @@ def test_a_written_block_cascades_to_every_tier_under_a_pin_each():
         (0, tuple(ks("ab"))),
         (1, tuple(ks("ab"))),
     ]
-    world.settle()
+    world.finish_job()
     assert world.primary.state_of(k("a")) is BlockState.PINNED
-    world.settle()
+    world.finish_job()
     assert world.primary.state_of(k("a")) is BlockState.IDLE
     world.wind_down()
 
@@ -26,7 +26,7 @@ def test_a_written_block_cascades_to_every_tier_under_a_pin_each():
 def test_a_failed_cascade_lets_go_of_its_pin():
     world = World()
     world.store(world.begin(), "a")
-    world.settle(failed={0})
+    world.finish_job(failed={0})
     assert world.primary.state_of(k("a")) is BlockState.IDLE
     assert world.planner.tiers[0].counters.failed_jobs == 1
     world.wind_down()
@@ -58,11 +58,11 @@ def test_of_a_partly_failed_cascade_the_blocks_that_landed_are_counted():
     world = World()
     ctx = world.begin()
     world.store(ctx, "abc")
-    world.settle(failed={1})
+    world.finish_job(failed={1})
     counters = world.planner.tiers[0].counters
     assert (counters.stored_blocks, counters.failed_jobs) == (2, 1)
     world.store(ctx, "d")
-    world.settle(failed={0})
+    world.finish_job(failed={0})
     assert (counters.stored_blocks, counters.failed_jobs, counters.failed_loads) == (2, 2, 0)
     world.wind_down()
 
@@ -77,7 +77,7 @@ def test_what_is_over_the_bound_of_a_tier_waits_its_turn_50031_50045():
     assert [job.keys for _, job in world.running.values()] == [tuple(ks("ab")), tuple(ks("c"))]
     assert world.planner.cascades.queues[0].count == 3
     assert world.primary.state_of(k("d")) is BlockState.IDLE
-    world.settle()
+    world.finish_job()
     world.store(ctx, "g")
     assert len(world.running) == 1, "first come, first served"
     world.end_step()
@@ -90,13 +90,13 @@ def test_a_tier_under_pressure_is_spared_stores_but_not_loads_50045():
     ctx = world.begin()
     for i in range(10):
         world.store(ctx, [f"slow{i}"])
-        world.settle(seconds=1.0)
+        world.finish_job(seconds=1.0)
     world.store(ctx, ["spared"])
     assert world.running == {}
     world.fill(0, [k("x")])
     assert world.lookup(ctx, "x") is PENDING
     world.step(60.0)
-    world.settle()
+    world.finish_job()
     world.store(ctx, ["after the decay"])
     world.end_step()
     ((_, job),) = world.running.values()
@@ -109,7 +109,7 @@ def test_stores_that_fail_press_a_tier_too():
     ctx = world.begin()
     for i in range(3):
         world.store(ctx, [i])
-        world.settle(failed={0}, error=TierFullError("full"))
+        world.finish_job(failed={0}, error=TierFullError("full"))
     world.store(ctx, "x")
     assert world.running == {}
     world.reset()
@@ -126,7 +126,7 @@ def test_warm_blocks_cascade_to_a_request_level_tier_though_nothing_is_new_52808
     """52808: a request whose blocks were all present cascaded none of them."""
     world = World(8, 2, request_level=[1])
     world.store(world.begin("r"), "ab")
-    world.settle_all()
+    world.finish_all()
     assert world.offer(world.begin("s"), "aba").keys_to_store == []
     assert [(tier, job.keys) for tier, job in world.running.values()] == [(1, tuple(ks("ab")))]
     world.wind_down()
@@ -143,7 +143,7 @@ def test_blocks_that_another_request_writes_are_parked_and_cascade_later_53329()
     world.step()
     world.written(world.writes[1])
     world.written(world.writes[0])
-    world.settle_all()
+    world.finish_all()
     assert world.ended == []
     world.step()
     assert [(job.req_context.req_id, job.keys) for _, job in world.running.values()] == [
@@ -189,7 +189,7 @@ def test_a_parked_block_that_is_written_anew_in_the_step_in_which_its_write_fail
     world.step()
     assert world.planner.has_pending_work
     world.written()
-    world.settle_all()
+    world.finish_all()
     world.step()
     assert ("s", tuple(ks("a"))) in [
         (job.req_context.req_id, job.keys) for _, job in world.running.values()

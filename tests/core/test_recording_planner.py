@@ -51,7 +51,7 @@ def test_a_promotion_and_a_load():
     ctx = world.begin()
     assert [world.lookup(ctx, name) for name in "abc"] == [PENDING, PENDING, MISS]
     world.step(2.0)
-    world.settle(seconds=1.5)
+    world.finish_job(seconds=1.5)
     assert [world.lookup(ctx, name) for name in "ab"] == [HIT, HIT]
     world.load(ctx, "ab")
     world.step(1.0)
@@ -78,7 +78,7 @@ def test_a_store_and_its_cascade_end_after_the_request():
     world.finish(ctx)
     world.step(1.0)
     assert world.planner.recorder.explain("r").ended_s is None
-    world.settle()
+    world.finish_job()
     timeline = world.planner.recorder.explain("r")
     assert notes_of(world) == [("reserved", 2), ("stored", 2)]
     assert [type(event) for event in timeline.events[2:]] == [JobStarted, JobEnded]
@@ -175,7 +175,7 @@ def test_a_load_that_fails_and_one_that_is_given_up():
     ctx = world.begin()
     world.lookup(ctx, "a")
     world.step()
-    world.settle(failed=[0], error=BlockMissingError("gone"))
+    world.finish_job(failed=[0], error=BlockMissingError("gone"))
     world.lookup(ctx, "b")
     world.step()
     world.orphan()

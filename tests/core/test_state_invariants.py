@@ -38,13 +38,13 @@ def busy_world():
     world.fill(1, ks("yvu"))
     ctx, other, waiting = world.begin("r"), world.begin("s"), world.begin("t")
     world.store(ctx, "ij")
-    world.settle_all()
+    world.finish_all()
     for request, name in (ctx, "y"), (waiting, "v"), (other, "u"):
         world.lookup(request, name)
     world.step()
     world.store(ctx, "c")
     world.orphan(PROMOTED)
-    world.settle(PROMOTED + 1)
+    world.finish_job(PROMOTED + 1)
     world.store(ctx, "d")
     world.orphan(max(world.running))
     world.load(ctx, "i")
@@ -348,7 +348,7 @@ def at_rest():
     world = World()
     ctx = world.begin()
     world.store(ctx, "a")
-    world.settle()
+    world.finish_job()
     world.finish(ctx)
     return world
 
@@ -393,7 +393,7 @@ def test_a_promotion_that_nobody_read_is_no_rest():
     world.fill(0, ks("x"))
     world.lookup(world.begin(), "x")
     world.step()
-    world.settle()
+    world.finish_job()
     assert list(of_rest("P2").violations(rest_of(world))) == [
         f"block {k('x').hex()} is PINNED",
         "1 slots are named by tickets and promotions",

@@ -5,8 +5,8 @@ from kvoffload_async.abc.events import (
     AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
+    JobFinished,
     JobOverdue,
-    JobSettled,
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog
@@ -75,14 +75,14 @@ def test_a_duplicate_job_id_is_answered_and_not_started():
 
 def test_a_store_makes_its_good_blocks_known():
     tier = running(job(0, "ab"))
-    tier.handle(JobSettled(0, {1: TierUnavailableError("b")}))
+    tier.handle(JobFinished(0, {1: TierUnavailableError("b")}))
     assert answers(tier, "ab") == [HIT, MISS]
     assert events(tier) == [(ks("a"), False)]
 
 
 def test_a_store_that_failed_as_a_whole_makes_nothing_known():
     tier = running(job(0, "a"))
-    tier.handle(JobSettled(0, job_error=TierUnavailableError("down")))
+    tier.handle(JobFinished(0, job_error=TierUnavailableError("down")))
     assert answers(tier, "a") == [MISS]
     assert events(tier) == []
 
@@ -90,13 +90,13 @@ def test_a_store_that_failed_as_a_whole_makes_nothing_known():
 def test_a_load_forgets_what_is_gone_but_not_what_may_load_next_time():
     tier = running(job(0, "ab", promotion=True))
     tier.handle(BlocksAppeared(tuple(ks("ab"))))
-    tier.handle(JobSettled(0, {0: BlockMissingError("a"), 1: TierUnavailableError("b")}))
+    tier.handle(JobFinished(0, {0: BlockMissingError("a"), 1: TierUnavailableError("b")}))
     assert answers(tier, "ab") == [MISS, HIT]
     assert events(tier) == [(ks("ab"), False), (ks("a"), True)]
 
 
 @pytest.mark.parametrize(
-    "event", [JobSettled(0, job_error=LATE), JobOverdue(0, LATE)], ids=["failed", "overdue"]
+    "event", [JobFinished(0, job_error=LATE), JobOverdue(0, LATE)], ids=["failed", "overdue"]
 )
 def test_a_failed_load_is_not_promoted_again_on_a_probed_tier_49328(event):
     tier = running(job(0, "a", promotion=True), index=ProbedIndex(2))
@@ -114,7 +114,7 @@ def test_an_overdue_store_is_reported_at_once_and_known_when_it_lands():
     tier.handle(JobOverdue(0, LATE))
     assert [result.orphaned for result in results(tier)] == [True]
     assert answers(tier, "a") == [MISS]
-    tier.handle(JobSettled(0))
+    tier.handle(JobFinished(0))
     assert released(tier) == [0]
     assert results(tier) == []
     assert answers(tier, "a") == [HIT]
@@ -152,7 +152,7 @@ def test_closing_fails_queued_jobs_and_lets_running_ones_go_on():
     (result,) = results(tier)
     assert (result.job_id, result.orphaned) == (1, False)
     assert isinstance(result.error, TierClosedError)
-    tier.handle(JobSettled(0))
+    tier.handle(JobFinished(0))
     assert [(r.job_id, r.success) for r in results(tier)] == [(0, True)]
 
 
@@ -182,7 +182,7 @@ def test_abandoning_the_rest_reports_every_job_once_and_names_running_copies():
     tier = running(job(0), job(1))
     tier.submit(job(2))
     tier.touch(ks("a"))
-    tier.handle(JobSettled(1))
+    tier.handle(JobFinished(1))
     assert tier.abandon_rest() == [0]
     reported = {r.job_id: (r.success, r.orphaned) for r in results(tier)}
     assert reported == {0: (False, True), 1: (True, False), 2: (False, False)}
@@ -197,9 +197,9 @@ def test_what_a_load_missed_and_was_stored_since_stays_known():
     tier.handle(BlocksAppeared(tuple(ks("b"))))
     tier.submit(job(1, "a"))
     tier.take_effects()
-    tier.handle(JobSettled(1))
+    tier.handle(JobFinished(1))
     gone = {0: BlockMissingError("a"), 1: BlockMissingError("b")}
-    tier.handle(JobSettled(0, gone, outdated=frozenset(ks("a"))))
+    tier.handle(JobFinished(0, gone, outdated=frozenset(ks("a"))))
     assert answers(tier, "ab") == [HIT, MISS]
     assert events(tier) == [([k("b")], False), ([k("a")], False), ([k("b")], True)]
 
@@ -207,7 +207,7 @@ def test_what_a_load_missed_and_was_stored_since_stays_known():
 def test_what_went_while_it_was_stored_is_not_known():
     tier = running(job(0, "ab"))
     tier.handle(BlocksEvicted(tuple(ks("a"))))
-    tier.handle(JobSettled(0, outdated=frozenset(ks("a"))))
+    tier.handle(JobFinished(0, outdated=frozenset(ks("a"))))
     assert answers(tier, "ab") == [MISS, HIT]
 
 
@@ -221,8 +221,8 @@ def test_refused_announcements_are_counted():
 def test_what_jobs_met_and_how_long_they_took_is_counted():
     tier = running(job(0, "abc", promotion=True), job(1, "d"))
     bad = {0: BlockMissingError("a"), 1: CorruptBlockError("b"), 2: TierUnavailableError("c")}
-    tier.handle(JobSettled(0, bad, seconds=3.0, queue_s=1.0))
-    tier.handle(JobSettled(1, seconds=2.0))
+    tier.handle(JobFinished(0, bad, seconds=3.0, queue_s=1.0))
+    tier.handle(JobFinished(1, seconds=2.0))
     read = read_tier(take_tier(tier), tier)
     assert (read.missing_blocks, read.corrupt_blocks) == (1, 1)
     loads, stores = read.load_seconds, read.store_seconds
@@ -236,7 +236,7 @@ def test_what_jobs_met_and_how_long_they_took_is_counted():
 
 def test_a_job_counts_as_finished_when_its_result_exists_whoever_takes_it():
     tier = running(job(0), job(1))
-    tier.handle(JobSettled(0))
+    tier.handle(JobFinished(0))
     tier.handle(JobOverdue(1, LATE))
     read = read_tier(take_tier(tier), tier)
     assert (read.submitted_jobs, read.finished_jobs, read.jobs_in_flight) == (2, 2, 0)

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffload_async.abc.events import (
     BlocksAppeared,
     BlocksEvicted,
+    JobFinished,
     JobOverdue,
-    JobSettled,
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog
@@ -40,7 +40,7 @@ class TierStateMachine(RuleBasedStateMachine):
         self.tier = TierState(
             "tier", ProbedIndex(concurrent, batch), 1, EventLog(Medium.STORAGE, enabled=True)
         )
-        self.accepted = self.settled = 0
+        self.accepted = self.finished = 0
         self.waiting: dict = {}
         self.flying: dict = {}
         self.late: dict = {}
@@ -93,13 +93,13 @@ class TierStateMachine(RuleBasedStateMachine):
             return
         self.flying.pop(job_id, None)
         self.late.pop(job_id, None)
-        self.settled += 1
+        self.finished += 1
         if how == "error":
-            self.tier.handle(JobSettled(job_id, job_error=TierUnavailableError("down")))
+            self.tier.handle(JobFinished(job_id, job_error=TierUnavailableError("down")))
             self.say(ending.keys if ending.is_promotion else (), present=False)
             return
         failed = range(len(ending.keys)) if how == "gone" else ()
-        self.tier.handle(JobSettled(job_id, {i: BlockMissingError("gone") for i in failed}))
+        self.tier.handle(JobFinished(job_id, {i: BlockMissingError("gone") for i in failed}))
         if ending.is_promotion:
             self.say([ending.keys[i] for i in failed], present=False)
         elif not failed:
@@ -181,7 +181,7 @@ class TierStateMachine(RuleBasedStateMachine):
         assert read.submitted_jobs == self.accepted
         assert read.finished_jobs == self.results.total() + len(self.tier.jobs.ended)
         assert read.jobs_in_flight == self.accepted - read.finished_jobs
-        assert read.load_seconds.total.count + read.store_seconds.total.count == self.settled
+        assert read.load_seconds.total.count + read.store_seconds.total.count == self.finished
 
     def teardown(self):
         if not hasattr(self, "tier"):
@@ -190,7 +190,7 @@ class TierStateMachine(RuleBasedStateMachine):
         late = set(self.tier.abandon_rest())
         assert late == set(self.flying) | set(self.late)
         for job_id in late:
-            self.tier.handle(JobSettled(job_id))
+            self.tier.handle(JobFinished(job_id))
         self.take_results()
         assert self.results == Counter(range(self.accepted))
         assert set(self.released) == self.orphaned | late

@@ -47,7 +47,7 @@ class Own:
             for tier, job in self.world.running.values()
             if not job.is_promotion
         ]
-        self.world.settle_all()
+        self.world.finish_all()
         self.world.check()
 
 
@@ -109,7 +109,7 @@ def test_what_is_on_its_way_to_a_tier_or_gone_from_the_primary_is_not_offered():
     own.planner.touch(ks("x"), ReqContext("unknown"))
     own.planner.end_step()
     assert [b.count for b in own.planner.cascades.queues] == [0]
-    own.world.settle_all()
+    own.world.finish_all()
     own.world.wind_down()
 
 

@@ -52,7 +52,7 @@ class Scheduler:
             world.loaded(read)
             world.finish(read.ctx)
         world.step(STEP_S)
-        world.settle_all()
+        world.finish_all()
         world.check()
 
     def _ask(self, name, ctx):
@@ -162,13 +162,13 @@ def test_a_request_that_looks_on_while_it_loads_keeps_its_ticket_for_the_later_l
     ctx = begin(world, "r", run)
     assert world.lookups(ctx, run[:4]) == [PENDING] * 4
     world.step(STEP_S)
-    world.settle_all()
+    world.finish_all()
     assert world.lookups(ctx, run[:4]) == [HIT] * 4
     world.load(ctx, run[:2])
     assert world.lookups(ctx, run) == [HIT] * 4 + [PENDING] * 2
     world.step(STEP_S)
     assert world.planner.requests[ctx].ticket
-    world.settle_all()
+    world.finish_all()
     world.wind_down()
 
 
@@ -211,7 +211,7 @@ def test_a_prompt_is_looked_up_after_single_blocks_of_it_and_unknown_requests_ma
     world.lookup(ctx, run[0])
     assert world.planner.lookup_prefix(run, ctx) == (4, True)
     world.end_step(["nobody"])
-    world.settle_all()
+    world.finish_all()
     assert world.planner.lookup_prefix(run, ctx) == (4, False)
 
 
@@ -247,5 +247,5 @@ def test_a_promotion_that_is_given_up_for_room_has_its_result_in_that_step():
         (tier,) = planner.tiers
         assert tier.counters.submitted_jobs - tier.counters.finished_jobs == in_flight
     assert planner.orphaned, "given up, as the tier is silent"
-    world.settle_all()
+    world.finish_all()
     world.wind_down()

@@ -6,7 +6,7 @@ from core.world import DOWN, World
 
 from kvoffload_async.core.cascades import _SLOTS_A_STEP
 from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.core.primary import BlockState, LastToGo
+from kvoffload_async.core.primary import BlockState, ProtectedSlots
 
 NOT_YET = "abcd"
 
@@ -39,7 +39,7 @@ def offer(world, names, req_id="new"):
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_block_that_every_tier_has_goes_before_an_older_one_that_is_pending(policy, waits):
     world = crowded(policy=policy, waits=waits)
-    world.settle()
+    world.finish_job()
     world.step()
     assert world.primary.state_of(k("b")) is BlockState.PINNED, "it is on its way"
     assert offer(world, "x").evicted_keys == ks("a")
@@ -66,7 +66,7 @@ def test_a_store_that_waits_is_refused_until_the_tier_has_taken_something(policy
     assert offer(world, "x") is None
     assert resident(world) == before
     assert world.planner.tiers[0].counters.dropped_blocks == 0
-    world.settle()
+    world.finish_job()
     world.step()
     assert offer(world, "x").evicted_keys == ks("a")
     world.written()
@@ -77,7 +77,7 @@ def test_a_store_that_waits_is_refused_until_the_tier_has_taken_something(policy
 
 def test_a_store_that_waits_has_the_head_that_fits():
     world = crowded(waits=True, accept_prefix=True)
-    world.settle()
+    world.finish_job()
     output = offer(world, "xy")
     assert (list(output.keys_to_store), list(output.keys_left_out)) == (ks("x"), ks("y"))
     world.wind_down()
@@ -106,7 +106,7 @@ def test_a_tier_that_is_down_wants_nothing(waits):
     world.fail(first, error=DOWN)
     world.step()
     assert world.planner.tiers[0].counters.dropped_blocks == 0
-    world.settle(second)
+    world.finish_job(second)
     world.step()
     assert offer(world, "x").evicted_keys == ks("a"), "the other tier has it"
     assert (offer(world, "y", "other") is None) == waits, "the other one is pending the rest"
@@ -148,7 +148,7 @@ def test_a_tier_that_comes_back_wants_what_it_is_still_pending():
     assert world.primary.protected_blocks == 0
     world.step(10.0)
     world.step()
-    world.settle()
+    world.finish_job()
     world.step()
     assert world.primary.protected_blocks == 2
     world.wind_down()
@@ -177,8 +177,8 @@ def test_nobody_asks_about_a_block_again_as_long_as_it_is_pending():
     ctx = world.begin()
     world.store(ctx, range(num_blocks))
     asked = []
-    may_go = world.primary._may_go_first
-    world.primary._may_go_first = lambda slot: asked.append(slot) or may_go(slot)
+    is_evictable_first = world.primary._is_evictable_first
+    world.primary._is_evictable_first = lambda slot: asked.append(slot) or is_evictable_first(slot)
     for number in range(rounds):
         world.store(world.begin(f"r{number}"), [f"new{number}"])
     assert world.planner.tiers[0].counters.dropped_blocks == rounds
@@ -204,8 +204,8 @@ def test_a_reset_protects_nothing_of_before():
     world.wind_down()
 
 
-def test_the_last_to_go_leave_in_the_order_in_which_they_were_met():
-    slots = LastToGo(4)
+def test_protected_slots_leave_in_the_order_in_which_they_were_met():
+    slots = ProtectedSlots(4)
     assert slots.discard([1]) == slots.first(3) == []
     for slot in (2, 0, 3, 2):
         slots.note(slot)

@@ -89,14 +89,14 @@ def test_what_is_pending_is_protected_while_the_tier_is_in_order():
     queue = WriteBackQueue(4, protected.extend, lambda slots: list(map(protected.remove, slots)))
     queue.add([2, 0], 0.0)
     assert protected == list(queue.slots()) == [2, 0]
-    queue.heed(is_wanted=False)
+    queue.update_protection(is_wanted=False)
     queue.add([3], 0.0)
     assert protected == []
     assert list(queue.violations(set())) == []
     queue.is_wanted = True
-    assert len(list(queue.violations(set()))) == 3, "it has not been heeded"
+    assert len(list(queue.violations(set()))) == 3, "its protection was not updated"
     queue.is_wanted = False
-    queue.heed(is_wanted=True)
+    queue.update_protection(is_wanted=True)
     assert sorted(protected) == sorted(queue.protected()) == [0, 2, 3]
     queue.began([0])
     queue.forget([3])

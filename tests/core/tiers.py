@@ -11,8 +11,8 @@ from planner_invariants import FinishRequest
 from kvoffload_async.abc.events import (
     BlocksAppeared,
     BlocksEvicted,
+    JobFinished,
     JobOverdue,
-    JobSettled,
     ProbeAnswered,
 )
 from kvoffload_async.core.eventlog import EventLog
@@ -96,21 +96,21 @@ class NativeTier(ScriptedTier):
             present = frozenset(keys) & self.contents.keys() if error is None else frozenset()
             self.state.handle(ProbeAnswered(generation, present, error))
 
-    def settle(self, job, failed, error, seconds, *, whole=False):
+    def finish_job(self, job, failed, error, seconds, *, whole=False):
         """Report the end of a copy; `whole`: the error is of the job, else of each block."""
         failures = {} if whole else dict.fromkeys(sorted(failed), error)
         fault = error if whole else None
-        self.state.handle(JobSettled(job.job_id, failures, fault, seconds))
+        self.state.handle(JobFinished(job.job_id, failures, fault, seconds))
 
     def refuse(self, job, error):
-        self.state.handle(JobSettled(job.job_id, job_error=error))
+        self.state.handle(JobFinished(job.job_id, job_error=error))
 
     def orphan(self, job, error):
         self.state.handle(JobOverdue(job.job_id, error))
 
     def release(self, job, failed):
         gone = BlockMissingError("scripted")
-        self.state.handle(JobSettled(job.job_id, dict.fromkeys(sorted(failed), gone)))
+        self.state.handle(JobFinished(job.job_id, dict.fromkeys(sorted(failed), gone)))
 
 
 class ExternalTier(NativeTier):

@@ -1,6 +1,6 @@
 """A world around the bare planner: memory that can be wrong, tiers that do as they are told.
 
-A copy reads and writes only when it is settled, so that a slot handed out too early shows up as the
+A copy reads and writes only when it finishes, so that a slot handed out too early shows up as the
 wrong string on some later hit. Every copy waits, parked, until somebody says how it ends.
 """
 
@@ -234,13 +234,13 @@ class World:
 
     # -- what the tiers do ----------------------------------------------------------------------
 
-    def settle(self, job_id=None, *, failed: Collection[int] = (), error=None, seconds=0.0):
+    def finish_job(self, job_id=None, *, failed: Collection[int] = (), error=None, seconds=0.0):
         """End a parked copy; blocks in `failed` (indices) did not make it, nor missing ones."""
         tier, job = self._unpark(job_id)
         failed = self.tiers[tier].copy(job, self.memory, failed)
         error = error or (BlockMissingError("scripted") if failed else None)
         self.history.record(ResultTaken(tier, job.job_id))
-        self.tiers[tier].settle(job, failed, error, seconds)
+        self.tiers[tier].finish_job(job, failed, error, seconds)
         self._collect()
 
     def fail(self, job_id=None, *, error=DOWN, seconds=0.0):
@@ -248,12 +248,12 @@ class World:
         tier, job = self._unpark(job_id)
         everything = self.tiers[tier].copy(job, self.memory, range(len(job.keys)))
         self.history.record(ResultTaken(tier, job.job_id))
-        self.tiers[tier].settle(job, everything, error, seconds, whole=True)
+        self.tiers[tier].finish_job(job, everything, error, seconds, whole=True)
         self._collect()
 
-    def settle_all(self):
+    def finish_all(self):
         while self.running:
-            self.settle()
+            self.finish_job()
 
     def orphan(self, job_id=None, **what):
         """Report a parked copy as failed while it goes on."""
@@ -291,7 +291,7 @@ class World:
     def reset(self):
         """Drain and reset; copies between device and slots go on, and are stale now."""
         while self.running:
-            self.orphan() if len(self.running) % 2 else self.settle()
+            self.orphan() if len(self.running) % 2 else self.finish_job()
         self.planner.reset_cache()
         self._absorb()
         for copy in (*self.writes, *self.reads):
@@ -341,7 +341,7 @@ class World:
         for _ in range(100):
             if not self.planner.has_pending_work and not self.late:
                 break
-            self.settle_all()
+            self.finish_all()
             while self.late:
                 self.release()
             self.step()
@@ -350,7 +350,7 @@ class World:
             if not any(queue.count for queue in self.planner.cascades.queues):
                 break
             self.step(10.0)
-            self.settle_all()
+            self.finish_all()
         assert self.planner.requests == {}
         self._check_indexes()
         self.planner.close()

@@ -176,13 +176,13 @@ class FullWorld(World):
         names = {task.get_name(): task for task in tasks}
         return {name: task for name, task in names.items() if ":store:" in name or ":load:" in name}
 
-    def settle_everything(self):
+    def finish_everything(self):
         self.runner.run_ready()
         while self.operations() or self.calls():
             for tier, parked in self.operations():
-                tier.settle(parked)
+                tier.finish(parked)
             for pool, call in self.calls():
-                pool.settle(call)
+                pool.finish(call)
             self.runner.run_ready()
 
     def end_requests(self):
@@ -201,12 +201,12 @@ class FullWorld(World):
         for req_id in list(self.contexts):
             self.finish(req_id)
 
-    def settle_step(self, seconds=0.0):
+    def finish_step(self, seconds=0.0):
         """Let time pass, and end a step, with all that the tiers have begun."""
         self.runner.advance(seconds)
         self.manager.on_schedule_end()
         self.runner.run_ready()
-        self.settle_everything()
+        self.finish_everything()
 
     def come_to_rest(self):
         self.hung = None
@@ -214,12 +214,12 @@ class FullWorld(World):
             secondary.refuses = False  # only an external one ever refuses
         self.end_requests()
         for _ in range(20):
-            self.settle_step()
+            self.finish_step()
         for _ in range(30):  # breakers close again, and pauses pass
             has_pending = self.manager.planner.cascades.has_pending
             if not has_pending and not self.manager.has_pending_work():
                 break
-            self.settle_step(6.0)
+            self.finish_step(6.0)
             self.manager.on_schedule_end()
         self.manager.on_schedule_end()
         assert not self.manager.planner.cascades.has_pending
@@ -243,7 +243,7 @@ class FullWorld(World):
             for ctx, keys in list(waiting.items()):
                 if {*self.manager.lookup_many(keys, ctx, stop_at_miss=True)} <= {HIT, MISS}:
                     del waiting[ctx]
-            self.settle_step(HEALTHY_STEP_S)
+            self.finish_step(HEALTHY_STEP_S)
         assert not waiting, "undecided on healthy tiers"
         assert counters.deferrals_expired == expired, "expired on healthy tiers"
         self.end_requests()
@@ -277,7 +277,7 @@ class FullWorld(World):
 
     def rest_beside_the_hung_tier(self):
         for _ in range(40):
-            self.settle_step(2.5)
+            self.finish_step(2.5)
             is_busy = any(self.has_pending(index) for index in self.healthy)
             if not (is_busy or self._is_trusted()):
                 return
@@ -299,7 +299,7 @@ class FullWorld(World):
         for _ in range(10):
             if self.manager.lookup(key, ctx) is HIT:
                 break
-            self.settle_step(0.5)
+            self.finish_step(0.5)
         else:
             raise AssertionError(f"a block of tier {index} alone is not promoted")
         self.check_bytes(key, self.primary.core.slot_of(key))

@@ -34,23 +34,23 @@ class SwitchedIo(PooledScriptedIo):
 
 
 class Replay:
-    """A consumer: the blocks that are announced, by place. Nothing is announced twice."""
+    """A consumer: the blocks that are announced, by location. Nothing is announced twice."""
 
     def __init__(self):
         self.present = {}
 
     def read(self, events):
         for event in events:
-            place = self.present.setdefault((event.medium, event.ownership), set())
+            location = self.present.setdefault((event.medium, event.ownership), set())
             keys = set(event.keys)
             if event.metadata_only:
-                assert place.isdisjoint(keys)
+                assert location.isdisjoint(keys)
             elif event.removed:
-                assert place >= keys
-                place -= keys
+                assert location >= keys
+                location -= keys
             else:
-                assert place.isdisjoint(keys)
-                place |= keys
+                assert location.isdisjoint(keys)
+                location |= keys
 
     def at(self, medium, ownership=None):
         return self.present.get((medium, ownership), set())
@@ -104,11 +104,11 @@ class ReplayWorld(World):
         tasks = {task.get_name(): task for task in asyncio.all_tasks(self.runner.loop)}
         return {name: task for name, task in tasks.items() if ":store:" in name or ":load:" in name}
 
-    def settle_all(self):
+    def finish_all(self):
         self.runner.run_ready()
         while self.calls():
             for pool, call in self.calls():
-                pool.settle(call)
+                pool.finish(call)
             self.runner.run_ready()
 
     def begin_copy(self, numbers, req_id):
@@ -139,7 +139,7 @@ class ReplayWorld(World):
         planner = self.manager.planner
         while True:
             self.manager.on_schedule_end()
-            self.settle_all()
+            self.finish_all()
             has_news = any(secondary.has_pending_work() for secondary in self.secondaries)
             if not (has_news or planner.jobs or planner.orphaned):
                 return
@@ -193,7 +193,7 @@ class ReplayWorld(World):
 
     def end(self):
         self.park(False)
-        self.settle_all()
+        self.finish_all()
         for copy in list(self.copies):
             self.end_copy(copy, success=False)
         super().end()

@@ -1,4 +1,4 @@
-"""`admission` of a tier: blocks that are not written are counted, and doubtful ones wait."""
+"""`admission` of a tier: blocks that are not written are counted, and undecided ones wait."""
 
 import pytest
 
@@ -37,10 +37,10 @@ def serve(manager, offered, *, ends_before_write=False, evicts=False):
         manager.on_reset_flushed()
     if not ends_before_write:
         manager.on_request_finished(ctx)
-    settle(manager)
+    finish_jobs(manager)
 
 
-def settle(manager):
+def finish_jobs(manager):
     manager.on_schedule_end()
     while manager.has_pending_work():
         manager.wait_for_progress(1.0)
@@ -63,18 +63,18 @@ def test_unlikely_blocks_are_declined_by_that_tier_alone(manager):
     assert "example: 3 blocks declined: their reuse is unlikely" in str(manager.explain("r"))
 
 
-def test_doubtful_blocks_are_stored_or_declined_when_the_request_ends(manager):
+def test_undecided_blocks_are_stored_or_declined_when_the_request_ends(manager):
     probabilities(manager, likely=(10,))
     ctx = ReqContext("r")
     manager.on_new_request(ctx)
     many = keys([f"{number:04}" for number in range(12)])
     granted = manager.prepare_store(many, ctx)
     manager.complete_store(granted.keys_to_store, ctx)
-    settle(manager)
+    finish_jobs(manager)
     assert figures(manager)[0] == (0, 0)  # 12 blocks, of a prompt that may still grow to 16
     ctx.key_positions.update({key: end for end, key in enumerate([*many, *keys("wxyz")], 1)})
     manager.on_request_finished(ctx)
-    settle(manager)
+    finish_jobs(manager)
     assert figures(manager)[0] == (12, 0)
 
 

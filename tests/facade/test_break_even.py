@@ -36,7 +36,7 @@ class TimedWorld(World):
             self.runner.advance(self.latency_s + self.block_s * len(call.keys) * is_load)
             if call.kind is Operation.CONTAINS:
                 self.asked.append(len(call.keys))
-            self.tiers[0].settle(call)
+            self.tiers[0].finish(call)
         self.runner.run_ready()
 
     def find(self, name, numbers):

@@ -61,12 +61,12 @@ class Events(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.calls())
     @rule(data=st.data(), turns=st.booleans(), fails=st.sampled_from(["", "", "before", "after"]))
-    def settle_call(self, data, turns, fails):
+    def finish_call(self, data, turns, fails):
         # Not the call: what hypothesis has drawn it keeps, and views of the primary with it.
         calls = self.world.calls()
         pool, call = calls[data.draw(st.integers(0, len(calls) - 1), "call")]
         error = OSError(5, "injected") if fails else None
-        pool.settle(call, error, after_run=fails == "after")
+        pool.finish(call, error, after_run=fails == "after")
         if turns:
             self.world.runner.run_ready()
 
@@ -83,7 +83,7 @@ class Events(RuleBasedStateMachine):
     @rule(sure=st.integers(0, 2))
     def reset(self, sure):
         if sure == 0:
-            self.world.settle_all()
+            self.world.finish_all()
             self.manager.reset_cache()
             self.manager.on_reset_flushed()
             self.world.copies.clear()
@@ -115,7 +115,7 @@ def test_every_tier_of_this_world_stores_what_it_is_given():
         world.begin("a")
         world.begin_copy([1, 2], "a")
         world.check()
-        places = (Medium.STORAGE, "tier0"), (Medium.STORAGE, "tier1"), (Medium.CPU, "tier2")
-        assert [world.replay.at(*place) for place in places] == [set(ks(1, 2))] * 3
+        locations = (Medium.STORAGE, "tier0"), (Medium.STORAGE, "tier1"), (Medium.CPU, "tier2")
+        assert [world.replay.at(*location) for location in locations] == [set(ks(1, 2))] * 3
     finally:
         world.end()

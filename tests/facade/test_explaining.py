@@ -51,7 +51,7 @@ def test_a_promotion_is_explained_with_the_time_that_the_tier_took(world):
 def test_a_job_that_fails_is_explained_with_its_error(world):
     world.store(1)
     world.step()
-    world.settle(error=BlockMissingError("the disk is gone"))
+    world.finish_job(error=BlockMissingError("the disk is gone"))
     world.poll()
     errors = [
         event.error for event in world.manager.explain("r").events if isinstance(event, JobEnded)
@@ -75,7 +75,7 @@ def test_timelines_are_handed_over_at_the_end_of_the_step_in_which_they_are_comp
     world.finish("r")
     world.step()
     assert told == []
-    world.settle_all()
+    world.finish_all()
     world.step()
     world.step()
     assert [timeline.req_id for timeline in told] == ["r"]

@@ -64,7 +64,7 @@ def test_a_block_goes_to_a_tier_and_comes_back(worlds, manager_class):
     world.begin("r")
     assert world.lookup(1) is PENDING
     world.step()
-    world.settle_all()
+    world.finish_all()
     assert world.lookup(1) is HIT
     world.load(1)
 
@@ -80,7 +80,7 @@ def test_an_overdue_copy_keeps_its_block_until_it_ends(worlds, manager_class):
     world.runner.advance(5.0)
     world.poll()
     assert world.prepare_store(2) is None
-    world.settle()
+    world.finish_job()
     world.poll()
     assert world.prepare_store(2) is not None
 
@@ -103,7 +103,7 @@ def test_a_tier_that_faults_as_often_as_its_breaker_allows_is_left_alone(worlds,
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle(error=OSError(5, "io"))
+    world.finish_job(error=OSError(5, "io"))
     world.poll()
     world.store(2)
     world.step()
@@ -118,7 +118,7 @@ def test_a_tier_that_was_left_alone_is_tried_with_one_job(worlds, manager_class)
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle(error=OSError(5, "io"))
+    world.finish_job(error=OSError(5, "io"))
     world.poll()
     world.runner.advance(60.0)
     world.store(2)
@@ -151,7 +151,7 @@ def test_an_external_manager_is_asked_for_every_key_once_as_long_as_a_request_wa
     world.begin("s")
     assert world.lookup(1, "s") is PENDING
     world.step()
-    world.settle_all()
+    world.finish_all()
     assert world.lookup(1) is HIT
 
 
@@ -185,7 +185,7 @@ def test_an_error_at_a_requests_end_costs_no_job_behind_it(worlds, caplog):
         world.store(number, req_id=req_id)
         world.manager.on_request_finished(world.contexts[req_id])
     world.step()
-    world.settle_all()
+    world.finish_all()
     world.poll()
     assert "tier0: on_request_finished failed" in caplog.text
     assert not world.manager.has_pending_work()
@@ -196,7 +196,7 @@ def test_a_wrong_report_is_logged_and_costs_no_right_one(worlds, caplog):
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle_all()
+    world.finish_all()
     (tier,) = world.secondaries
     tier.reports_too_much = True
     world.poll()

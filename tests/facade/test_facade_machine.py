@@ -1,6 +1,6 @@
 """The whole facade as a state machine: hypothesis draws what ends when, and how.
 
-Real actors run on a virtual loop; every copy is parked until a rule settles it. Bytes are real: a
+Real actors run on a virtual loop; every copy is parked until a rule finishes it. Bytes are real: a
 slot that is handed out too early shows as wrong bytes on some later hit, or in some tier.
 """
 
@@ -187,33 +187,33 @@ class Facade(RuleBasedStateMachine):
         if sure != 0:
             return
         self.step(turns=True, observes=False)
-        self.world.settle_everything()
+        self.world.finish_everything()
         self.world.poll()
 
     @precondition(lambda self: self.world.operations())
     @rule(data=st.data(), turns=st.booleans())
-    def settle_well(self, data, turns):
+    def finish_well(self, data, turns):
         tier, parked = data.draw(st.sampled_from(self.world.operations()), "operation")
-        tier.settle(parked)
+        tier.finish(parked)
         if turns:
             self.runner.run_ready()
 
     @precondition(lambda self: self.world.fallible())
     @rule(data=st.data(), error=ERRORS)
-    def settle_badly(self, data, error):
+    def finish_badly(self, data, error):
         tier, parked = data.draw(st.sampled_from(self.world.fallible()), "operation")
         if data.draw(st.booleans(), "some blocks only") and parked.job and parked.keys:
             failed = data.draw(st.sets(st.integers(0, len(parked.keys) - 1), min_size=1))
             failed -= parked.landed
             if not parked.job.is_promotion:
-                tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
+                tier.finish(parked, {index: CorruptBlockError("bad") for index in failed})
                 return
             for index in failed:
                 self.world.drop(tier, parked, index)
-            tier.settle(parked, {index: CorruptBlockError("bad") for index in failed})
+            tier.finish(parked, {index: CorruptBlockError("bad") for index in failed})
             self.runner.run_ready()  # nothing comes between its dropping a block and its saying so
         else:
-            tier.settle(parked, error=error)
+            tier.finish(parked, error=error)
 
     @precondition(lambda self: self.world.parked_stores())
     @rule(data=st.data(), evicts=st.booleans())
@@ -238,11 +238,11 @@ class Facade(RuleBasedStateMachine):
         after_run=st.booleans(),
         turns=st.booleans(),
     )
-    def settle_call(self, data, error, after_run, turns):
+    def finish_call(self, data, error, after_run, turns):
         # Not the call: what hypothesis has drawn it keeps, and views of the primary with it.
         calls = self.world.calls()
         pool, call = calls[data.draw(st.integers(0, len(calls) - 1), "call")]
-        pool.settle(call, error, after_run=after_run)
+        pool.finish(call, error, after_run=after_run)
         if turns:
             self.runner.run_ready()
 
@@ -340,7 +340,7 @@ class Facade(RuleBasedStateMachine):
             self.manager.shutdown(1.0)
         self.world.hung = None
         self.world.loose.shutdown(1.0)
-        self.world.settle_everything()
+        self.world.finish_everything()
         managers = [*self.world.secondaries, self.world.loose]
         for manager in managers:
             manager.get_finished_jobs()
@@ -389,14 +389,14 @@ def test_the_machine_reaches_a_promotion_with_bytes(external):
     machine.world.stores.clear()
     for _ in range(3):
         machine.step(turns=True, observes=False)
-        machine.world.settle_everything()
+        machine.world.finish_everything()
     machine.reset()
     machine.flushed()
     machine.world.rows[:] = 0
     machine.manager.lookup(k(1), ctx)
     for _ in range(3):
         machine.step(turns=True, observes=False)
-        machine.world.settle_everything()
+        machine.world.finish_everything()
     assert machine.manager.lookup(k(1), ctx) is HIT
     machine.world.check_bytes(k(1), machine.world.primary.core.slot_of(k(1)))
     machine.teardown()

@@ -105,7 +105,7 @@ def test_what_a_cancelled_store_has_left_on_the_disk_is_known(tier, num_calls):
         for _ in range(num_calls):
             world.runner.run_ready()
             if pool.parked:
-                pool.settle(pool.parked[0])
+                pool.finish(pool.parked[0])
         world.runner.run_ready()
         cancel_store(world, tier)
         world.check()
@@ -119,7 +119,7 @@ def test_a_block_that_is_evicted_before_its_store_ends_is_not_known(alone):
     world.submit(1, [1, 2])
     world.run()
     world.tier.env.blocks_evicted(ks(1))
-    world.settle()
+    world.finish_job()
     world.results()
     assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [MISS, HIT]
     assert [list(event.keys) for event in world.manager.take_events()] == [ks(2)]
@@ -131,7 +131,7 @@ def test_a_block_that_is_evicted_and_stored_anew_within_a_store_is_known(alone):
     world.run()
     world.tier.env.blocks_evicted(ks(1))
     world.tier.env.blocks_appeared(ks(1))
-    world.settle()
+    world.finish_job()
     world.results()
     assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [HIT, HIT]
 
@@ -143,8 +143,8 @@ def test_an_eviction_before_a_store_begins_does_not_count_against_it(alone):
     world.tier.env.blocks_evicted(ks(1))
     world.submit(2, [1])
     world.run()
-    world.settle(0)
-    world.settle(0)
+    world.finish_job(0)
+    world.finish_job(0)
     world.results()
     assert world.manager.lookup(k(1), R) is HIT
 
@@ -156,7 +156,7 @@ def test_an_overdue_store_knows_what_was_evicted_meanwhile(alone, io_timeout_s):
     world.run()
     world.host.runner.advance(1.0)
     world.tier.env.blocks_evicted(ks(1))
-    world.settle()
+    world.finish_job()
     world.results()
     assert [world.manager.lookup(key, R) for key in ks(1, 2)] == [MISS, HIT]
 
@@ -168,9 +168,9 @@ def test_a_load_forgets_no_block_that_was_stored_while_it_ran(alone):
     load = world.tier.parked[0]
     world.submit(2, [1])
     world.run()
-    world.settle(1)
+    world.finish_job(1)
     del world.tier.blocks[k(1)]
-    world.tier.settle(load)
+    world.tier.finish(load)
     world.tier.blocks[k(1)] = None
     world.host.runner.run_ready()
     world.results()
@@ -183,7 +183,7 @@ def test_a_load_of_a_block_that_goes_meanwhile_leaves_it_unknown(alone):
     world.submit(1, [1], is_promotion=True)
     world.run()
     world.tier.env.blocks_evicted(ks(1))
-    world.settle()
+    world.finish_job()
     world.results()
     assert world.manager.lookup(k(1), R) is MISS
 

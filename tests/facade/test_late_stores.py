@@ -60,7 +60,7 @@ def test_a_tier_gets_all_blocks_though_it_takes_one_at_a_time(worlds, manager_cl
     world = late_world(worlds, manager_class)
     for _ in range(6):
         world.step()
-        world.settle_all()
+        world.finish_all()
     assert set(world.tiers[0].blocks) == set(ks(1, 2, 3, 4))
     assert not world.manager.has_pending_work()
     assert world.manager.planner.tiers[0].counters.late_blocks == 3
@@ -71,7 +71,7 @@ def test_a_third_party_hears_of_no_request_after_its_end_and_of_the_engines_own_
     (tier,) = world.secondaries
     for _ in range(6):
         world.step()
-        world.settle_all()
+        world.finish_all()
     world.begin("reader")
     world.load(1, req_id="reader")
     world.finish("reader")
@@ -150,7 +150,7 @@ def test_a_neighbour_on_the_bridge_that_nobody_polls_does_not_keep_a_shutdown_fr
     )
     neighbour.submit_store(make_job(1, ks(1), [0], is_promotion=False))
     world.step()
-    neighbour.tier.settle_all()
+    neighbour.tier.finish_all()
     world.runner.run_ready()
     assert neighbour.link.inbox
     world.manager.shutdown(10.0)
@@ -165,7 +165,7 @@ def test_shutting_down_ends_in_time_whatever_a_third_party_keeps_to_itself(world
 
     world = late_world(worlds, Silent)
     world.step()
-    world.settle_all()
+    world.finish_all()
     before_s = world.runner.now_s()
     world.manager.shutdown(10.0)
     assert world.runner.now_s() - before_s <= 10.0 + 1.0
@@ -262,12 +262,12 @@ def test_a_failed_store_is_done_again_when_the_tier_is_back(worlds):
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle(error=TierUnavailableError("down"))
+    world.finish_job(error=TierUnavailableError("down"))
     world.poll()
     assert not world.parked()
     world.runner.advance(1.0)
     world.step()
-    world.settle_all()
+    world.finish_all()
     assert list(world.tiers[0].blocks) == [k(1)]
 
 

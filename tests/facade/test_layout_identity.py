@@ -16,11 +16,11 @@ TIERS = {"fs": {}, "slab": {"capacity_bytes": "1MiB"}}
 
 
 def configuration(root, tier, config, options):
-    place = {"type": tier, "root_dir": str(root), **TIERS[tier], **options}
+    tier_config = {"type": tier, "root_dir": str(root), **TIERS[tier], **options}
     return {
         "cpu_bytes_to_use": 8 * BLOCK,
         "block_bytes": BLOCK,
-        "secondary_tiers": [place],
+        "secondary_tiers": [tier_config],
         **config,
     }
 

@@ -94,7 +94,7 @@ def test_a_promotion_that_failed_is_not_tried_again_for_its_request(world):
     filled(here, 1)
     assert here.lookup(1) is PENDING
     here.step()
-    here.settle(error=TierUnavailableError("down"))
+    here.finish_job(error=TierUnavailableError("down"))
     here.poll()
     assert here.lookup(1) is MISS
     stats = read(here)
@@ -108,7 +108,7 @@ def test_a_tier_that_is_suspended_says_so_and_how_often_it_was(world):
     for number in (1, 2, 3):
         here.lookup(number)
         here.step()
-        here.settle(error=OSError("third-party code"))
+        here.finish_job(error=OSError("third-party code"))
         here.poll()
     assert here.lookup(4) is MISS
     (tier,) = read(here).tiers
@@ -125,7 +125,7 @@ def test_an_error_of_no_class_of_ours_is_counted_as_another():
     here.begin("r")
     here.store(1)
     here.step()
-    here.settle(error=Odd("odd"))
+    here.finish_job(error=Odd("odd"))
     here.poll()
     assert read(here).tiers[0].failed_jobs_by_error == {"other": 1}
     here.end()
@@ -153,7 +153,7 @@ def test_corrupt_missing_and_evicted_blocks_are_told_apart(world):
     for number in (1, 2, 3):
         here.lookup(number)
     here.step()
-    here.settle(failures={0: CorruptBlockError("a"), 1: BlockMissingError("b")})
+    here.finish_job(failures={0: CorruptBlockError("a"), 1: BlockMissingError("b")})
     here.poll()
     here.tiers[0]._env.blocks_evicted([k(3)])
     here.poll()
@@ -168,7 +168,7 @@ def test_the_time_until_a_request_is_decided_is_that_from_its_first_lookup(world
     here.lookup(1)
     here.step()
     here.runner.advance(2.0)
-    here.settle_all()
+    here.finish_all()
     here.step()
     assert here.lookup(1) is HIT
     assert read(here).planner.decision_seconds.count == 0, "the filler has asked nothing"
@@ -183,7 +183,7 @@ def test_the_time_of_a_job_is_parted_in_queue_and_copy(world):
     here.store(1)
     here.step()
     here.runner.advance(3.0)
-    here.settle_all()
+    here.finish_all()
     here.poll()
     (tier,) = read(here).tiers
     store = tier.store_seconds
@@ -209,7 +209,7 @@ def test_what_is_dropped_says_why(world):
     here.manager.reset_cache_now()
     assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 3, "closed": 0}
     here.manager.on_reset_flushed()
-    here.settle_all()
+    here.finish_all()
 
 
 def test_steps_and_hand_overs_are_measured(world):

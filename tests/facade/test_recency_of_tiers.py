@@ -43,7 +43,7 @@ def serve(manager, number):
     manager.on_request_finished(ctx)
 
 
-def settle(manager):
+def finish_jobs(manager):
     manager.on_schedule_end()
     while manager.has_pending_work():
         assert manager.wait_for_progress(DEADLINE_S)
@@ -65,7 +65,7 @@ def test_after_a_restart_the_prefix_of_sixty_requests_is_in_the_slab(tmp_path):
         tier.take_effects = counted
         for number in range(60):
             serve(manager, number)
-            settle(manager)
+            finish_jobs(manager)
         counters = tier.counters
         assert counters.stored_blocks > 200, "the store is turned over a few times"
         assert max(touches) == 1
@@ -76,5 +76,5 @@ def test_after_a_restart_the_prefix_of_sixty_requests_is_in_the_slab(tmp_path):
         manager.on_new_request(ctx)
         answers = [manager.lookup(key, ctx) for key in PREFIX]
         assert answers == [LookupResult.HIT_PENDING] * 4
-        settle(manager)
+        finish_jobs(manager)
         assert [manager.lookup(key, ctx) for key in PREFIX] == [LookupResult.HIT] * 4

@@ -66,7 +66,7 @@ def test_a_promotion_lands_for_the_request_that_asked_for_it(worlds):
     world.step()
     world.finish("r")
     world.begin("r")
-    world.settle()
+    world.finish_job()
     world.poll()
     assert world.lookup(1) is HIT
     assert world.counts["pinned"] == 0, "nothing is kept for a request that has ended"
@@ -80,7 +80,7 @@ def test_the_verdicts_of_a_request_outlive_an_older_one_with_its_id(alone):
     for asker in old, new:
         assert world.manager.lookup(k(1), asker) is RETRY
     world.run()
-    world.settle()
+    world.finish_job()
     world.manager.on_request_finished(old)
     assert world.manager.lookup(k(1), new) is HIT
     world.manager.on_request_finished(new)
@@ -97,7 +97,7 @@ def test_verdicts_of_probes_are_taken_in_by_a_lookup(alone):
     world.tier.blocks[k(1)] = None
     assert [world.manager.lookup(key, asker) for key in ks(1, 2)] == [RETRY, RETRY]
     world.run()
-    world.settle()
+    world.finish_job()
     assert [world.manager.lookup(key, asker) for key in ks(1, 2)] == [HIT, MISS]
 
 

@@ -43,7 +43,7 @@ def test_nothing_is_finished_before_it_has_ended(alone):
     world.submit(1)
     world.run()
     assert world.results() == {}
-    world.settle()
+    world.finish_job()
     assert world.results()[1].success
     assert world.results() == {}, "each result once"
 
@@ -97,7 +97,7 @@ def test_a_load_of_a_missing_key_is_one_failed_result_42529(alone):
     world = alone()
     world.submit(1, [1, 2], is_promotion=True)
     world.run()
-    world.settle()
+    world.finish_job()
     result = world.results()[1]
     assert not result.success
     assert result.successful_keys == frozenset()
@@ -107,10 +107,10 @@ def test_one_bad_block_leaves_the_others_landed_50321(alone):
     world = alone()
     world.submit(1, [1, 2, 3])
     world.run()
-    world.settle()
+    world.finish_job()
     world.submit(2, [1, 2, 3], is_promotion=True)
     world.run()
-    world.settle(failures={2: TierUnavailableError("bad")})
+    world.finish_job(failures={2: TierUnavailableError("bad")})
     assert world.results()[2].successful_keys == frozenset(ks(1, 2))
 
 
@@ -127,7 +127,7 @@ def test_a_result_carries_time_and_bytes(alone):
     world.submit(1, [1, 2])
     world.run()
     world.host.runner.advance(1.5)
-    world.settle()
+    world.finish_job()
     result = world.results()[1]
     assert (result.transfer_time, result.transfer_bytes) == (1.5, 32)
 
@@ -139,7 +139,7 @@ def test_a_job_id_in_use_gets_a_failed_result_and_the_first_job_its_own(alone):
     world.run()
     (refused,) = world.manager.get_finished_jobs()
     assert isinstance(refused.error, StateError)
-    world.settle()
+    world.finish_job()
     (first,) = world.manager.get_finished_jobs()
     assert first.success
 
@@ -165,7 +165,7 @@ def test_a_hung_job_is_reported_as_orphaned_and_released_when_its_copy_ends(alon
     assert result.orphaned
     assert isinstance(result.error, TierTimeoutError)
     assert not world.manager.get_released_jobs()
-    world.settle()
+    world.finish_job()
     assert world.results() == {}, "it has had its result"
     assert list(world.manager.get_released_jobs()) == [1]
     assert list(world.manager.get_released_jobs()) == []
@@ -187,7 +187,7 @@ def test_an_exclusive_tier_is_looked_up_without_any_probe(alone):
     world = alone()
     world.submit(1, [1])
     world.run()
-    world.settle()
+    world.finish_job()
     world.results()
     assert world.manager.lookup(k(1), R) is HIT
     assert world.manager.lookup(k(2), R) is MISS
@@ -202,7 +202,7 @@ def test_a_shared_tier_is_probed_once_a_step_for_all_new_keys(alone):
     world.run()
     (probe,) = world.tier.parked
     assert set(probe.keys) == set(ks(1, 2, 3))
-    world.settle()
+    world.finish_job()
     world.results()
     assert world.manager.lookup(k(1), R) is MISS
     assert not world.manager.has_pending_work()
@@ -228,7 +228,7 @@ def test_a_late_verdict_is_not_applied_to_a_newer_request_54872(alone):
     newer = ReqContext("newer")
     assert world.manager.lookup(k(1), newer) is RETRY
     world.tier.blocks[k(1)] = np.zeros(16, np.uint8)
-    world.settle()  # the old probe: its answer is too late
+    world.finish_job()  # the old probe: its answer is too late
     world.results()
     assert world.manager.lookup(k(1), newer) is RETRY
 
@@ -238,12 +238,12 @@ def test_a_failed_load_flips_the_verdict_49328(alone):
     world.tier.blocks[k(1)] = np.zeros(16, np.uint8)
     world.manager.lookup(k(1), R)
     world.run()
-    world.settle()
+    world.finish_job()
     world.results()
     assert world.manager.lookup(k(1), R) is HIT
     world.submit(1, [1], is_promotion=True)
     world.run()
-    world.settle(error=OSError("truncated"))
+    world.finish_job(error=OSError("truncated"))
     world.results()
     assert world.manager.lookup(k(1), R) is MISS
 
@@ -298,7 +298,7 @@ def test_events_tell_what_appeared_and_disappeared_if_asked_for(alone):
     world = alone(enable_kv_events=True)
     world.submit(1, [1])
     world.run()
-    world.settle()
+    world.finish_job()
     world.results()
     world.tier.env.blocks_evicted(ks(1))
     world.results()
@@ -320,7 +320,7 @@ def test_work_is_pending_from_submission_until_the_result_is_taken(alone):
     world.submit(1)
     assert world.manager.has_pending_work()
     world.run()
-    world.settle()
+    world.finish_job()
     assert world.manager.has_pending_work()
     world.results()
     assert not world.manager.has_pending_work()

@@ -32,7 +32,7 @@ def test_drain_waits_for_every_result_and_leaves_them_to_be_taken(alone):
     world = alone()
     world.submit(1)
     world.submit(2, is_promotion=True)
-    world.host.runner.loop.call_later(1.0, world.tier.settle_all)
+    world.host.runner.loop.call_later(1.0, world.tier.finish_all)
     assert world.manager.drain_jobs(5.0)
     assert set(world.results()) == {1, 2}
 
@@ -54,7 +54,7 @@ def test_abandoned_jobs_fail_now_and_are_released_later(alone):
     assert (results[1].orphaned, results[2].orphaned) == (True, False)
     world.run()
     assert len(world.tier.parked) == 1, "job 2 is never handed over"
-    world.settle()
+    world.finish_job()
     world.results()
     assert list(world.manager.get_released_jobs()) == [1]
 
@@ -81,7 +81,7 @@ def test_shutdown_is_bounded_with_a_hung_tier_and_says_what_is_left(alone):
     assert report.unfinished_jobs == (1,)
     assert world.host.runner.now_s() <= 2.5
     assert world.results()[1].orphaned
-    world.settle()
+    world.finish_job()
     world.results()
     assert list(world.manager.get_released_jobs()) == [1]
 
@@ -90,7 +90,7 @@ def test_shutdown_waits_for_running_jobs_to_end(alone):
     world = alone()
     world.submit(1)
     world.run()
-    world.host.runner.loop.call_later(0.5, world.tier.settle_all)
+    world.host.runner.loop.call_later(0.5, world.tier.finish_all)
     assert world.manager.shutdown(1.0).is_clean
     assert world.results()[1].success
     assert world.tier.close_count == 1

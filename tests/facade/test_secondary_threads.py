@@ -195,8 +195,8 @@ def test_tiers_that_wait_for_a_device_have_four_threads_on_any_number_of_cpus(
     with LoopThread() as loop:
         bridge = Bridge(loop, lambda *given: pools.append(given[:2]) or IoPool(*given))
         buffer = PrimaryBuffer(4, 4096)
-        place = {} if kind == "example" else {"root_dir": str(tmp_path)}
-        manager = TIERS[kind](None, buffer.view, model="m", runtime=bridge, **place, **options)
+        root = {} if kind == "example" else {"root_dir": str(tmp_path)}
+        manager = TIERS[kind](None, buffer.view, model="m", runtime=bridge, **root, **options)
         assert pools == [(loads, 1)]
         assert manager.shutdown(10).is_clean
         assert buffer.release()

@@ -112,14 +112,14 @@ def test_a_tier_tells_what_it_was_given_and_what_became_of_it(world):
     here.step()
     (tier,) = here.manager.stats().tiers
     assert (tier.jobs_in_flight, tier.queued_jobs) == (1, 0)
-    here.settle_all()
+    here.finish_all()
     here.poll()
     (tier,) = here.manager.stats().tiers
     assert (tier.stored_blocks, tier.stored_bytes) == (2, 2 * SLOT_BYTES)
     assert (tier.jobs_in_flight, tier.cascading_blocks) == (0, 0)
     here.store(3)
     here.step()
-    here.settle(error=TierUnavailableError("down"))
+    here.finish_job(error=TierUnavailableError("down"))
     here.poll()
     (tier,) = here.manager.stats().tiers
     assert (tier.failed_jobs, tier.failed_loads) == (1, 0)
@@ -158,7 +158,7 @@ def test_an_overdue_job_shows_until_its_copy_has_ended(world):
     here.poll()
     (tier,) = here.manager.stats().tiers
     assert (tier.overdue_jobs, tier.jobs_in_flight, tier.failed_jobs) == (1, 0, 1)
-    here.settle_all()
+    here.finish_all()
     here.poll()
     assert here.manager.stats().tiers[0].overdue_jobs == 0
 
@@ -169,7 +169,7 @@ def test_a_tier_that_is_left_alone_says_so(world):
         assert here.manager.stats().tiers[0].breakers["store"] == "closed"
         here.store(number)
         here.step()
-        here.settle(error=TierUnavailableError("down"))
+        here.finish_job(error=TierUnavailableError("down"))
         here.poll()
         here.runner.advance(5.0)  # until it is tried again
     assert here.manager.stats().tiers[0].breakers["store"] == "open"
@@ -206,8 +206,8 @@ def test_a_tier_without_a_planner_counts_too():
     alone.submit(0, (1, 2))
     alone.submit(1, (3,))
     alone.run()
-    alone.settle()
-    alone.settle(error=OSError("injected"))
+    alone.finish_job()
+    alone.finish_job(error=OSError("injected"))
     alone.results()
     read = alone.manager.stats()
     assert (read.stored_blocks, read.stored_bytes) == (2, 2 * 16)

@@ -137,7 +137,7 @@ def test_sums_hold_in_every_reading_beside_an_owner_at_work(worlds):
                 world.lookup(other)
             world.manager.touch(ks(number), world.contexts["r"])
             world.step()
-            world.settle_all()
+            world.finish_all()
     finally:
         sys.setswitchinterval(interval_s)
         stop.set()

@@ -278,7 +278,7 @@ def test_an_engine_that_nobody_closed_is_not_kept_alive(path, monkeypatch):
     assert b'"kind":"OffloadingStatistics"' in answer(b"status")
     del spec, manager, stats
     gc.collect()
-    assert b"was never closed" in answer(b"status")
+    assert b"without `close()`" in answer(b"status")
 
 
 def test_a_child_removes_nothing(path):

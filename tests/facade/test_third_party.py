@@ -54,7 +54,7 @@ def use_everything(world, *numbers):
     world.manager.touch(ks(*numbers), world.contexts["r"])
     answers = [world.lookup(number) for number in numbers]
     world.poll()
-    world.settle_all()
+    world.finish_all()
     world.poll()
     list(world.manager.take_events())
     world.manager.has_pending_work()
@@ -77,7 +77,7 @@ def test_what_one_tier_raises_costs_the_others_nothing(worlds, manager_class, me
     for _ in range(2):  # one tier after the other
         assert world.lookup(1, "again") in (PENDING, HIT)
         world.poll()
-        world.settle_all()
+        world.finish_all()
         world.poll()
     assert world.lookup(1, "again") is HIT
     world.finish("again")
@@ -118,7 +118,7 @@ def test_a_tier_whose_lookups_fail_is_left_alone_and_goes_on_storing(worlds):
     world.store(9)
     world.step()
     assert world.parked()
-    world.settle_all()
+    world.finish_all()
     world.runner.advance(60.0)
     world.poll()
     assert world.lookup(1) is PENDING
@@ -142,7 +142,7 @@ def two_stores(worlds):
     world.store(1)
     world.store(2)
     world.step()
-    world.settle_all()
+    world.finish_all()
     return world
 
 
@@ -231,7 +231,7 @@ def test_a_release_of_no_job_costs_no_release(worlds, caplog):
     world.runner.advance(1.0)
     world.poll()
     assert world.counts["pinned"] == 1
-    world.settle_all()
+    world.finish_all()
     tier = world.secondaries[0]
     reports = tier.get_released_jobs
     tier.get_released_jobs = lambda: [77, *reports()]
@@ -253,7 +253,7 @@ def test_what_a_third_party_takes_back_too_late_is_given_up_by_a_reset(worlds):
     world.manager.reset_cache()
     world.manager.on_reset_flushed()
     assert world.counts["held"] == 1
-    world.settle_all()
+    world.finish_all()
     world.poll()
     assert world.counts["held"] == 0
     bad.failing = frozenset()
@@ -305,7 +305,7 @@ def test_a_wrong_report_does_not_cut_a_shutdown_short(worlds, method):
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle_all()
+    world.finish_all()
     world.secondaries[0].failing = frozenset({method})
     shut_down(world)
     assert world.tiers[1].close_count == 1
@@ -335,13 +335,13 @@ def test_a_breaker_that_opens_and_closes_is_logged_once_with_the_reason(worlds, 
     for number in range(3):  # it fails, and so do two tries
         world.store(number)
         world.poll()
-        world.settle(error=TierUnavailableError("no such device"))
+        world.finish_job(error=TierUnavailableError("no such device"))
         world.poll()
         world.runner.advance(5.0)
         world.poll()
     world.store(8)
     world.step()
-    world.settle()
+    world.finish_job()
     world.poll()
     said = [r.getMessage() for r in caplog.records if r.name.endswith("tier_group")]
     assert said == [

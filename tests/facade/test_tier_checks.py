@@ -9,7 +9,7 @@ from kvoffload_async import (
     OffloadEngine,
     SecondaryTierFactory,
     TieringOffloadingSpec,
-    TierPlace,
+    TierLocation,
     TierUnavailableError,
 )
 from kvoffload_async.errors import TierTimeoutError
@@ -43,7 +43,7 @@ class CheckedTier(ScriptedTier):
             raise TierUnavailableError("colour: nobody answers")
         options["colour"].upper()
         place = options.get("place")
-        return [] if place is None else [TierPlace(place, 1 << 62, key="place")]
+        return [] if place is None else [TierLocation(place, 1 << 62, key="place")]
 
     async def open(self, env):
         CheckedTier.opened += 1
@@ -123,7 +123,7 @@ def test_an_engine_and_a_tier_on_its_own_are_checked_alike():
     assert CheckedTier.opened == 0
 
 
-def test_the_places_of_tiers_of_ones_own_are_compared_too(tmp_path):
+def test_the_locations_of_tiers_of_ones_own_are_compared_too(tmp_path):
     with pytest.raises(ConfigError, match=r"\[1\]: place: 'here' is where secondary_tiers\[0\]"):
         spec_of(tier(place="here"), tier(place="here"))
     spec_of(tier(place="here"), tier(place="there"))

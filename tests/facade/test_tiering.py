@@ -52,10 +52,10 @@ def test_a_stored_block_cascades_to_every_tier_and_is_pinned_until_the_slowest(w
     world.store(1)
     world.step()
     assert world.counts["pinned"] == 1
-    world.settle(0)
+    world.finish_job(0)
     world.poll()
     assert world.counts["pinned"] == 1
-    world.settle(1)
+    world.finish_job(1)
     world.poll()
     assert world.counts["pinned"] == 0
 
@@ -78,7 +78,7 @@ def test_a_block_of_a_tier_is_promoted_once_and_then_hit(worlds):
     world.step()
     (load,) = world.parked()
     assert load.keys == tuple(ks(1, 2)), "one job a tier, request and step"
-    world.settle()
+    world.finish_job()
     assert [world.lookup(n) for n in (1, 2)] == [HIT, HIT]
     world.load(1, 2)
 
@@ -107,7 +107,7 @@ def test_two_requests_that_want_one_key_share_its_promotion(worlds):
     assert world.lookup(1, "b") is PENDING
     world.step()
     assert len(world.parked()) == 1
-    world.settle()
+    world.finish_job()
     assert world.lookup(1, "a") is world.lookup(1, "b") is HIT
 
 
@@ -130,7 +130,7 @@ def test_a_retry_of_one_tier_does_not_stop_the_search_of_the_next(worlds):
     assert world.lookup(1) is PENDING
     assert world.lookup(2) is RETRY
     world.step()
-    world.settle_all()
+    world.finish_all()
     assert world.lookup(2) is MISS
 
 
@@ -199,7 +199,7 @@ def test_a_lookup_sees_what_has_landed_since_stores_were_offered_after_the_last_
     assert world.lookup(1) is PENDING
     world.step()
     world.store(2, req_id="other")  # offered after the step's end, as vLLM does; then it computes
-    world.settle()
+    world.finish_job()
     assert world.lookup(1) is HIT
 
 
@@ -226,7 +226,7 @@ def test_promotions_flow_though_nobody_ever_takes_events_44206(worlds):
     for _ in range(3):
         answer = world.lookup(1)
         world.step()
-        world.settle_all()
+        world.finish_all()
     assert answer is HIT
 
 
@@ -240,7 +240,7 @@ def test_taking_events_submits_nothing_polls_nothing_and_ends_nothing_44206(worl
     world.runner.run_ready()
     assert not world.parked(), "only the end of the step submits"
     world.step()
-    world.settle()
+    world.finish_job()
     list(world.manager.take_events())
     assert world.manager.planner.jobs, "a result is not taken in by looking at events"
     assert world.lookup(1) is HIT
@@ -276,7 +276,7 @@ def test_work_is_pending_until_the_last_result_is_taken_in_42611(worlds):
     world.finish("r")
     assert world.manager.has_pending_work()
     world.step()
-    world.settle_all()
+    world.finish_all()
     world.step()
     assert not world.manager.has_pending_work()
 
@@ -287,7 +287,7 @@ def test_progress_can_be_waited_for(worlds):
     world.store(1)
     world.step()
     assert not world.manager.wait_for_progress(1.0)
-    world.tiers[0].settle_all()
+    world.tiers[0].finish_all()
     assert world.manager.wait_for_progress(1.0)
 
 
@@ -456,7 +456,7 @@ def test_a_request_that_waits_during_a_reset_asks_the_tiers_anew(worlds):
     for _ in range(3):
         manager.on_schedule_end()
         world.runner.run_ready()
-        world.settle_all()
+        world.finish_all()
     manager.reset_cache()
     manager.on_reset_flushed()
     assert manager.lookup_many(ks(1, 2), waiting) == [PENDING, PENDING]

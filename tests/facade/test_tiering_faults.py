@@ -49,7 +49,7 @@ def test_a_load_that_fails_is_not_tried_for_ever_49176_49328(worlds):
     world.begin("r")
     assert world.lookup(1) is PENDING
     world.step()
-    world.settle(error=OSError(5, "truncated"))
+    world.finish_job(error=OSError(5, "truncated"))
     assert world.lookup(1) is MISS, "the request recomputes it"
     world.step()
     assert not world.parked()
@@ -65,7 +65,7 @@ def test_one_bad_block_of_a_promotion_leaves_the_others_hit_50321(worlds, error)
     for number in (1, 2, 3):
         world.lookup(number)
     world.step()
-    world.settle(failures={2: error})
+    world.finish_job(failures={2: error})
     assert [world.lookup(n) for n in (1, 2, 3)] == [HIT, HIT, MISS]
     world.load(1, 2)
 
@@ -75,7 +75,7 @@ def test_a_failed_cascade_unpins_its_blocks_and_they_stay_hit(worlds):
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle(error=OSError(28, "disk full"))
+    world.finish_job(error=OSError(28, "disk full"))
     world.poll()
     assert world.counts["pinned"] == 0
     assert world.lookup(1) is HIT
@@ -102,7 +102,7 @@ def test_a_tier_that_fails_again_and_again_does_not_reset_the_deferral_49850_530
             tier.blocks[k(number)] = np.zeros(32, np.uint8)
         answers.append(world.lookup(number))
         world.step()
-        world.settle_all()
+        world.finish_all()
         world.runner.advance(2.0)
     assert answers[:5] == [RETRY] * 5
     assert set(answers[5:]) == {MISS}
@@ -128,7 +128,7 @@ def test_a_promoted_block_is_not_evicted_before_it_is_read_50014(worlds):
     world.begin("r")
     world.lookup(1)
     world.step()
-    world.settle()
+    world.finish_job()
     world.poll()
     world.begin("s")
     granted = world.prepare_store(10, 11, 12, 13, req_id="s")
@@ -178,7 +178,7 @@ def test_a_job_past_its_deadline_frees_its_slot_only_when_its_copy_has_ended(wor
     world.runner.advance(5.0)
     assert world.lookup(1) is MISS
     assert world.counts["held"] == 1
-    world.settle()
+    world.finish_job()
     world.poll()
     assert world.counts["held"] == 0
     assert world.lookup(1) is MISS, "what comes late has not landed"
@@ -193,7 +193,7 @@ def test_a_cascade_past_its_deadline_stays_pinned_until_its_copy_has_ended(world
     world.poll()
     assert world.counts["pinned"] == 2
     assert world.prepare_store(3) is None, "nobody may have the slots under the copy"
-    world.settle()
+    world.finish_job()
     world.poll()
     assert bytes(world.tiers[0].blocks[k(1)]) == bytes(world.rows[0])
     assert world.prepare_store(3) is not None
@@ -208,7 +208,7 @@ def test_a_reset_waits_for_a_promotion_in_mid_copy_44541(worlds):
     world.begin("r")
     world.lookup(1)
     world.step()
-    world.runner.loop.call_later(3.0, world.tiers[0].settle_all)
+    world.runner.loop.call_later(3.0, world.tiers[0].finish_all)
     world.manager.reset_cache()
     assert world.runner.now_s() >= 3.0
     assert world.counts["free"] == 8
@@ -233,7 +233,7 @@ def test_a_reset_with_a_hung_tier_is_bounded_and_keeps_the_slots_of_its_copies(w
     touched = {s for late in world.manager.planner.orphaned.values() for s in late.job.block_ids}
     assert not touched & set(output.store_spec.block_ids.tolist())
     world.complete_store(*range(10, 16), req_id="s")
-    world.settle_all()
+    world.finish_all()
     world.rest()
     assert world.counts["held"] == 0
 
@@ -284,7 +284,7 @@ def test_shutdown_gives_every_tier_its_chance_and_keeps_the_memory_when_one_rais
     counters = world.manager.planner.counters
     assert counters.jobs_submitted == counters.job_results == 2
     world.manager.shutdown(1.0)
-    world.settle_all()
+    world.finish_all()
     Raising.raises = False
     world.secondaries[0].shutdown(1.0)
     world.primary.shutdown()
@@ -335,7 +335,7 @@ def test_each_copy_that_hangs_at_the_shutdown_is_reported_once(worlds, manager_c
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle(1)
+    world.finish_job(1)
     world.manager.shutdown(0.1)
     assert "copies of 1 jobs still run" in caplog.text
 
@@ -374,7 +374,7 @@ def test_a_tier_that_fails_while_the_engine_closes_is_not_said_to_be_tried_again
     world.store(1)
     world.step()
     (parked,) = world.parked()
-    world.runner.loop.call_later(0.01, lambda: world.tiers[0].settle(parked, error=OSError("gone")))
+    world.runner.loop.call_later(0.01, lambda: world.tiers[0].finish(parked, error=OSError("gone")))
     world.manager.shutdown(1.0)
     assert "OSError: gone" in caplog.text
     assert "tried again" not in caplog.text
@@ -388,7 +388,7 @@ def test_what_the_device_has_not_ended_to_copy_keeps_its_bytes_beyond_the_shutdo
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle_all()
+    world.finish_all()
     world.step()
     if direction == "load":
         world.manager.prepare_load(ks(1), world.contexts["r"])
@@ -403,7 +403,7 @@ def test_what_nobody_copies_is_given_back_at_the_shutdown(worlds):
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle_all()
+    world.finish_all()
     world.step()
     world.manager.shutdown(1.0)
     assert not world.rows.any()
@@ -486,7 +486,7 @@ def test_a_probe_under_way_is_pending_work_but_no_job(worlds):
     assert world.parked()[0].kind is Operation.CONTAINS
     assert world.manager.has_pending_work()
     assert not world.manager.planner.has_pending_work
-    world.settle(error=TierUnavailableError("no"))
+    world.finish_job(error=TierUnavailableError("no"))
     assert world.lookup(1) is MISS
 
 

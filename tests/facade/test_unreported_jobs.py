@@ -34,7 +34,7 @@ def test_a_store_that_is_never_reported_fails_and_keeps_its_block_until_it_is(wo
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle()
+    world.finish_job()
     world.runner.advance(2 * TIMEOUT_S - 0.5)
     world.poll()
     assert stats_of(world) == (1, 0, 0)
@@ -66,7 +66,7 @@ def test_a_load_that_is_never_reported_is_a_miss_and_keeps_its_slot_until_it_is(
     assert world.counts["held"] == 1, "the copy may write its slot"
     assert stats_of(world)[1] == 1
     silent.is_silent = False
-    world.settle()
+    world.finish_job()
     world.poll()
     assert world.counts["held"] == 0
     world.begin("again")
@@ -84,7 +84,7 @@ def test_a_manager_that_keeps_its_own_deadline_is_asked_no_earlier(worlds):
     world.runner.advance(3 * TIMEOUT_S)
     world.poll()
     assert stats_of(world) == (0, 1, 1)
-    world.settle()
+    world.finish_job()
     world.poll()
     assert stats_of(world) == (0, 0, 1)
     assert world.counts["pinned"] == 0

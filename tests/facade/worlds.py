@@ -170,8 +170,8 @@ class World:
     def parked(self, index=0):
         return self.tiers[index].parked
 
-    def settle(self, index=0, at=0, **outcome):
-        self.tiers[index].settle(self.parked(index)[at], **outcome)
+    def finish_job(self, index=0, at=0, **outcome):
+        self.tiers[index].finish(self.parked(index)[at], **outcome)
         self.runner.run_ready()
 
     @property
@@ -179,10 +179,10 @@ class World:
         """The tiers that do not hang, by their numbers."""
         return {index: tier for index, tier in enumerate(self.tiers) if index != self.hung}
 
-    def settle_all(self):
+    def finish_all(self):
         while any(tier.parked for tier in self.healthy.values()):
             for tier in self.healthy.values():
-                tier.settle_all()
+                tier.finish_all()
             self.runner.run_ready()
 
     def has_pending(self, index):
@@ -206,7 +206,7 @@ class World:
         """Let everything end well, step by step."""
         for _ in range(steps):
             self.step()
-            self.settle_all()
+            self.finish_all()
         assert not self.manager.has_pending_work()
 
     def evict_everything(self):
@@ -225,7 +225,7 @@ class World:
         try:
             self.manager.shutdown(1.0)
         finally:
-            self.settle_all()
+            self.finish_all()
             for tier in self.tiers:
                 tier._env = None
             self.rows = None
@@ -341,8 +341,8 @@ class Alone:
         self.manager.on_schedule_end()
         self.host.runner.run_ready()
 
-    def settle(self, index=0, **outcome):
-        self.tier.settle(self.tier.parked[index], **outcome)
+    def finish_job(self, index=0, **outcome):
+        self.tier.finish(self.tier.parked[index], **outcome)
         self.host.runner.run_ready()
 
     def results(self):
@@ -351,7 +351,7 @@ class Alone:
     def end(self):
         self.manager.shutdown(0.1)
         while self.tier.parked:
-            self.tier.settle_all()
+            self.tier.finish_all()
             self.host.runner.run_ready()
         self.host.runner.close()
 

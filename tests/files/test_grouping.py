@@ -39,7 +39,7 @@ class World:
         return asyncio.create_task(self.grouped.add(item))
 
 
-async def settle():
+async def run_ready():
     for _ in range(6):
         await asyncio.sleep(0)
 
@@ -48,10 +48,10 @@ def run(scenario):
     async def perform():
         world = World()
         await scenario(world)
-        await settle()
+        await run_ready()
         while world.running:
             world.end()
-            await settle()
+            await run_ready()
         await world.grouped.close()
 
     loop = VirtualLoop()
@@ -64,16 +64,16 @@ def run(scenario):
 def test_who_comes_while_a_call_is_made_is_served_by_the_next_together():
     async def scenario(world):
         tasks = [world.add(1)]
-        await settle()
+        await run_ready()
         tasks += [world.add(2), world.add(3)]
-        await settle()
+        await run_ready()
         assert world.taken == [[1]]
         world.end()
-        await settle()
+        await run_ready()
         assert world.taken == [[1], [2, 3]]
         assert [task.done() for task in tasks] == [True, False, False]
         world.end()
-        await settle()
+        await run_ready()
         assert [task.result() for task in tasks] == [None] * 3
 
     run(scenario)
@@ -82,11 +82,11 @@ def test_who_comes_while_a_call_is_made_is_served_by_the_next_together():
 def test_what_a_call_raises_is_of_those_whom_it_served():
     async def scenario(world):
         first = world.add(1)
-        await settle()
+        await run_ready()
         second = world.add(2)
         error = OSError("full")
         world.end(error=error)
-        await settle()
+        await run_ready()
         world.end()
         assert (await first, await second) == (error, None)
 
@@ -96,14 +96,14 @@ def test_what_a_call_raises_is_of_those_whom_it_served():
 def test_who_is_cancelled_before_the_call_is_left_out():
     async def scenario(world):
         world.add(1)
-        await settle()
+        await run_ready()
         second, third = world.add(2), world.add(3)
-        await settle()
+        await run_ready()
         second.cancel()
-        await settle()
+        await run_ready()
         assert second.cancelled()
         world.end()
-        await settle()
+        await run_ready()
         assert world.taken == [[1], [3]]
         world.end()
         assert await third is None
@@ -114,15 +114,15 @@ def test_who_is_cancelled_before_the_call_is_left_out():
 def test_who_is_cancelled_during_the_call_waits_for_its_end():
     async def scenario(world):
         task = world.add(1)
-        await settle()
+        await run_ready()
         assert world.is_awaited()
         for _ in range(2):
             task.cancel()
-            await settle()
+            await run_ready()
             assert not task.done()
             assert not world.is_awaited()
         world.end()
-        await settle()
+        await run_ready()
         assert task.cancelled()
 
     run(scenario)
@@ -146,7 +146,7 @@ def test_a_call_that_hangs_is_not_waited_for_and_no_more_than_a_few_are_begun():
 def test_who_waits_learns_that_the_service_was_cancelled():
     async def scenario(world):
         task = world.add(1)
-        await settle()
+        await run_ready()
         for service in world.grouped._tasks:
             service.cancel()
         assert isinstance(await task, asyncio.CancelledError)
@@ -167,10 +167,10 @@ def test_everybody_is_served_once(steps):
                 await asyncio.sleep(0.3)
             elif world.running and step in {"end", "fail"}:
                 world.end(-1, OSError() if step == "fail" else None)
-            await settle()
+            await run_ready()
         while world.running:
             world.end()
-            await settle()
+            await run_ready()
         assert all(task.done() for task in tasks)
         served = [item for items in world.taken for item in items]
         assert len(set(served)) == len(served)
@@ -183,9 +183,9 @@ def test_everybody_is_served_once(steps):
 def test_closing_waits_for_the_calls(count):
     async def scenario(world):
         tasks = [world.add(number) for number in range(count)]
-        await settle()
+        await run_ready()
         closing = asyncio.create_task(world.grouped.close())
-        await settle()
+        await run_ready()
         assert not closing.done()
         world.end()
         await closing

@@ -28,7 +28,7 @@ from kvoffload_async.types import OffloadKey
 
 BLOCK = 4096
 TRIES = 2 if implementation().name == "native" else 1
-"""How often a tier tries to write a file: what native code could not is judged by Python's."""
+"""How often a tier tries to write a file: what native code could not is checked by Python's."""
 FIELDS = {"model_name": "m/x", "block_bytes": BLOCK}
 KIB = 1024
 WRITER = "1-0123456789ab"

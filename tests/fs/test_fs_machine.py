@@ -289,7 +289,7 @@ class FsMachine(RuleBasedStateMachine):
     @rule(instance=instances)
     def walk(self, instance):
         rescan(instance.harness)
-        instance.harness.tier._files.writer.sweep_litter()
+        instance.harness.tier._files.writer.sweep_leftover_temps()
         if len(self.live) == 1:
             assert self.place.counted_bytes() == self.place.disk_bytes()
 

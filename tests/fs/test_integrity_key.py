@@ -113,7 +113,7 @@ def test_a_store_without_a_key_leaves_what_is_made_with_one(place):
 @pytest.mark.parametrize(
     ("method", "status"), [("open", StoreStatus.WRITTEN), ("unlink", StoreStatus.PRESENT)]
 )
-def test_a_file_that_goes_or_is_replaced_while_it_is_judged_fails_no_store(place, method, status):
+def test_a_file_that_goes_or_is_replaced_while_it_is_checked_fails_no_store(place, method, status):
     place.put(A)
     ops = FaultyFileOps()
     ops.fail(errno.ENOENT, on=method, times=1)

@@ -19,7 +19,7 @@ RIGHT = content_of(A, BLOCK).tobytes()
 FLIPPED = RIGHT[:100] + bytes([RIGHT[100] ^ 1]) + RIGHT[101:]
 
 
-def test_each_block_of_a_batch_is_judged_on_its_own(place):
+def test_each_block_of_a_batch_is_checked_on_its_own(place):
     """Regression 50321: one bad block discarded the whole batch."""
     files = place.files()
     store(files, item(A), item(C, 1), item(D, 2))

@@ -45,7 +45,7 @@ def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, shar
             ops.heal()
             rescan(harness)
             rescan(harness)
-            harness.tier._files.writer.sweep_litter()
+            harness.tier._files.writer.sweep_leftover_temps()
             assert harness.store(K[20:22]) == {}
             check(place, harness, ROOM_FOR_8)
         assert place.every_block_is_whole()
@@ -109,7 +109,7 @@ def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_
             harness.run(end_of(storing))
         storing.clear()
         assert place.temps()
-        harness.tier._files.writer.sweep_litter()
+        harness.tier._files.writer.sweep_leftover_temps()
         assert not place.temps()
 
 

@@ -198,7 +198,7 @@ def test_no_error_at_any_call_leaves_a_temp_or_a_partial_block(tmp_path, scenari
         if len(ops.calls) < number:
             assert outcome.status is StoreStatus.WRITTEN
             break
-        files.writer.sweep_litter()
+        files.writer.sweep_leftover_temps()
         assert not place.temps(), ops.calls[number - 1]
         assert place.every_block_is_whole()
         assert (A in place.blocks()) == (outcome.status is StoreStatus.WRITTEN)
@@ -217,10 +217,10 @@ def test_a_temp_that_cannot_be_removed_is_removed_later(place, caplog):
     assert store_key(files, A).error is not None
     assert len(place.temps()) == 1
     with pytest.raises(OSError, match="injected"):
-        files.writer.sweep_litter()
+        files.writer.sweep_leftover_temps()
     ops.heal()
-    files.writer.sweep_litter()
-    files.writer.sweep_litter()
+    files.writer.sweep_leftover_temps()
+    files.writer.sweep_leftover_temps()
     assert not place.temps()
     assert "not removed" in caplog.text
 

@@ -147,7 +147,7 @@ def test_the_folders_of_blocks_stay_when_they_are_empty(place):
     assert place.path(A).parent.exists()
 
 
-def test_removing_is_judged_block_by_block(place, caplog):
+def test_removing_is_checked_block_by_block(place, caplog):
     ops = FaultyFileOps()
     files = place.files(ops)
     store(files, item(A), item(B, 1), item(C, 2))

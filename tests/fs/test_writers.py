@@ -102,7 +102,7 @@ def test_without_locks_the_heartbeat_decides_on_this_host_too(registered, folder
     assert me.others() == (set(), {"9-here"})
 
 
-def test_an_entry_that_cannot_be_opened_is_judged_by_its_heartbeat(registered, folder):
+def test_an_entry_that_cannot_be_opened_is_checked_by_its_heartbeat(registered, folder):
     ops = FaultyFileOps()
     me = registered(ops)
     path = entry(folder, "9-far", boot_id())

@@ -156,7 +156,7 @@ contents = st.one_of(
 
 
 @given(content=contents)
-def test_an_entry_that_says_nothing_is_judged_by_its_lock_and_age(tmp_path_factory, content):
+def test_an_entry_that_says_nothing_is_checked_by_its_lock_and_age(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("namespace")
     ops = FaultyFileOps()
     me = WriterRegistry(ops, str(folder))
@@ -175,7 +175,7 @@ def test_an_entry_that_says_nothing_is_judged_by_its_lock_and_age(tmp_path_facto
     assert not ops.open_fds
 
 
-def test_an_entry_that_cannot_be_read_is_judged_by_its_age(registered, folder):
+def test_an_entry_that_cannot_be_read_is_checked_by_its_age(registered, folder):
     ops = FaultyFileOps()
     me = registered(ops)
     (folder / ".writers" / "9-dead").write_text(json.dumps({"boot_id": boot_id()}))

@@ -237,9 +237,9 @@ class Serving:
         self._start(self._serve, chance)
 
     def _start(self, call, *arguments):
-        self.tasks.add(asyncio.create_task(self._judged(call, *arguments)))
+        self.tasks.add(asyncio.create_task(self._checked(call, *arguments)))
 
-    async def _judged(self, call, *arguments):
+    async def _checked(self, call, *arguments):
         """Run a call; what it may raise depends on what else has happened."""
         try:
             await call(*arguments)

@@ -56,7 +56,7 @@ async def keeps_no_deadline(call, self, request, timeout_s=10.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "fault", "world", "symptom", "seed"),
+    ("target", "fault", "world", "symptom", "seed"),
     [
         ((SecondaryTierManager, "get_finished_jobs"), drops_results, "standalone", "job", 1),
         # Rarely does a program damage a block and load it again: the search begins near one.
@@ -74,10 +74,10 @@ async def keeps_no_deadline(call, self, request, timeout_s=10.0):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_planted_fault_is_found(monkeypatch, place, fault, *, world, symptom, seed):
-    call = getattr(*place)
+def test_a_planted_fault_is_found(monkeypatch, target, fault, *, world, symptom, seed):
+    call = getattr(*target)
     planted = functools.wraps(call)(lambda *a, **k: fault(call, *a, **k))
-    monkeypatch.setattr(*place, planted)
+    monkeypatch.setattr(*target, planted)
     _, ((program, error),) = search(seed, programs=300, worlds=(world,), most_failures=1)
     assert symptom in str(error)
     assert len(program.steps) <= 20

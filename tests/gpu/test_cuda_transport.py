@@ -85,9 +85,9 @@ def test_bytes_make_the_round_trip_in_every_layout(shapes, cell_offset, per_chun
         assert stored.seconds >= 0
         rows = rows_of(buffer)
         for at, block in enumerate(blocks):
-            slot, place = slots[at // per_chunk], at % per_chunk
+            slot, position = slots[at // per_chunk], at % per_chunk
             for table in tables:
-                begin = cell_offset + table.offset_bytes + place * table.page_bytes
+                begin = cell_offset + table.offset_bytes + position * table.page_bytes
                 cell = rows[slot, begin : begin + table.page_bytes]
                 assert np.array_equal(cell, table.pages[block].cpu().numpy())
         expected = [table.pages.clone() for table in tables]

@@ -22,7 +22,7 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 HAS_LMCACHE = importlib.util.find_spec("lmcache") is not None
 RECORDED = Path(__file__).with_name("lmcache_recorded.json")
 ADAPTER = "kvoffload_async.integrations.lmcache.adapter"
-PLACES = {
+MODULES = {
     "lmcache.lmcache_native": ("Bitmap",),
     "lmcache.v1.distributed.api": (
         *("EncodedObjectKey", "KeyEntry", "KeyListPage", "MemoryLayoutDesc", "ObjectKey"),
@@ -230,18 +230,18 @@ class L2AdapterInterface(ABC):
 def install(monkeypatch):
     """Return the adapter's class, over LMCache where it is installed and over the copy elsewhere.
 
-    The namespace has the names of `PLACES` as well.
+    The namespace has the names of `MODULES` as well.
     """
     if not HAS_LMCACHE:
-        for place, names in PLACES.items():
-            module = ModuleType(place)
+        for module_name, names in MODULES.items():
+            module = ModuleType(module_name)
             vars(module).update({name: globals()[name] for name in names})
-            parts = place.split(".")
+            parts = module_name.split(".")
             for end in range(1, len(parts)):
                 parent = ".".join(parts[:end])
                 if parent not in sys.modules:
                     monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-            monkeypatch.setitem(sys.modules, place, module)
+            monkeypatch.setitem(sys.modules, module_name, module)
         api = sys.modules["lmcache.v1.distributed.api"]
         sys.modules["lmcache.v1.distributed"].api = api
         monkeypatch.delitem(sys.modules, ADAPTER, raising=False)
@@ -251,8 +251,8 @@ def install(monkeypatch):
     if not HAS_LMCACHE:
         monkeypatch.setitem(sys.modules, ADAPTER, adapter)
     found = {
-        name: getattr(importlib.import_module(place), name)
-        for place, names in PLACES.items()
+        name: getattr(importlib.import_module(module_name), name)
+        for module_name, names in MODULES.items()
         for name in names
     }
     return SimpleNamespace(KVOffloadL2Adapter=adapter.KVOffloadL2Adapter, **found)
@@ -264,7 +264,7 @@ def described(found):
     Args:
         found: Name -> class or function, as `install` returns them.
     """
-    return {name: _described(getattr(found, name)) for names in PLACES.values() for name in names}
+    return {name: _described(getattr(found, name)) for names in MODULES.values() for name in names}
 
 
 def _described(thing):

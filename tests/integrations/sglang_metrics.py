@@ -15,8 +15,8 @@ from kvoffload_async.observe import multiprocess
 
 def main(rank):
     multiprocess._PERIOD_S = 0.0
-    place = "sglang.srt.observability.metrics_collector"
-    sys.modules[place] = metrics = ModuleType(place)
+    module_name = "sglang.srt.observability.metrics_collector"
+    sys.modules[module_name] = metrics = ModuleType(module_name)
     lists = ("prefetch_pgs", "prefetch_bandwidth", "backup_pgs", "backup_bandwidth")
     metrics.StorageMetrics = lambda: SimpleNamespace(**{name: [] for name in lists})
     with sglang_protocol.sglang() as sglang:

@@ -100,8 +100,8 @@ def every_rank(sglang):
 def storage_module():
     """Return the module with SGLang's storage classes."""
     module = ModuleType(STORAGE)
-    for place, described in CONTRACT.recorded().items():
-        name = place.partition(":")[2]
+    for symbol, described in CONTRACT.recorded().items():
+        name = symbol.partition(":")[2]
         setattr(module, name, class_of(name, described))
     module.HiCacheStorageConfig.is_storage_writer = property(is_storage_writer)
     module.PoolTransferResult.empty = classmethod(lambda cls: cls(0, {}))

@@ -513,7 +513,7 @@ def test_usage_goes_on_after_an_error_of_a_listener(start, memory, slab, caplog,
     assert host.usage() == {"": 4 * SIZE}
     assert host.told["stored"] == [host.key(0), *keys]
     assert host.adapter.report_status()["listener_errors"] == 5
-    assert caplog.text.count("telling LMCache which objects are stored failed") == 1
+    assert caplog.text.count("reporting to LMCache which objects are stored failed") == 1
 
 
 def test_events_that_a_listener_is_too_slow_for_are_dropped_and_counted(
@@ -521,14 +521,14 @@ def test_events_that_a_listener_is_too_slow_for_are_dropped_and_counted(
 ):
     monkeypatch.setattr(usage, "MOST_WAITING", 2)
     host = start(slab)
-    may_go_on = threading.Event()
-    host.adapter._usage._calls.put(lambda: may_go_on.wait(DEADLINE_S))
+    may_continue = threading.Event()
+    host.adapter._usage._calls.put(lambda: may_continue.wait(DEADLINE_S))
     until(lambda: not host.adapter._usage._calls.qsize())
     for number in range(5):
         host.store([host.key(number)], fill(memory, 0))
     assert host.adapter.report_status()["listener_errors"] == 3
     assert "2 events wait for a listener" in caplog.text
-    may_go_on.set()
+    may_continue.set()
     assert host.usage() == {"": 2 * SIZE}
 
 
@@ -545,7 +545,7 @@ def test_a_file_of_another_program_is_neither_counted_nor_listed(start, memory, 
     shutil.copyfile(file, foreign)
     host = start(fs)
     assert host.lookup(keys) == [True] * 4
-    until(lambda: sum(map(len, host.adapter._usage._untold.values())) == 1)
+    until(lambda: sum(map(len, host.adapter._usage._unreported.values())) == 1)
     until(lambda: host.usage() == {"": 4 * SIZE})
     assert len(listed(host, 2)) == 4
     host.store([host.key(9)], fill(memory, 0))

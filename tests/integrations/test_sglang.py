@@ -448,11 +448,11 @@ def test_the_status_of_a_rank_has_its_tiers(create, tmp_path):
 
 
 def test_sglangs_metrics_have_pages_and_bandwidth_of_each_call(create, monkeypatch):
-    place = "sglang.srt.observability.metrics_collector"
-    metrics = ModuleType(place)
+    module_name = "sglang.srt.observability.metrics_collector"
+    metrics = ModuleType(module_name)
     lists = ("prefetch_pgs", "prefetch_bandwidth", "backup_pgs", "backup_bandwidth")
     metrics.StorageMetrics = lambda: SimpleNamespace(**{name: [] for name in lists})
-    monkeypatch.setitem(sys.modules, place, metrics)
+    monkeypatch.setitem(sys.modules, module_name, metrics)
     pool = filled(8)
     assert create({"type": "example"}, pool).get_stats() is None
     backend = create({"type": "example"}, pool, enable_storage_metrics=True)

@@ -360,7 +360,7 @@ def test_a_tier_that_has_work_keeps_the_steps_going(world):
 # -- events -------------------------------------------------------------------------------------
 
 
-def test_events_keep_their_blocks_and_place(contract, world, caplog):
+def test_events_keep_their_blocks_and_location(contract, world, caplog):
     base = contract.base
     world.vllms.events = [
         base.OffloadingEvent(ks(1, 2), base.Medium.STORAGE, removed=False, removal_expected=True),

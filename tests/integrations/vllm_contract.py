@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 OURS = "kvoffload_async.integrations.vllm"
-PLACES = (
+MODULES = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics",
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.cpu.common",
@@ -165,11 +165,11 @@ def load(monkeypatch):
     """
     names = ("convert", "positions", "tier_adapter")
     if not HAS_VLLM:
-        for place in PLACES:
-            for end in [i for i, c in enumerate(place) if c == "."]:
-                monkeypatch.setitem(sys.modules, place[:end], ModuleType(place[:end]))
-            monkeypatch.setitem(sys.modules, place, ModuleType(place))
-        modules = [sys.modules[place] for place in PLACES]
+        for module_name in MODULES:
+            for end in [i for i, c in enumerate(module_name) if c == "."]:
+                monkeypatch.setitem(sys.modules, module_name[:end], ModuleType(module_name[:end]))
+            monkeypatch.setitem(sys.modules, module_name, ModuleType(module_name))
+        modules = [sys.modules[module_name] for module_name in MODULES]
         modules[0].OffloadingConnectorStats = modules[3].FileMapper = object
         vars(modules[1]).update(
             {name: value for name, value in globals().items() if name[0].isupper()}
@@ -186,5 +186,5 @@ def load(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own, when it is imported
         ours = {name: importlib.import_module(f"{OURS}.{name}") for name in names}
-        base, tiering = (importlib.import_module(PLACES[index]) for index in (1, 4))
+        base, tiering = (importlib.import_module(MODULES[index]) for index in (1, 4))
     return SimpleNamespace(base=base, tiering=tiering, **ours)

@@ -126,7 +126,7 @@ class Copy:
         return 0 if code == 5 else code  # 5: nothing was collected
 
 
-def judge(root: Path, mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, str]]:
+def try_all(root: Path, mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, str]]:
     """Return what becomes of each mutant; the tests must pass without any.
 
     Raises:
@@ -135,9 +135,9 @@ def judge(root: Path, mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, st
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(jobs):
-            place = Path(folder, str(number))
-            place.mkdir()
-            copies.put(Copy(root, place))
+            directory = Path(folder, str(number))
+            directory.mkdir()
+            copies.put(Copy(root, directory))
         limits = {}
         first = copies.get()
         for tests in sorted({guards_of(mutant.path) for mutant in mutants}):
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = collect(given.root, given.folders, given.equivalents)
     sample = random.Random(seed).sample(found, min(given.count, len(found)))
     say(f"--seed {seed}: {len(sample)} of {len(found)} mutants")
-    results = judge(given.root, sample, given.jobs)
+    results = try_all(given.root, sample, given.jobs)
     counts = Counter(outcome for _, outcome in results)
     survivors = sorted((m for m, outcome in results if outcome == SURVIVED), key=str)
     for mutant in survivors:

@@ -81,7 +81,7 @@ def test_every_module_that_is_changed_has_tests_that_guard_it():
     assert "tests/facade" in guards_of("kvoffload_async/facade/spec.py")
     assert guards_of("kvoffload_async/tiers/files/ops.py")[0] == "tests/files"
     for tests in GUARDS.values():
-        assert all((driver.ROOT / place).exists() for place in tests)
+        assert all((driver.ROOT / test).exists() for test in tests)
     with pytest.raises(ValueError, match="no tests guard it"):
         guards_of("kvoffload_async/errors.py")
 

@@ -61,7 +61,7 @@ def test_loads_and_stores_are_counted_apart(world):
     world.rest()
     world.lookup(2)
     world.step()
-    world.settle(error=TierUnavailableError("down"))
+    world.finish_job(error=TierUnavailableError("down"))
     world.poll()
     samples = scraped({"0": world.manager.stats})
 

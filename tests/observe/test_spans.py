@@ -79,7 +79,7 @@ def test_a_copy_that_fails_is_an_error(world, exporter):
     world.begin("r")
     world.store(1)
     world.step()
-    world.settle(error=BlockMissingError("the disk is gone"))
+    world.finish_job(error=BlockMissingError("the disk is gone"))
     finished(world, "r")
     store = named(exporter, "kvoffload.store tier0")[0]
     assert store.status.status_code is trace.StatusCode.ERROR

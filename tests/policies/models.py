@@ -1,6 +1,6 @@
 """Naive cache policies, written from their definitions with lists and no thought of speed.
 
-They know nothing of the policies they judge. `NaiveArc` is the paper's figure 4 read line by line:
+They know nothing of the policies they check. `NaiveArc` is the paper's figure 4 read line by line:
 one key at a time, evicting and inserting in one go. `Rig` drives a policy the way the engine does,
 `PolicyMachine` in every way that the contract allows, beside its model.
 """
@@ -387,7 +387,7 @@ class PolicyMachine(RuleBasedStateMachine):
         assert list(self.policy.violations()) == []
 
     @invariant()
-    def nothing_that_may_go_is_skipped(self):
+    def no_evictable_slot_is_skipped(self):
         assert set(self.policy.skipped()) <= self.pinned
 
     @invariant()

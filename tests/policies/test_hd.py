@@ -474,8 +474,8 @@ class HdMachine(RuleBasedStateMachine):
 
     def without_equals(self, order):
         """The order of victims, with groups of the same rank as sets."""
-        place = self.model.ranking.group_of
-        ranks = [place[name] and (place[name].kind, place[name].time) for name in order]
+        group_of = self.model.ranking.group_of
+        ranks = [group_of[name] and (group_of[name].kind, group_of[name].time) for name in order]
         return [
             sorted(name for name, _ in equals) if rank else [name for name, _ in equals]
             for rank, equals in groupby(zip(order, ranks, strict=True), itemgetter(1))
@@ -491,11 +491,11 @@ TestHdAgainstItsModel = pytest.mark.stateful(HdMachine.TestCase)
 
 
 def test_a_request_without_sampled_blocks_leaves_the_duel_as_it_is():
-    judge = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
+    contest = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
     names = (key(number) for number in range(1000))
-    unsampled = next(name for name in names if crc32(name) % judge.sampled_part)
-    judge.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=lambda _: False)
-    assert judge.total == 0.0
+    unsampled = next(name for name in names if crc32(name) % contest.sampled_part)
+    contest.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=lambda _: False)
+    assert contest.total == 0.0
 
 
 def test_a_policy_without_evictable_blocks_evicts_none_and_forgets_what_is_discarded():

@@ -40,7 +40,7 @@ class FakeClient(RemoteClient):
         portion: Values a call.
     """
 
-    place: ClassVar[str] = "fake"
+    location: ClassVar[str] = "fake"
     answers_many: ClassVar[bool] = True
 
     def __init__(self, values=None, *, answers_many=True, portion=4, servers=1):

@@ -47,7 +47,7 @@ class Host:
         granted = self.manager.prepare_store(keys, ctx)
         self.manager.complete_store(granted.keys_to_store, ctx)
         self.manager.on_request_finished(ctx)
-        self.settle()
+        self.finish_jobs()
 
     def find(self, keys):
         """Look up as a scheduler does, until the answer is final; return how many were found."""
@@ -59,10 +59,10 @@ class Host:
             self.manager.on_schedule_end()
             self.manager.wait_for_progress(DEADLINE_S)
         self.manager.on_request_finished(ctx)
-        self.settle()
+        self.finish_jobs()
         return answers.count(HIT)
 
-    def settle(self):
+    def finish_jobs(self):
         self.manager.on_schedule_end()
         while self.manager.has_pending_work():
             assert self.manager.wait_for_progress(DEADLINE_S)
@@ -71,7 +71,7 @@ class Host:
     def empty_the_primary(self):
         self.manager.reset_cache()
         self.manager.on_reset_flushed()
-        self.settle()
+        self.finish_jobs()
 
     def questions(self):
         """Return how many requests of any kind the far tier has made."""

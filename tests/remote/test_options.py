@@ -36,9 +36,9 @@ def refusal(config):
 
 @pytest.mark.parametrize("config", [VALKEY, OBJECT])
 def test_a_configuration_is_checked_without_a_server(config):
-    (place,) = SecondaryTierFactory.check_config(config)
-    assert place.key == "url"
-    assert not place.is_exclusive
+    (location,) = SecondaryTierFactory.check_config(config)
+    assert location.key == "url"
+    assert not location.is_exclusive
 
 
 @pytest.mark.parametrize("base", [VALKEY, OBJECT])

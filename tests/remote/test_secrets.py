@@ -104,7 +104,7 @@ def check(said, *secrets):
             assert form not in said
 
 
-def settle(manager, lookup=None):
+def finish_jobs(manager, lookup=None):
     """Go on until nothing is under way, and a lookup has its answers."""
     while True:
         manager.on_schedule_end()
@@ -118,12 +118,12 @@ def request(manager, name, fault):
     """Store anew what is not found."""
     ctx = ReqContext(name)
     manager.on_new_request(ctx)
-    settle(manager, lambda: [manager.lookup(key, ctx) for key in K])
+    finish_jobs(manager, lambda: [manager.lookup(key, ctx) for key in K])
     extra = [key_of(100 + number) for number in range(4 * fault, 4 * fault + 4)]
     manager.prepare_store(extra, ctx)
     manager.complete_store(extra, ctx)
     manager.on_request_finished(ctx)
-    settle(manager)
+    finish_jobs(manager)
     manager.reset_cache()
     manager.on_reset_flushed()
 
@@ -149,7 +149,7 @@ def test_a_run_with_faults_says_no_secret(run, proxy, caplog, status_socket, tmp
         manager.prepare_store(K, ctx)
         manager.complete_store(K, ctx)
         manager.on_request_finished(ctx)
-        settle(manager)
+        finish_jobs(manager)
         for number, fault in enumerate(FAULTS):
             proxy.set(**fault)
             request(manager, f"r{number}", number)

@@ -26,7 +26,7 @@ class StallingTier(RemoteTier):
             settings, lambda *_: client, "fake://host", probes_prefixes=not client.answers_many
         )
 
-    def settle_all(self):
+    def finish_all(self):
         """Nothing is parked."""
 
 

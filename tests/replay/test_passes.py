@@ -16,10 +16,10 @@ from kvoffload_async.replay.source import ChatWorkload
 @pytest.fixture
 def temp_dir(tmp_path, monkeypatch):
     """Where temporary directories are made while the test runs."""
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    return place
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
 
 
 def test_the_built_in_workload_runs_twice_over_files_that_are_gone_afterwards(command, temp_dir):

@@ -50,7 +50,7 @@ def _run(pipe, uid, function, args):
         os.setresuid(uid, uid, uid)
     try:
         pipe.send(function(pipe, *args))
-    except Exception as error:  # noqa: BLE001 - the test judges it
+    except Exception as error:  # noqa: BLE001 - the test checks it
         pipe.send(error)
 
 

@@ -248,7 +248,7 @@ def test_progress_is_waited_for_with_a_deadline():
     world = Links(1)
     world.links[0].state.submit(make_job(1, [key_of(1)], [0], is_promotion=False))
     assert world.bridge.wait_for_progress(5.0) is False
-    world.tiers[0].settle_all()
+    world.tiers[0].finish_all()
     assert world.bridge.wait_for_progress(5.0) is True
     _end(world)
 
@@ -266,7 +266,7 @@ def test_a_link_whose_loop_is_gone_still_gives_every_job_a_result():
 def _end(world):
     for tier in world.tiers:
         while tier.parked:
-            tier.settle_all()
+            tier.finish_all()
             world.runner.run_ready()
     for link in world.links:
         assert link.close(1.0).is_clean

@@ -165,20 +165,20 @@ def test_exactly_enough_room_is_enough(directory):
 
 @pytest.fixture
 def small_tmpfs(tmp_path):
-    place = tmp_path / "small"
-    place.mkdir()
+    directory = tmp_path / "small"
+    directory.mkdir()
     mount, umount = shutil.which("mount"), shutil.which("umount")
     if mount is None or umount is None:
         pytest.skip("cannot mount")
     mounted = subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)],
+        [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(directory)],
         capture_output=True,
         check=False,
     )
     if mounted.returncode:
         pytest.skip("may not mount")
-    yield place
-    subprocess.run([umount, "-l", str(place)], check=True)
+    yield directory
+    subprocess.run([umount, "-l", str(directory)], check=True)
 
 
 def test_a_small_tmpfs_is_found_out_beforehand(small_tmpfs):

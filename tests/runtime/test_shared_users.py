@@ -21,10 +21,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become 
 @pytest.fixture
 def shared():
     """A directory like /dev/shm, where everybody may make files and remove their own ones."""
-    place = Path(tempfile.mkdtemp(prefix="test-shared-users-", dir="/dev/shm"))
-    place.chmod(0o1777)
-    yield place
-    shutil.rmtree(place)
+    directory = Path(tempfile.mkdtemp(prefix="test-shared-users-", dir="/dev/shm"))
+    directory.chmod(0o1777)
+    yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture

@@ -438,7 +438,7 @@ class SimulatedCuda:
             return flat.view(like.dtype).as_strided(like.shape, like.stride())
 
     def _take_released(self) -> None:
-        """Poison memory whose last tensor has died, after what its stream has been given so far."""
+        """Poison freed memory, in its stream's order."""
         while self._released:
             memory = self._released.popleft()
             memory.is_live = False

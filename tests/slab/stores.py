@@ -11,11 +11,11 @@ from faulty_files import Hang
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
 from kvoffload_async.tiers.slab.opening import OnMismatch
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
-from kvoffload_async.tiers.slab.records import Records, Scan, keys_of, places_of
+from kvoffload_async.tiers.slab.records import Records, Scan, addresses_of, keys_of
 from kvoffload_async.tiers.slab.recovery import (
     by_use,
     list_folder,
@@ -106,8 +106,8 @@ class SlabStore:
         total = disk_bytes(self.root.stat())
         return total + sum(disk_bytes(status) for _, status in ops.walk(str(self.root)))
 
-    def places(self) -> dict[OffloadKey, int]:
-        """What the files say, without a tier: key -> place, the least recently used first."""
+    def addresses(self) -> dict[OffloadKey, int]:
+        """What the files say, without a tier: key -> address, the least recently used first."""
         found = list_folder(FileOps(), str(self.folder))
         manifest = self.own_manifest()
         scanned = read_journal(FileOps(), str(self.folder), manifest.journal_seed)
@@ -116,7 +116,7 @@ class SlabStore:
         if session is not None:
             note_uses(scanned, rows, session)
         live = scanned.units[by_use(scanned, rows)]
-        return dict(zip(keys_of(live), places_of(live), strict=True))
+        return dict(zip(keys_of(live), addresses_of(live), strict=True))
 
     def own_manifest(self) -> Manifest:
         return read_manifest(FileOps(), str(self.folder))
@@ -127,13 +127,13 @@ class SlabStore:
 
     def damage(self, key: OffloadKey, *, byte: int = 7) -> None:
         """Flip a bit of a stored block."""
-        place = self.places()[key]
-        path = self.folder / segment_name(segment_of(place))
-        flip(path, self.size_of(slot_of(place)) + byte)
+        address = self.addresses()[key]
+        path = self.folder / segment_name(segment_of(address))
+        flip(path, self.size_of(slot_of(address)) + byte)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
-    """Flip a bit of a file, in place."""
+    """Flip a bit of a file, in address."""
     fd = os.open(path, os.O_RDWR)
     try:
         (byte,) = os.pread(fd, 1, offset)
@@ -157,7 +157,7 @@ def sound(tier: SlabTier) -> None:
     assert not catalog._claimed
     assert not tier._writing
     live = table.live()
-    assert dict(zip(keys_of(live), places_of(live), strict=True)) == dict(catalog.items())
+    assert dict(zip(keys_of(live), addresses_of(live), strict=True)) == dict(catalog.items())
     assert table.slots() == dict(catalog.segments)
 
 

@@ -7,7 +7,7 @@ from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, KIB, K, entered, sound
 
 from kvoffload_async.testing.harness import make_job
-from kvoffload_async.tiers.slab.places import segment_of
+from kvoffload_async.tiers.slab.addresses import segment_of
 
 
 def test_a_job_is_one_write_of_its_blocks_and_one_append(slab_store):
@@ -85,8 +85,8 @@ def test_a_large_job_is_written_to_several_files(slab_store):
         assert harness.store(K[:16]) == {}
         written = [call.path for call in ops.calls if call.name == "pwritev"]
         assert sorted(Counter(written).values()) == [4, 4]
-        places = harness.tier._store.catalog.find(K[:16])
-        assert [segment_of(place) for place in places] == [0, 0, 1, 1] * 4
+        addresses = harness.tier._store.catalog.find(K[:16])
+        assert [segment_of(address) for address in addresses] == [0, 0, 1, 1] * 4
         assert harness.load(K[15::-1]) == {}
         sound(harness.tier)
 
@@ -109,8 +109,8 @@ def test_a_look_after_files_that_outlives_its_load_costs_no_other(slab_store):
     ops = FaultyFileOps()
     with slab_store.open(ops, stripes=2, piece_bytes=2 * BLOCK) as harness:
         harness.store(K[:16])
-        places = harness.tier._store.catalog.find(K[:16])
-        segments = list(map(segment_of, places))
+        addresses = harness.tier._store.catalog.find(K[:16])
+        segments = list(map(segment_of, addresses))
         gone, last = segments[0], next(i for i in range(16) if segments[i] != segments[0])
 
         async def scenario():

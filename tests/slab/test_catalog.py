@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.slab.addresses import SlotNumbers, address_of
 from kvoffload_async.tiers.slab.catalog import Catalog
-from kvoffload_async.tiers.slab.places import SlotNumbers, place_of
 from kvoffload_async.types import OffloadKey
 
 K = [key_of(number) for number in range(60)]
@@ -20,10 +20,10 @@ class AskedPolicy(LruPolicy):
         super().__init__(capacity_blocks)
         self.asked: list[tuple[list[OffloadKey], int]] = []
         self.num_questions = 0
-        self.may_go: list[int] = []
+        self.evictable: list[int] = []
 
     def released(self, slots):
-        self.may_go += slots
+        self.evictable += slots
         super().released(slots)
 
     def make_room(self, incoming, count, is_evictable):
@@ -40,16 +40,16 @@ def filled(num_slots: int, num_blocks: int) -> tuple[Catalog, AskedPolicy]:
     policy = AskedPolicy(num_slots)
     catalog = Catalog(policy, 16)
     catalog.add_segment(0, num_slots)
-    places, _, _ = catalog.claim(K[:num_blocks])
-    catalog.admit(K[:num_blocks], places)
+    addresses, _, _ = catalog.claim(K[:num_blocks])
+    catalog.admit(K[:num_blocks], addresses)
     policy.asked.clear()
     return catalog, policy
 
 
 def test_room_is_made_only_for_those_that_can_have_some():
     catalog, policy = filled(10, 10)
-    places, victims, freed = catalog.claim(K[20:45])
-    assert (len(places), len(victims), len(freed)) == (10, 10, 10)
+    addresses, victims, freed = catalog.claim(K[20:45])
+    assert (len(addresses), len(victims), len(freed)) == (10, 10, 10)
     assert policy.asked == [(K[20:30], 10)]
     assert not list(catalog.violations())
 
@@ -62,12 +62,12 @@ def test_a_policy_learns_who_comes_also_where_there_is_room():
 
 def test_what_goes_ahead_makes_room_for_keys_that_no_block_has():
     catalog, policy = filled(40, 40)
-    places, victims, _ = catalog.claim(K[50:53], ahead=16)
+    addresses, victims, _ = catalog.claim(K[50:53], ahead=16)
     (incoming, count), *_ = policy.asked
     assert incoming[:3] == K[50:53]
     assert len(set(incoming)) == len(incoming) == count == len(victims) == 19
     assert not set(incoming[3:]) & set(K)
-    assert (len(places), catalog.num_free) == (3, 16)
+    assert (len(addresses), catalog.num_free) == (3, 16)
     _, victims, _ = catalog.claim(K[53:56], ahead=16)
     assert not victims
     assert not list(catalog.violations())
@@ -75,9 +75,9 @@ def test_what_goes_ahead_makes_room_for_keys_that_no_block_has():
 
 def test_pinned_blocks_do_not_go_ahead():
     catalog, _ = filled(20, 20)
-    catalog.pin([place for place in catalog.find(K[:18]) if place is not None])
-    places, victims, _ = catalog.claim(K[30:31], ahead=16)
-    assert len(places) == 1
+    catalog.pin([address for address in catalog.find(K[:18]) if address is not None])
+    addresses, victims, _ = catalog.claim(K[30:31], ahead=16)
+    assert len(addresses) == 1
     assert set(victims) == set(K[18:20])
 
 
@@ -100,16 +100,16 @@ def test_each_pinned_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_u
 def test_a_dropped_block_that_was_passed_over_is_not_confused_with_the_next_one_in_its_slot():
     catalog, policy = filled(3, 3)
     oldest = list(catalog._ranking.resident())
-    places = catalog.find(oldest)
-    catalog.pin(places[:2])
+    addresses = catalog.find(oldest)
+    catalog.pin(addresses[:2])
     (taken,), victims, _ = catalog.claim(K[10:11])
     assert victims == oldest[2:]
-    catalog.drop(oldest[0], places[0])
+    catalog.drop(oldest[0], addresses[0])
     catalog.admit(K[10:11], [taken])
     catalog.pin([taken])
     assert catalog.claim(K[11:12]) == ([], [], [])
-    catalog.unpin(places[:1])
-    assert policy.may_go == []
+    catalog.unpin(addresses[:1])
+    assert policy.evictable == []
     assert not list(catalog.violations())
     catalog.unpin([taken])
     _, victims, _ = catalog.claim(K[12:14])
@@ -119,12 +119,12 @@ def test_a_dropped_block_that_was_passed_over_is_not_confused_with_the_next_one_
 def test_a_use_of_a_block_that_was_dropped_meanwhile_is_not_counted_for_the_next_one_in_its_slot():
     catalog, _ = filled(3, 3)
     oldest = list(catalog._ranking.resident())
-    places = catalog.find(oldest[:2])
+    addresses = catalog.find(oldest[:2])
     slots = catalog._ranking.find(oldest[:2])
-    catalog.pin(places)
-    (place,), _, _ = catalog.claim(K[10:11])
-    catalog.drop(oldest[0], places[0])
-    catalog.admit(K[10:11], [place])
+    catalog.pin(addresses)
+    (address,), _, _ = catalog.claim(K[10:11])
+    catalog.drop(oldest[0], addresses[0])
+    catalog.admit(K[10:11], [address])
     assert catalog._ranking.find(K[10:11]) == slots[:1]
     catalog.used(oldest[:2])
     assert list(catalog._ranking.resident()) == [K[10], oldest[1]]
@@ -137,14 +137,14 @@ PINNINGS = st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 5), min_size
 @given(PINNINGS)
 def test_a_block_may_go_when_everybody_who_pinned_it_has_unpinned_it(pinnings):
     catalog, _ = filled(6, 6)
-    place_of = catalog.find(K[:6])
+    address_of = catalog.find(K[:6])
     held: list[set[int]] = []
     for is_pin, blocks in pinnings:
         if is_pin:
             held.append(blocks)
-            catalog.pin([place_of[block] for block in blocks])
+            catalog.pin([address_of[block] for block in blocks])
         elif held:
-            catalog.unpin([place_of[block] for block in held.pop(0)])
+            catalog.unpin([address_of[block] for block in held.pop(0)])
         assert catalog.num_evictable == 6 - len(set().union(*held))
         assert not list(catalog.violations())
     _, victims, _ = catalog.claim(K[20:26])
@@ -154,11 +154,11 @@ def test_a_block_may_go_when_everybody_who_pinned_it_has_unpinned_it(pinnings):
 @given(st.permutations(range(3)))
 def test_a_dropped_blocks_place_is_free_when_the_last_pin_goes(order):
     catalog, _ = filled(6, 6)
-    place = catalog.find(K[:1])
-    pinnings = [place, [*place, *catalog.find(K[1:3])], place]
+    address = catalog.find(K[:1])
+    pinnings = [address, [*address, *catalog.find(K[1:3])], address]
     for pinning in pinnings:
         catalog.pin(pinning)
-    catalog.drop(K[0], place[0])
+    catalog.drop(K[0], address[0])
     for index in order:
         assert catalog.num_free == 0
         catalog.unpin(pinnings[index])
@@ -175,12 +175,14 @@ SIZES = st.dictionaries(st.integers(0, 40), st.integers(1, 6), max_size=4)
 @given(SIZES, st.lists(st.tuples(st.integers(0, 41), st.integers(0, 7)), unique=True))
 def test_every_slot_has_a_number_of_its_own_and_what_is_none_has_none(sizes, asked):
     numbers = SlotNumbers(sizes)
-    every = [place_of(segment, slot) for segment in sorted(sizes) for slot in range(sizes[segment])]
+    every = [
+        address_of(segment, slot) for segment in sorted(sizes) for slot in range(sizes[segment])
+    ]
     found, exists = numbers.of(np.array(every, dtype=np.int64))
     assert found.tolist() == list(range(numbers.total))
     assert exists.all()
     assert [n for _, first, behind in numbers.ranges() for n in range(first, behind)] == [*found]
-    _, exists = numbers.of(np.array([place_of(*place) for place in asked], dtype=np.int64))
+    _, exists = numbers.of(np.array([address_of(*address) for address in asked], dtype=np.int64))
     assert exists.tolist() == [slot < sizes.get(segment, 0) for segment, slot in asked]
 
 
@@ -188,15 +190,15 @@ def test_every_slot_has_a_number_of_its_own_and_what_is_none_has_none(sizes, ask
 def test_a_catalog_that_is_filled_has_those_blocks_and_the_other_slots_free(sizes, draw):
     policy = LruPolicy(sum(sizes.values()))
     catalog = Catalog(policy, 4)
-    every = [place_of(segment, slot) for segment, slots in sizes.items() for slot in range(slots)]
+    every = [address_of(segment, slot) for segment, slots in sizes.items() for slot in range(slots)]
     for segment, slots in sizes.items():
         catalog.add_segment(segment, slots)
-    places = draw.sample(every, draw.randint(0, len(every)))
-    keys = K[: len(places)]
+    addresses = draw.sample(every, draw.randint(0, len(every)))
+    keys = K[: len(addresses)]
     order = np.array(draw.sample(range(len(keys)), len(keys)), dtype=np.int64)
     portions = [(part, [keys[n] for n in part]) for part in np.array_split(order, 2) if len(part)]
-    assert catalog.fill(np.array(places, dtype=np.int64), portions)
-    assert dict(catalog.items()) == dict(zip(keys, places, strict=True))
+    assert catalog.fill(np.array(addresses, dtype=np.int64), portions)
+    assert dict(catalog.items()) == dict(zip(keys, addresses, strict=True))
     assert list(catalog._ranking.resident()) == keys
     assert catalog.num_free == len(every) - len(keys)
     assert not list(catalog.violations())

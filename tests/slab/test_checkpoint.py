@@ -34,7 +34,7 @@ class CountingFileOps(FaultyFileOps):
 
 
 def churn(harness, count, first=1000, at_once=16):
-    """Store new blocks in place of old ones."""
+    """Store new blocks in address of old ones."""
     for number in range(first, first + count, at_once):
         assert harness.store([key_of(number + i) for i in range(at_once)]) == {}
 
@@ -57,7 +57,7 @@ def test_it_is_written_in_steps_and_says_in_the_end_what_the_old_one_said(slab_s
         assert slab_store.journal.stat().st_size <= journal_units(slots) * RECORD_BYTES
         sound(harness.tier)
         kept = set(harness.tier._store.catalog.keys())
-        assert set(slab_store.places()) == kept
+        assert set(slab_store.addresses()) == kept
     assert slab_store.disk_bytes() <= 4 * CAPACITY
     with slab_store.open(**large) as harness:
         assert harness.announced() == kept
@@ -151,7 +151,7 @@ def test_a_job_that_the_rest_of_the_journal_has_no_room_for_is_stored(slab_store
         for first in range(0, 600, 40):
             keys = [key_of(2000 + first + i) for i in range(40)]
             assert harness.store(keys) == {}
-            assert set(keys) <= set(slab_store.places())
+            assert set(keys) <= set(slab_store.addresses())
         sound(harness.tier)
 
 
@@ -245,7 +245,7 @@ def test_what_was_written_before_a_failed_wait_is_lost_whoever_asks_next(slab_st
         segments.sync([0], segments.sync_failures)
         assert harness.store(K[4:8]) == {}
         sound(harness.tier)
-        assert set(slab_store.places()) == set(K[:8])
+        assert set(slab_store.addresses()) == set(K[:8])
 
 
 def test_an_append_that_failed_leaves_no_gap_in_the_numbers(slab_store, caplog):
@@ -255,7 +255,7 @@ def test_an_append_that_failed_leaves_no_gap_in_the_numbers(slab_store, caplog):
             if number % 3 == 2:
                 ops.fail(errno.EIO, on="fdatasync", when=is_journal, times=1)
             harness.store([K[number]])
-        kept = set(slab_store.places())
+        kept = set(slab_store.addresses())
     assert len(kept) == 8
     with slab_store.open() as harness:
         assert harness.announced() == kept

@@ -4,8 +4,8 @@ import pytest
 from slab.stores import KIB, SlabStore, flip
 
 from kvoffload_async.testing import TierConformance
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import segment_name
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
 
 
 class SlabConformance(TierConformance):
@@ -20,9 +20,9 @@ class SlabConformance(TierConformance):
 
     def damage(self, tier, key):
         store = tier._store
-        (place,) = store.catalog.find([key])
-        path = self.slab_store.folder / segment_name(segment_of(place))
-        flip(path, store.manifest.offset_of(slot_of(place)) + 7)
+        (address,) = store.catalog.find([key])
+        path = self.slab_store.folder / segment_name(segment_of(address))
+        flip(path, store.manifest.offset_of(slot_of(address)) + 7)
         return True
 
 

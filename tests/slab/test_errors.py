@@ -32,7 +32,7 @@ def test_a_damaged_block_is_gone_for_good_and_can_be_stored_again(slab_store):
         failures = harness.load(K[:4])
         assert list(failures) == [2]
         assert isinstance(failures[2], CorruptBlockError)
-        assert set(slab_store.places()) == {K[0], K[1], K[3]}, "its removal is journalled"
+        assert set(slab_store.addresses()) == {K[0], K[1], K[3]}, "its removal is journalled"
         assert isinstance(harness.load([K[2]])[0], BlockMissingError)
         assert harness.store([K[2]]) == {}
         assert harness.load(K[:4], range(30, 34)) == {}
@@ -47,10 +47,10 @@ def test_a_removal_that_cannot_be_journalled_now_is_journalled_later(slab_store,
         ops.fail(errno.EIO, on="pwrite", when=is_journal)
         assert isinstance(harness.load(K[1:2])[0], CorruptBlockError)
         assert "not journalled yet" in caplog.text
-        assert set(slab_store.places()) == set(K[:3])
+        assert set(slab_store.addresses()) == set(K[:3])
         ops.heal()
         assert harness.store(K[5:6]) == {}
-        assert set(slab_store.places()) == {K[0], K[2], K[5]}
+        assert set(slab_store.addresses()) == {K[0], K[2], K[5]}
         sound(harness.tier)
 
 
@@ -110,7 +110,7 @@ def test_two_loads_of_a_damaged_block_both_fail_and_its_slot_is_used_again(slab_
             await entered(hang)
             second = await harness.tier.load(jobs[1])
             catalog = harness.tier._store.catalog
-            assert catalog._doomed == catalog._pins, "its slot waits for the other load"
+            assert catalog._retired == catalog._pins, "its slot waits for the other load"
             assert catalog.num_evictable == 1
             hang.release()
             return await first, second
@@ -173,7 +173,7 @@ def test_without_verification_no_checksum_is_computed_and_none_served_later(slab
     with slab_store.open() as harness:
         assert not harness.announced(), "they have no checksum"
         assert harness.store(K[:2]) == {}
-        assert set(slab_store.places()) == set(K[:2])
+        assert set(slab_store.addresses()) == set(K[:2])
     with slab_store.open(verify=False) as harness:
         assert harness.announced() == set(K[:2])
         assert harness.load(K[:2]) == {}
@@ -249,7 +249,7 @@ def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(slab_s
         writes = itertools.count()
         ops.fail(errno.EIO, on="pwrite", when=lambda call: is_journal(call) and next(writes) == 1)
         assert len(harness.store(K[2:4])) == 2
-        assert set(slab_store.places()) == set(K[:4]), "what a crash would leave now"
+        assert set(slab_store.addresses()) == set(K[:4]), "what a crash would leave now"
         ops.heal()
         before = len(ops.calls)
         hang = ops.hang(on="pwritev", times=1)
@@ -259,7 +259,7 @@ def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(slab_s
                 harness.tier.store(make_job(900, K[4:6], [0, 1], is_promotion=False))
             )
             await entered(hang)
-            assert set(slab_store.places()) == set(K[:2]), "before the slots are written to"
+            assert set(slab_store.addresses()) == set(K[:2]), "before the slots are written to"
             hang.release()
             return await task
 

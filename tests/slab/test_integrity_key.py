@@ -8,9 +8,9 @@ from kvoffload_async import ConfigError
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.files.ops import FileOps, read_file
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
@@ -56,9 +56,9 @@ def keys_in_order(store):
 
 
 def overwrite(store, key, content):
-    place = store.places()[key]
-    with (store.folder / segment_name(segment_of(place))).open("r+b") as file:
-        file.seek(store.layout.manifest.offset_of(slot_of(place)))
+    address = store.addresses()[key]
+    with (store.folder / segment_name(segment_of(address))).open("r+b") as file:
+        file.seek(store.layout.manifest.offset_of(slot_of(address)))
         file.write(content)
 
 
@@ -156,7 +156,7 @@ def test_blocks_that_a_neighbour_makes_are_not_served(filled, flags, key):
 
 def test_blocks_in_swapped_places_are_not_served(filled):
     def swap(records):
-        records["place"] = records["place"][::-1].copy()
+        records["address"] = records["address"][::-1].copy()
 
     rewrite_journal(filled, swap)
     assert served(filled) == set()

@@ -28,7 +28,7 @@ def test_what_was_used_last_is_evicted_last_also_after_a_restart(slab_store):
         harness.load(K[2:5])
         order = list(harness.tier._store.catalog._ranking.resident())
         assert set(order[-3:]) == set(K[2:5])
-    assert set(list(slab_store.places())[-3:]) == set(K[2:5])
+    assert set(list(slab_store.addresses())[-3:]) == set(K[2:5])
     with slab_store.open(**options) as harness:
         assert harness.store(K[60 : 60 + count - 3]) == {}
         assert harness.contains(K[:60]) == set(K[2:5])
@@ -66,7 +66,7 @@ def test_the_journal_is_written_anew_before_it_is_too_long(slab_store):
             assert slab_store.journal.stat().st_size <= journal_units(slots) * RECORD_BYTES
         sound(harness.tier)
         kept = harness.contains([key_of(5000 + number) for number in range(200)])
-        assert set(slab_store.places()) == kept
+        assert set(slab_store.addresses()) == kept
     assert ops.counts()["rename"] > 4
 
 
@@ -280,7 +280,7 @@ def test_without_its_journal_a_store_is_empty_and_works(slab_store):
 def test_without_a_segment_its_blocks_are_missing_and_its_number_is_not_used_again(slab_store):
     with slab_store.open() as harness:
         harness.store(K[:40])
-        held = {key for key, place in slab_store.places().items() if place >> 32 == 2}
+        held = {key for key, address in slab_store.addresses().items() if address >> 32 == 2}
     assert held
     (slab_store.folder / segment_name(2)).unlink()
     with slab_store.open() as harness:

@@ -8,13 +8,14 @@ from slab.stores import records_of
 from kvoffload_async.tables.keymap import MOST_PARTS
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.features import NewerFormatError
+from kvoffload_async.tiers.slab.addresses import address_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
-from kvoffload_async.tiers.slab.places import place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
     HAS_DIGEST,
     MAX_KEY_BYTES,
     RECORD_BYTES,
+    addresses_of,
     by_part,
     checkpoint,
     checkpoint_units,
@@ -22,7 +23,6 @@ from kvoffload_async.tiers.slab.records import (
     keys_of,
     live_rows,
     picked,
-    places_of,
     put_records,
     removal_records,
     scan,
@@ -33,9 +33,9 @@ SEED = xxhash.xxh3_64_intdigest(b"layout")
 SLOTS = {0: 8, 5: 8}
 K = [key_of(number) for number in range(12)]
 
-places = st.builds(place_of, st.sampled_from([0, 5]), st.integers(0, 7))
+addresses = st.builds(address_of, st.sampled_from([0, 5]), st.integers(0, 7))
 operations = st.lists(
-    st.lists(st.tuples(st.booleans(), st.sampled_from(K), places), min_size=1, max_size=4),
+    st.lists(st.tuples(st.booleans(), st.sampled_from(K), addresses), min_size=1, max_size=4),
     max_size=8,
 )
 
@@ -45,12 +45,12 @@ def num_before_damage(scanned):
     return int(np.searchsorted(scanned.rows, scanned.damage_at))
 
 
-def put_record(key, place, digest) -> bytes:
-    return put_records([key], place, [digest or b""])
+def put_record(key, address, digest) -> bytes:
+    return put_records([key], address, [digest or b""])
 
 
-def remove_record(place) -> bytes:
-    return removal_records([place])
+def remove_record(address) -> bytes:
+    return removal_records([address])
 
 
 def journal_of(batches) -> tuple[bytes, list[bytes]]:
@@ -58,8 +58,8 @@ def journal_of(batches) -> tuple[bytes, list[bytes]]:
         frame(
             sequence,
             b"".join(
-                put_record(key, place, b"d" * 16) if puts else remove_record(place)
-                for puts, key, place in batch
+                put_record(key, address, b"d" * 16) if puts else remove_record(address)
+                for puts, key, address in batch
             ),
             SEED,
         )
@@ -71,17 +71,17 @@ def journal_of(batches) -> tuple[bytes, list[bytes]]:
 def model_of(batches) -> dict[int, bytes]:
     at: dict[int, bytes] = {}
     for batch in batches:
-        for puts, key, place in batch:
-            at.pop(place, None)
+        for puts, key, address in batch:
+            at.pop(address, None)
             if puts:
-                at[place] = key
+                at[address] = key
     return at
 
 
 def read(content: bytes) -> dict[int, bytes]:
     scanned = scan(content, SEED)
     live = scanned.units[live_rows(scanned, SLOTS)]
-    return dict(zip(places_of(live), keys_of(live), strict=True))
+    return dict(zip(addresses_of(live), keys_of(live), strict=True))
 
 
 @given(operations)
@@ -166,9 +166,9 @@ def test_a_good_frame_far_behind_damage_is_found():
 
 
 def test_records_of_places_that_do_not_exist_are_left_out():
-    body = b"".join(put_record(K[i], place_of(n, i), None) for i, n in enumerate([0, 3, 5, 9]))
-    body += put_record(K[4], place_of(5, 8), None)
-    assert read(frame(1, body, SEED)) == {place_of(0, 0): K[0], place_of(5, 2): K[2]}
+    body = b"".join(put_record(K[i], address_of(n, i), None) for i, n in enumerate([0, 3, 5, 9]))
+    body += put_record(K[4], address_of(5, 8), None)
+    assert read(frame(1, body, SEED)) == {address_of(0, 0): K[0], address_of(5, 2): K[2]}
     assert not len(live_rows(scan(b"", SEED), SLOTS))
     assert not len(live_rows(scan(frame(1, body, SEED), SEED), {}))
 
@@ -180,11 +180,11 @@ def test_keys_of_any_length_come_back(keys):
 
 
 @given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 32) - 2))
-def test_a_place_is_its_segment_and_slot(segment, slot):
-    place = place_of(segment, slot)
-    assert (segment_of(place), slot_of(place)) == (segment, slot)
-    body = put_record(K[0], place, None)
-    assert places_of(records_of(scan(frame(1, body, SEED), SEED))) == [place]
+def test_an_address_is_its_segment_and_slot(segment, slot):
+    address = address_of(segment, slot)
+    assert (segment_of(address), slot_of(address)) == (segment, slot)
+    body = put_record(K[0], address, None)
+    assert addresses_of(records_of(scan(frame(1, body, SEED), SEED))) == [address]
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])

@@ -126,7 +126,7 @@ def test_of_a_session_whose_uses_are_damaged_the_rest_is_believed():
 def test_swapped_segments_are_refused_with_their_blocks(slab_store, caplog):
     with slab_store.open(verify=False) as harness:
         harness.store(K[:40])
-        held = {key for key, place in slab_store.places().items() if place >> 32 in {0, 1}}
+        held = {key for key, address in slab_store.addresses().items() if address >> 32 in {0, 1}}
     first, second = (slab_store.folder / segment_name(number) for number in (0, 1))
     first.rename(slab_store.folder / "x")
     second.rename(first)

@@ -139,7 +139,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(K), byte=st.integers(0, BLOCK - 1))
     def damage_a_block(self, key, byte):
-        if key in self.slab_store.places():
+        if key in self.slab_store.addresses():
             self.slab_store.damage(key, byte=byte)
             self._doubt([key])
 
@@ -147,11 +147,11 @@ class SlabMachine(RuleBasedStateMachine):
     def damage_the_journal(self, at, bit):
         """While it is closed: whoever has it open overwrites it sooner or later."""
         self._close()
-        before = self.slab_store.places()
+        before = self.slab_store.addresses()
         size = self.slab_store.journal.stat().st_size
         if size:
             flip(self.slab_store.journal, int(at * size), bit)
-            after = self.slab_store.places()
+            after = self.slab_store.addresses()
             # A lost removal brings a block back, whose slot may have other bytes by now.
             self.doubtful |= after.keys() - self.right
             self._doubt(before.keys() - {k for k, p in after.items() if before.get(k) == p})
@@ -160,11 +160,11 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(at=offsets)
     def cut_the_journal(self, at):
         self._close()
-        before = self.slab_store.places()
+        before = self.slab_store.addresses()
         size = self.slab_store.journal.stat().st_size
         with self.slab_store.journal.open("r+b") as file:
             file.truncate(int(at * size))
-        after = self.slab_store.places()
+        after = self.slab_store.addresses()
         self.doubtful |= after.keys() - self.right
         self._doubt(before.keys() - {k for k, p in after.items() if before.get(k) == p})
         self._open()

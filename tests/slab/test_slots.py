@@ -4,24 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload_async.tiers.slab.addresses import Run, address_of, joined
 from kvoffload_async.tiers.slab.catalog import FreeRuns
-from kvoffload_async.tiers.slab.places import Run, joined, place_of
 
 EXTENT = 1 << 20
 """Longer than any job, where it is not about extents."""
 SEGMENTS = 3
 SLOTS = 12
-ALL = [place_of(n, i) for n in range(SEGMENTS) for i in range(SLOTS)]
+ALL = [address_of(n, i) for n in range(SEGMENTS) for i in range(SLOTS)]
 
 
 def full(extent: int = EXTENT) -> FreeRuns:
     free = FreeRuns(extent)
     for segment in range(SEGMENTS):
-        free.free(place_of(segment, 0), SLOTS)
+        free.free(address_of(segment, 0), SLOTS)
     return free
 
 
-def places_in(free: FreeRuns) -> list[int]:
+def addresses_in(free: FreeRuns) -> list[int]:
     return sorted(first + i for first, count in free.runs() for i in range(count))
 
 
@@ -30,9 +30,9 @@ def test_a_place_is_free_or_taken_and_free_neighbours_are_one_run(extent, steps)
     free, taken = full(extent), set()
     for gives, number in steps:
         if gives and taken:
-            place = sorted(taken)[number % len(taken)]
-            taken.remove(place)
-            free.free(place)
+            address = sorted(taken)[number % len(taken)]
+            taken.remove(address)
+            free.free(address)
         elif number > free.num_free:
             with pytest.raises(ValueError, match="are wanted"):
                 free.take(number)
@@ -43,7 +43,7 @@ def test_a_place_is_free_or_taken_and_free_neighbours_are_one_run(extent, steps)
                 assert part == sorted(part)
             assert taken.isdisjoint(got)
             taken.update(got)
-        assert places_in(free) == sorted(set(ALL) - taken)
+        assert addresses_in(free) == sorted(set(ALL) - taken)
         assert free.num_free == len(ALL) - len(taken)
         starts = {first for first, _ in free.runs()}
         assert not any(first + count in starts for first, count in free.runs())
@@ -76,7 +76,7 @@ def test_what_is_left_of_a_shorter_run_is_no_scrap_between_jobs_of_one_size():
 
 def test_what_is_taken_one_after_the_other_lies_in_different_segments():
     free = full()
-    firsts = [place_of(segment, slot) for slot in (0, 4) for segment in range(SEGMENTS)]
+    firsts = [address_of(segment, slot) for slot in (0, 4) for segment in range(SEGMENTS)]
     assert [free.take(4)[0] for _ in firsts] == firsts
 
 
@@ -84,7 +84,7 @@ def test_a_large_job_lies_in_different_segments_piece_by_piece():
     free = full(extent=4)
     taken = free.take(10)
     expected = [(0, 0, 4), (1, 0, 4), (2, 0, 2)]
-    assert taken == [place_of(n, slot + i) for n, slot, count in expected for i in range(count)]
+    assert taken == [address_of(n, slot + i) for n, slot, count in expected for i in range(count)]
 
 
 def test_no_more_neighbours_are_worth_having_than_a_piece():
@@ -133,7 +133,7 @@ def test_jobs_of_one_size_stay_whole_in_whatever_order_they_go(size, data):
             job = free.take(size)
             assert job == list(range(job[0], job[0] + size))
             jobs.append(job)
-        assert len(jobs) == 20, "no place is lost to scraps"
+        assert len(jobs) == 20, "no address is lost to scraps"
 
 
 def test_runs_that_come_and_go_leave_nothing_behind_in_memory():
@@ -148,28 +148,30 @@ def test_runs_that_come_and_go_leave_nothing_behind_in_memory():
 
 def test_the_slots_of_two_segments_are_no_neighbours():
     free = FreeRuns(EXTENT)
-    free.free(place_of(0, 0), 4)
-    free.free(place_of(1, 0), 4)
-    assert sorted(free.runs()) == [(place_of(0, 0), 4), (place_of(1, 0), 4)]
+    free.free(address_of(0, 0), 4)
+    free.free(address_of(1, 0), 4)
+    assert sorted(free.runs()) == [(address_of(0, 0), 4), (address_of(1, 0), 4)]
 
 
 def test_a_segment_that_is_dropped_has_no_free_slots():
     free = full()
     free.take(5)
-    before = places_in(free)
+    before = addresses_in(free)
     count = free.drop_segment(1)
-    assert places_in(free) == [place for place in before if place not in ALL[SLOTS : 2 * SLOTS]]
+    assert addresses_in(free) == [
+        address for address in before if address not in ALL[SLOTS : 2 * SLOTS]
+    ]
     assert free.num_free == len(before) - count
 
 
 @given(st.sets(st.sampled_from(ALL), min_size=1))
 def test_joined_runs_are_maximal_and_cover_everything_once(chosen):
-    places = sorted(chosen)
-    runs = list(joined(places, 0, len(places)))
-    assert [run.place + i for run in runs for i in range(run.length)] == places
-    assert [run.start for run in runs] == [places.index(run.place) for run in runs]
+    addresses = sorted(chosen)
+    runs = list(joined(addresses, 0, len(addresses)))
+    assert [run.address + i for run in runs for i in range(run.length)] == addresses
+    assert [run.start for run in runs] == [addresses.index(run.address) for run in runs]
     for run, behind in itertools.pairwise(runs):
-        assert run.place + run.length < behind.place
+        assert run.address + run.length < behind.address
 
 
 def test_a_part_is_joined_like_the_whole():

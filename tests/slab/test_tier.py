@@ -13,8 +13,8 @@ from kvoffload_async.errors import (
     TierFullError,
 )
 from kvoffload_async.testing.harness import key_of, make_job
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import Budget, segment_name
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
 
 # -- the capacity, and who goes -------------------------------------------------------------------
 
@@ -268,9 +268,11 @@ def test_a_segment_that_ends_behind_a_blocks_bytes_and_within_its_slot_has_the_b
     slab_store = SlabStore(tmp_path, block_bytes=5000)
     with slab_store.open(direct_io=direct_io) as harness:
         assert harness.store(K[:4]) == {}
-        ((place, key), *_) = sorted(((p, k) for k, p in slab_store.places().items()), reverse=True)
-        path = slab_store.folder / segment_name(segment_of(place))
-        end = slab_store.size_of(slot_of(place)) + 5000
+        ((address, key), *_) = sorted(
+            ((p, k) for k, p in slab_store.addresses().items()), reverse=True
+        )
+        path = slab_store.folder / segment_name(segment_of(address))
+        end = slab_store.size_of(slot_of(address)) + 5000
         os.truncate(path, end)
         assert harness.load(K[:4]) == {}
         os.truncate(path, end - 1)

@@ -156,16 +156,16 @@ def test_a_ranking_for_as_many_blocks_as_can_be_numbered_takes_memory_for_those_
     tracemalloc.start()
     try:
         ranking = KeyRanking(policy(MAX_NUMBERS))
-        places = long_integers(MAX_NUMBERS)
+        numbers = long_integers(MAX_NUMBERS)
         ranking.admit(K[:3])
-        places[MAX_NUMBERS - 1] = 7
+        numbers[MAX_NUMBERS - 1] = 7
         traced_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert traced_bytes < 1 << 20
     assert resident_bytes() - before < 16 << 20
     assert ranking.resident() == K[:3]
-    assert (places[0], places[MAX_NUMBERS - 1]) == (0, 7)
+    assert (numbers[0], numbers[MAX_NUMBERS - 1]) == (0, 7)
 
 
 def test_objects_are_in_parts_which_the_collector_does_not_traverse():

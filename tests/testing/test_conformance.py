@@ -207,7 +207,7 @@ def test_a_tier_that_detects_damage_block_by_block_passes():
 
 
 def test_a_persistent_tier_and_a_shared_one_and_one_that_locks_pass():
-    place, locked = {}, []
+    blocks, locked = {}, []
 
     class Persistent(ExampleTier):
         capabilities = TierCapabilities(exclusive=True, persistent=True)
@@ -216,9 +216,9 @@ def test_a_persistent_tier_and_a_shared_one_and_one_that_locks_pass():
             if locked:
                 raise ConfigError("in use")
             locked.append(1)
-            self._blocks = place
+            self._blocks = blocks
             await super().open(env)
-            env.blocks_appeared(place)
+            env.blocks_appeared(blocks)
 
         async def close(self):
             locked.clear()

@@ -54,12 +54,12 @@ def test_inline_io_runs_a_call_at_once(runner):
     assert runner.run(InlineIo().run(LOAD, lambda: 5), 1.0) == 5
 
 
-def test_a_parked_call_runs_when_it_is_settled(runner):
+def test_a_parked_call_runs_when_it_is_finished(runner):
     io, ran = ScriptedIo(), []
     task = start(runner, io.run(LOAD, lambda: ran.append(1) or 7))
     assert not ran
     assert not task.done()
-    io.settle(io.parked[0])
+    io.finish(io.parked[0])
     runner.run_ready()
     assert task.result() == 7
     assert not io.parked
@@ -69,7 +69,7 @@ def test_a_parked_call_runs_when_it_is_settled(runner):
 def test_a_parked_call_fails_before_or_after_it_ran(runner, after_run):
     io, ran = ScriptedIo(), []
     task = start(runner, io.run(LOAD, lambda: ran.append(1)))
-    io.settle(io.parked[0], OSError("io"), after_run=after_run)
+    io.finish(io.parked[0], OSError("io"), after_run=after_run)
     runner.run_ready()
     assert isinstance(task.exception(), OSError)
     assert bool(ran) is after_run
@@ -78,7 +78,7 @@ def test_a_parked_call_fails_before_or_after_it_ran(runner, after_run):
 def test_a_parked_call_that_raises_by_itself_fails(runner):
     io = ScriptedIo()
     task = start(runner, io.run(LOAD, lambda: 1 / 0))
-    io.settle(io.parked[0])
+    io.finish(io.parked[0])
     runner.run_ready()
     assert isinstance(task.exception(), ZeroDivisionError)
 
@@ -89,7 +89,7 @@ def test_a_parked_call_outlives_its_cancellation(runner):
     task.cancel()
     runner.run_ready()
     assert not task.done()
-    io.settle(io.parked[0])
+    io.finish(io.parked[0])
     runner.run_ready()
     assert task.cancelled()
 
@@ -97,13 +97,13 @@ def test_a_parked_call_outlives_its_cancellation(runner):
 # -- the scripted tier --------------------------------------------------------------------------
 
 
-def test_bytes_move_when_an_operation_is_settled_and_not_before(runner, env):
+def test_bytes_move_when_an_operation_is_finished_and_not_before(runner, env):
     tier = ScriptedTier()
     runner.run(tier.open(env), 1.0)
     env.kv_view[0, 0] = 1
     task = start(runner, tier.store(make_job(1, [key_of(1)], [0], is_promotion=False)))
     env.kv_view[0, 0] = 2
-    tier.settle_all()
+    tier.finish_all()
     runner.run_ready()
     assert task.result() == {}
     assert tier.blocks[key_of(1)][0] == 2
@@ -114,11 +114,11 @@ def test_failed_blocks_do_not_move_and_missing_ones_fail(runner, env):
     runner.run(tier.open(env), 1.0)
     keys = [key_of(1), key_of(2)]
     start(runner, tier.store(make_job(1, keys, [0, 1], is_promotion=False)))
-    tier.settle(tier.parked[0], {0: TierError("bad")})
+    tier.finish(tier.parked[0], {0: TierError("bad")})
     runner.run_ready()
     assert list(tier.blocks) == [key_of(2)]
     task = start(runner, tier.load(make_job(2, keys, [2, 3], is_promotion=True)))
-    tier.settle_all()
+    tier.finish_all()
     runner.run_ready()
     assert isinstance(task.result()[0], BlockMissingError)
 
@@ -129,8 +129,8 @@ def test_an_operation_can_fail_or_be_cancelled(runner, env):
     failing = start(runner, tier.contains([key_of(1)]))
     cancelled = start(runner, tier.contains([key_of(1)]))
     assert [p.kind for p in tier.parked] == [Operation.CONTAINS] * 2
-    tier.settle(tier.parked[0], error=OSError("io"))
-    tier.settle(tier.parked[0], error=asyncio.CancelledError())
+    tier.finish(tier.parked[0], error=OSError("io"))
+    tier.finish(tier.parked[0], error=asyncio.CancelledError())
     runner.run_ready()
     assert isinstance(failing.exception(), OSError)
     assert cancelled.cancelled()
@@ -208,7 +208,7 @@ def test_a_slow_job_takes_its_time(runner, env):
     runner.advance(4.9)
     assert not tier.inner.parked
     runner.advance(0.1)
-    tier.inner.settle_all()
+    tier.inner.finish_all()
     runner.run_ready()
     assert task.result() == {}
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.abc.events import JobFinished
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing import InlineIo, Operation, ScriptedTier, VirtualRunner
@@ -47,8 +47,8 @@ class World:
         self.runner.call_soon(self.actor.start_probe, generation, [key_of(n) for n in numbers])
         self.runner.run_ready()
 
-    def settle(self, index=0, *args, **kwargs):
-        self.tier.settle(self.tier.parked[index], *args, **kwargs)
+    def finish_job(self, index=0, *args, **kwargs):
+        self.tier.finish(self.tier.parked[index], *args, **kwargs)
         self.runner.run_ready()
 
     def task(self, name):
@@ -58,8 +58,8 @@ class World:
     def close(self, timeout_s=1.0):
         return self.runner.run(self.actor.close(timeout_s), 10.0)
 
-    def settled(self):
-        return {e.job_id: e for e in self.events if isinstance(e, JobSettled)}
+    def finished(self):
+        return {e.job_id: e for e in self.events if isinstance(e, JobFinished)}
 
     def running(self):
         return [p.job.job_id for p in self.tier.parked if p.job]

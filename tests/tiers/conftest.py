@@ -15,7 +15,7 @@ def worlds():
     yield make
     for world in made:
         while world.tier.parked:
-            world.tier.settle_all()
+            world.tier.finish_all()
             world.runner.run_ready()
         world.runner.close()
         world.tier._env = None

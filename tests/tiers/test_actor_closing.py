@@ -20,10 +20,10 @@ from kvoffload_async.testing.harness import key_of, make_job
 def test_a_probe_is_answered_once(worlds):
     world = worlds()
     world.start(0)
-    world.settle()
+    world.finish_job()
     world.events.clear()
     world.probe(5, [1, 2])
-    world.settle()
+    world.finish_job()
     world.runner.advance(100)
     assert world.events == [Answered(5, frozenset({key_of(1)}))]
 
@@ -31,12 +31,12 @@ def test_a_probe_is_answered_once(worlds):
 def test_a_hung_probe_is_answered_as_absent_at_its_deadline_and_not_again(worlds):
     world = worlds()
     world.start(0)
-    world.settle()
+    world.finish_job()
     world.events.clear()
     world.probe(5)
     world.runner.advance(PROBE_TIMEOUT_S)
     assert world.events == [Answered(5, frozenset())]
-    world.settle()
+    world.finish_job()
     assert len(world.events) == 1
 
 
@@ -44,7 +44,7 @@ def test_a_hung_probe_is_answered_as_absent_at_its_deadline_and_not_again(worlds
 def test_a_probe_that_fails_is_answered_as_absent(worlds, error, caplog):
     world = worlds()
     world.probe(5)
-    world.settle(0, error=error)
+    world.finish_job(0, error=error)
     assert world.events == [Answered(5, frozenset())]
     assert "probe 5" in caplog.text
 
@@ -92,10 +92,10 @@ def test_a_failing_close_after_a_failed_open_does_not_hide_the_first_error(caplo
 def test_close_lets_running_jobs_end_and_then_closes_the_tier(worlds):
     world = worlds()
     world.start(0)
-    world.runner.loop.call_later(0.5, lambda: world.tier.settle(world.tier.parked[0]))
+    world.runner.loop.call_later(0.5, lambda: world.tier.finish(world.tier.parked[0]))
     report = world.close(1.0)
     assert report.is_clean
-    assert world.settled()[0].job_error is None
+    assert world.finished()[0].job_error is None
     assert world.tier.close_count == 1
 
 
@@ -103,10 +103,10 @@ def test_close_fails_what_waits_first(worlds):
     world = worlds(concurrent_stores=1)
     world.start(0)
     world.start(1)
-    world.runner.loop.call_later(0.5, lambda: world.tier.settle(world.tier.parked[0]))
+    world.runner.loop.call_later(0.5, lambda: world.tier.finish(world.tier.parked[0]))
     world.close(1.0)
     assert [e.job_id for e in world.events] == [1, 0]
-    assert isinstance(world.settled()[1].job_error, TierClosedError)
+    assert isinstance(world.finished()[1].job_error, TierClosedError)
 
 
 def test_a_job_or_probe_that_comes_while_closing_is_answered_at_once(worlds):
@@ -114,10 +114,10 @@ def test_a_job_or_probe_that_comes_while_closing_is_answered_at_once(worlds):
     world.start(0)
     job = make_job(1, [key_of(1)], [0], is_promotion=False)
     world.runner.loop.call_later(0.2, world.actor.start_job, job)
-    world.runner.loop.call_later(0.3, lambda: world.tier.settle(world.tier.parked[0]))
+    world.runner.loop.call_later(0.3, lambda: world.tier.finish(world.tier.parked[0]))
     world.close(1.0)
     assert [e.job_id for e in world.events] == [1, 0]
-    assert isinstance(world.settled()[1].job_error, TierClosedError)
+    assert isinstance(world.finished()[1].job_error, TierClosedError)
 
 
 def test_close_cancels_what_does_not_end_and_waits_for_it_a_little(worlds):
@@ -130,7 +130,7 @@ def test_close_cancels_what_does_not_end_and_waits_for_it_a_little(worlds):
     world.start(0)
     report = world.close(1.0)
     assert report.is_clean
-    assert isinstance(world.settled()[0].job_error, TierClosedError)
+    assert isinstance(world.finished()[0].job_error, TierClosedError)
 
 
 def test_what_close_cancels_ends_in_the_order_in_which_it_began(worlds):
@@ -143,7 +143,7 @@ def test_what_close_cancels_ends_in_the_order_in_which_it_began(worlds):
     for job_id in range(20):
         world.start(job_id)
     assert world.close(1.0).is_clean
-    assert list(world.settled()) == list(range(20))
+    assert list(world.finished()) == list(range(20))
 
 
 def test_close_names_the_jobs_whose_copies_still_run_and_leaves_the_tier_open(worlds):
@@ -154,9 +154,9 @@ def test_close_names_the_jobs_whose_copies_still_run_and_leaves_the_tier_open(wo
     assert set(report.unfinished_jobs) == {3, 4}
     assert isinstance(report.error, TierTimeoutError)
     assert world.tier.close_count == 0, "it is not closed under its copies"
-    world.settle()
-    world.settle()
-    assert set(world.settled()) == {3, 4}, "a late end is still reported"
+    world.finish_job()
+    world.finish_job()
+    assert set(world.finished()) == {3, 4}, "a late end is still reported"
 
 
 def test_close_waits_for_probes_too_and_says_when_one_hangs(worlds):
@@ -177,7 +177,7 @@ def test_close_is_bounded_when_the_tiers_own_close_hangs(worlds):
 def test_jobs_that_end_late_and_a_hanging_close_share_one_deadline(worlds):
     world = worlds(ScriptedTier(parks_close=True))
     world.start(1)
-    world.runner.loop.call_later(0.9, lambda: world.tier.settle(world.tier.parked[0]))
+    world.runner.loop.call_later(0.9, lambda: world.tier.finish(world.tier.parked[0]))
     report = world.close(1.0)
     assert not report.unfinished_jobs
     assert isinstance(report.error, TierTimeoutError)

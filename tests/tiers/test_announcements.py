@@ -7,7 +7,7 @@ from kvoffload_async.abc.events import (
     AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
-    JobSettled,
+    JobFinished,
 )
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.testing.harness import key_of
@@ -19,9 +19,9 @@ A, B, C = K = [key_of(number) for number in range(3)]
 
 def test_what_is_said_during_a_call_outdates_it_and_what_was_said_before_does_not():
     announcements = Announcements()
-    other = announcements.begin([C], heeds_stores=False)
+    other = announcements.begin([C], includes_stores=False)
     announcements.note([A])
-    watch = announcements.begin([A, B], heeds_stores=False)
+    watch = announcements.begin([A, B], includes_stores=False)
     announcements.note([B, C])
     assert announcements.end(watch) == {B}
     assert announcements.end(other) == {C}
@@ -30,17 +30,17 @@ def test_what_is_said_during_a_call_outdates_it_and_what_was_said_before_does_no
 def test_what_was_said_while_no_call_ran_is_forgotten():
     announcements = Announcements()
     announcements.note([A])
-    watch = announcements.begin([A], heeds_stores=True)
+    watch = announcements.begin([A], includes_stores=True)
     assert announcements.end(watch) == frozenset()
 
 
 def test_the_end_of_a_store_outdates_a_load_and_no_store():
     announcements = Announcements()
     announcements.note_stored([A])
-    early = announcements.begin([A, B], heeds_stores=True)
+    early = announcements.begin([A, B], includes_stores=True)
     announcements.note_stored([A])
-    load = announcements.begin([A, B], heeds_stores=True)
-    store = announcements.begin([A, B], heeds_stores=False)
+    load = announcements.begin([A, B], includes_stores=True)
+    store = announcements.begin([A, B], includes_stores=False)
     announcements.note_stored([B])
     assert announcements.end(load) == {B}
     assert announcements.end(store) == frozenset()
@@ -50,20 +50,20 @@ def test_the_end_of_a_store_outdates_a_load_and_no_store():
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_call_that_hangs_keeps_no_more_than_the_bound_and_misses_nothing(is_stored):
     announcements = Announcements(bound=10)
-    watch = announcements.begin([A, B], heeds_stores=True)
+    watch = announcements.begin([A, B], includes_stores=True)
     note = announcements.note_stored if is_stored else announcements.note
     note([A])
     for number in range(3, 100):
         note([key_of(number)])
     assert len(announcements._announced) + announcements._stored_blocks <= 10
-    late = announcements.begin([A, B], heeds_stores=True)
+    late = announcements.begin([A, B], includes_stores=True)
     assert announcements.end(late) == frozenset()
     assert announcements.end(watch) == {A}
 
 
 def test_who_does_not_look_is_told_nothing():
     announcements = Announcements()
-    watch = announcements.begin([A], heeds_stores=True)
+    watch = announcements.begin([A], includes_stores=True)
     announcements.note([A])
     assert announcements.end(watch, looks=False) == frozenset()
 
@@ -78,13 +78,13 @@ def test_a_tier_is_asked_what_it_has_of_what_was_evicted_while_it_was_stored(wor
     world = worlds()
     world.start(0, [1, 2])
     world.tier.env.blocks_evicted([key_of(1)])
-    world.settle()
-    assert world.events[1] == JobSettled(0, outdated=frozenset([key_of(1)]))
+    world.finish_job()
+    assert world.events[1] == JobFinished(0, outdated=frozenset([key_of(1)]))
     (asked,) = world.tier.parked
     assert (asked.kind, asked.keys) == (CONTAINS, (key_of(1),))
     if not has_it:
         del world.tier.blocks[key_of(1)]
-    world.settle()
+    world.finish_job()
     assert world.events[2:] == [news]
 
 
@@ -95,11 +95,11 @@ def test_a_tier_is_asked_for_what_a_load_found_corrupt_while_it_was_stored(world
     world.tier.land(store, 0)
     world.start(1, [1], is_promotion=True)
     del world.tier.blocks[key_of(1)]
-    world.settle(1, {0: CorruptBlockError("flipped")})
-    world.settle()
-    assert world.events[-1] == JobSettled(0, outdated=frozenset([key_of(1)]))
+    world.finish_job(1, {0: CorruptBlockError("flipped")})
+    world.finish_job()
+    assert world.events[-1] == JobFinished(0, outdated=frozenset([key_of(1)]))
     assert [parked.kind for parked in world.tier.parked] == [CONTAINS]
-    world.settle()
+    world.finish_job()
     assert world.events[-1] == BlocksEvicted((key_of(1),))
 
 
@@ -107,10 +107,10 @@ def test_what_is_said_while_a_tier_is_asked_is_later_than_its_answer(worlds):
     world = worlds()
     world.start(0, [1, 2])
     world.tier.env.blocks_evicted([key_of(1), key_of(2)])
-    world.settle()
+    world.finish_job()
     world.tier.env.blocks_evicted([key_of(2)])
     del world.events[:]
-    world.settle()
+    world.finish_job()
     assert world.events == [BlocksAppeared((key_of(1),))]
 
 
@@ -119,10 +119,10 @@ def test_a_tier_is_asked_one_question_at_a_time(worlds):
     for job_id in range(3):
         world.start(job_id, [job_id])
         world.tier.env.blocks_evicted([key_of(job_id)])
-        world.settle(job_id > 0)
+        world.finish_job(job_id > 0)
     (asked,) = world.tier.parked
     assert asked.keys == (key_of(0),)
-    world.settle()
+    world.finish_job()
     (asked,) = world.tier.parked
     assert set(asked.keys) == {key_of(1), key_of(2)}
 
@@ -132,12 +132,12 @@ def test_a_tier_that_does_not_answer_leaves_what_it_said_last(worlds, caplog, ou
     world = worlds()
     world.start(0)
     world.tier.env.blocks_evicted([key_of(1)])
-    world.settle()
+    world.finish_job()
     del world.events[:]
     if outcome is None:
         world.task("t:recheck").cancel()
         world.runner.run_ready()
-    world.settle(**(outcome or {}))
+    world.finish_job(**(outcome or {}))
     assert world.events == []
     assert "contains() failed" in caplog.text
 
@@ -146,12 +146,12 @@ def test_questions_that_pile_up_behind_a_hung_one_are_bounded(worlds, caplog):
     world = worlds()
     world.start(0, [0])
     world.tier.env.blocks_evicted([key_of(0)])
-    world.settle()
+    world.finish_job()
     numbers = range(1, 16_400)
     world.actor._reconciler.ask([key_of(number) for number in numbers])
     assert "does not end" in caplog.text
     del world.events[:]
-    world.settle()
+    world.finish_job()
     assert world.events == [BlocksAppeared((key_of(0),))]
     assert not world.tier.parked
 
@@ -161,10 +161,10 @@ def test_closing_waits_for_a_question_and_asks_no_other(worlds):
     for job_id in range(2):
         world.start(job_id, [job_id])
         world.tier.env.blocks_evicted([key_of(job_id)])
-        world.settle(job_id)
+        world.finish_job(job_id)
     report = world.close(PROBE_TIMEOUT_S)
     assert "1 calls did not end" in str(report.error)
-    world.settle()
+    world.finish_job()
     assert not world.tier.parked
 
 
@@ -172,7 +172,7 @@ def test_a_store_that_ends_while_its_tier_closes_raises_no_question(worlds):
     world = worlds()
     world.start(0, [1])
     world.tier.env.blocks_evicted([key_of(1)])
-    world.runner.loop.call_later(0.5, lambda: world.tier.settle(world.tier.parked[0]))
+    world.runner.loop.call_later(0.5, lambda: world.tier.finish(world.tier.parked[0]))
     assert world.close(1.0).is_clean
     assert world.tier.close_count == 1
 

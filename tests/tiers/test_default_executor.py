@@ -9,11 +9,12 @@ from remote.mooncake.fakes import FakeStore
 from servers.seaweedfs import SeaweedServer
 from servers.valkey import ValkeyServer
 
-from kvoffload_async import MaintenanceControl, OffloadEngine, find_stores
+from kvoffload_async import GcOptions, MaintenanceControl, OffloadEngine, find_stores
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 
 BLOCK_BYTES = 16384
+GC = GcOptions()
 HASHES = [bytes([number]) * 32 for number in range(8)]
 
 
@@ -92,8 +93,9 @@ def test_the_maintenance_of_a_store_takes_none_either(kind, used, tmp_path):
             config = {"cpu_bytes_to_use": "1MiB", "model": "org/model", "secondary_tiers": [tier]}
             await serve(config, device)
             (store,) = await find_stores(tier.get("url") or tier["root_dir"])
-            for work in (store.inspect, store.verify):
-                async for _ in work(MaintenanceControl()):
+            control = MaintenanceControl()
+            for work in (store.inspect(control), store.verify(control), store.gc(GC, control)):
+                async for _ in work:
                     pass
 
     asyncio.run(run())

@@ -35,7 +35,7 @@ def logged(caplog):
 def test_a_job_that_ends_well_is_told_for_debugging(worlds, caplog):
     world = worlds()
     world.start(7, (1, 2))
-    world.settle()
+    world.finish_job()
     (line,) = logged(caplog)
     text = "tier t: store of 2 blocks for request r7 (job 7) ended after 0.0000 s"
     assert line == ("DEBUG", text)
@@ -45,7 +45,7 @@ def test_an_overdue_job_is_an_error_once_however_its_copy_ends(worlds, caplog):
     world = worlds()
     world.start(7)
     world.runner.run(asyncio.sleep(IO_TIMEOUT_S + 1), IO_TIMEOUT_S + 2)
-    world.settle(0, error=TierUnavailableError("down"))
+    world.finish_job(0, error=TierUnavailableError("down"))
     (first, text), (second, end) = logged(caplog)
     assert (first, second) == ("ERROR", "DEBUG")
     assert f"timed out after {IO_TIMEOUT_S} s; its copy continues" in text
@@ -75,7 +75,7 @@ def test_back_pressure_and_the_shutdown_are_no_errors(worlds, caplog, closes):
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (TierUnavailableError("EIO"), "continues without these blocks; fix the named cause"),
+        (TierUnavailableError("EIO"), "continues without these blocks; fix the cause above"),
         (CorruptBlockError("xxh3"), "check the storage)"),
         (TierFullError("no room"), "enlarge its storage)"),
         (JobCancelledError("cancelled"), "cancelled"),
@@ -84,7 +84,7 @@ def test_back_pressure_and_the_shutdown_are_no_errors(worlds, caplog, closes):
 def test_a_job_that_fails_is_one_line_with_a_remedy(worlds, caplog, error, remedy):
     world = worlds()
     world.start(7, (1, 2))
-    world.settle(0, error=error)
+    world.finish_job(0, error=error)
     ((level, text),) = logged(caplog)
     assert level == "ERROR"
     assert text.startswith("tier t: store of 2 blocks for request r7 (job 7) failed after 0.0000 s")

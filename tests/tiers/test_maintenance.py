@@ -218,12 +218,25 @@ async def last_of(iterator):
         return [item async for item in items][-1]
 
 
+def read_through(io, call):
+    """Read a file that `call` opens."""
+
+    def opener(path, flags):
+        call()
+        return FileOps.open(io.ops, path, flags)
+
+    io.ops.open = opener
+    return io.read_file(__file__, 1)
+
+
 @pytest.mark.parametrize(
     "work",
     [
         lambda io, call: io.run(call, 1),
         lambda io, call: last_of(io.share_out(iter([1]), call)),
+        read_through,
     ],
+    ids=["run", "share_out", "read_file"],
 )
 def test_a_cancellation_waits_for_the_thread_that_is_in_a_call(work):
     async def cancel():

@@ -67,7 +67,7 @@ class ClientTier(AsyncTier):
 
     async def load(self, job):
         if "blocks" in self.failing:
-            return {index: self._judged(job, index) for index in range(len(job.keys))}
+            return {index: self._checked(job, index) for index in range(len(job.keys))}
         await self._fail("load")
         return dict.fromkeys(range(len(job.keys)), BlockMissingError("not here"))
 
@@ -104,7 +104,7 @@ class ClientTier(AsyncTier):
             errors = [_caught(flat), _caught(flat)]
             raise ExceptionGroup("parts", errors)
 
-    def _judged(self, job, index):
+    def _checked(self, job, index):
         error = BlockMissingError(f"block {index}")
         error.__cause__ = _caught(self.rows[index : index + 1].cast("B"))
         return error

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tiers.actors import PROBE_TIMEOUT_S
 
-from kvoffload_async.abc.events import JobSettled
+from kvoffload_async.abc.events import JobFinished
 from kvoffload_async.errors import (
     JobCancelledError,
     TierClosedError,
@@ -51,9 +51,9 @@ def test_hung_probes_count_against_the_bound_until_they_end(worlds):
     assert len(probes(world)) == 2
     assert errors(world) == [TierTimeoutError] * 60
     assert "2 probes hang" in str(world.events[-1].error)
-    world.settle()
+    world.finish_job()
     world.probe(60)
-    world.settle(1)
+    world.finish_job(1)
     assert errors(world)[60:] == [type(None)]
 
 
@@ -69,7 +69,7 @@ def test_hung_probes_count_against_the_bound_until_they_end(worlds):
 def test_a_probe_that_fails_tells_why(worlds, error, expected):
     world = worlds()
     world.probe(5)
-    world.settle(0, error=error)
+    world.finish_job(0, error=error)
     assert errors(world) == [expected]
 
 
@@ -106,12 +106,12 @@ def test_a_tier_whose_bounds_cannot_be_read_fails_its_jobs_and_probes(worlds):
     world.tier.bounds = Unreadable()
     world.start(0)
     world.probe(5)
-    settled, answered = world.events
-    assert isinstance(settled.job_error, TierUnavailableError)
+    finished, answered = world.events
+    assert isinstance(finished.job_error, TierUnavailableError)
     assert isinstance(answered.error, TierUnavailableError)
 
 
-def test_a_job_that_cannot_be_started_is_settled_once(worlds):
+def test_a_job_that_cannot_be_started_is_finished_once(worlds):
     world = worlds()
     bounds = world.tier.bounds
 
@@ -122,8 +122,8 @@ def test_a_job_that_cannot_be_started_is_settled_once(worlds):
     world.start(0)
     world.tier.bounds = bounds
     world.start(1)
-    world.settle()
-    assert [e.job_id for e in world.events if isinstance(e, JobSettled)] == [0, 1]
+    world.finish_job()
+    assert [e.job_id for e in world.events if isinstance(e, JobFinished)] == [0, 1]
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
@@ -137,8 +137,8 @@ def test_a_touch_that_wants_to_end_the_loop_is_only_logged(worlds, error, caplog
     world.runner.call_soon(world.actor.touch, [key_of(1)])
     world.runner.run_ready()
     world.start(0)
-    world.settle()
-    assert world.settled()[0].job_error is None
+    world.finish_job()
+    assert world.finished()[0].job_error is None
     assert "touch failed" in caplog.text
 
 
@@ -186,7 +186,7 @@ def test_an_answer_says_how_long_the_tier_took_for_it(worlds):
     world = worlds()
     world.probe(1)
     world.runner.advance(0.25)
-    world.settle()
+    world.finish_job()
     world.probe(2)
     world.runner.advance(PROBE_TIMEOUT_S)
     assert [event.seconds for event in world.events] == [0.25, PROBE_TIMEOUT_S]

@@ -133,7 +133,7 @@ class Caller:
 
     def compute(self, step):
         """Write a new value into blocks, on the caller's stream."""
-        self.settle({(step.group, block) for block in step.blocks})
+        self.wait_for({(step.group, block) for block in step.blocks})
         value = self.next_value()
         with self.runtime.stream(self.stream):
             for table in self.device.layout.groups[step.group]:
@@ -145,7 +145,7 @@ class Caller:
     def move(self, step):
         uses = {slot for part in step.wanted for slot in part.slots}
         uses |= {(at, block) for at, part in enumerate(step.wanted) for block in part.blocks}
-        self.settle(uses)
+        self.wait_for(uses)
         with self.lock:
             self.device.apply(step.direction, step.wanted)
         copies = copies_of(step.direction, step.wanted)
@@ -156,9 +156,9 @@ class Caller:
         transfer._ended.add_done_callback(lambda ended: self.check(step, ended.result(), checked))
         self.flying.append((checked, uses))
         if step.is_awaited:
-            self.settle(uses)
+            self.wait_for(uses)
 
-    def settle(self, uses):
+    def wait_for(self, uses):
         """Wait for the transfers that use any of these slots and blocks."""
         for checked, others in list(self.flying):
             if not uses.isdisjoint(others):

@@ -173,7 +173,7 @@ def test_groups_have_offsets_of_their_own_and_the_largest_decides_what_a_slot_mu
 
 def parts_of(wanted, per_chunk):
     return [
-        (p.blocks.tolist(), p.slots.tolist(), p.places.tolist())
+        (p.blocks.tolist(), p.slots.tolist(), p.positions.tolist())
         for p in group_copies(copies_of(LOAD, wanted), per_chunk)
     ]
 
@@ -185,7 +185,7 @@ def test_whole_chunks():
 
 
 def test_a_first_block_inside_a_chunk():
-    # Logical blocks 5, 6, 7 of the request: the last place of a chunk of three, then two more.
+    # Logical blocks 5, 6, 7 of the request: the last position of a chunk of three, then two more.
     assert parts_of([Wanted((1, 2, 3), 5, (4, 0))], 3) == [([1, 2, 3], [4, 0, 0], [2, 0, 1])]
 
 
@@ -206,7 +206,7 @@ def test_without_groups_it_is_one_that_begins_with_a_chunk():
     copies = simple(STORE, (3, 4), (1,))
     bare = GPULoadStoreSpec(copies.device.block_ids)
     (part,) = group_copies(type(copies)(STORE, bare, copies.host), 2)
-    assert part.places.tolist() == [0, 1]
+    assert part.positions.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

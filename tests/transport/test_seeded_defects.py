@@ -118,10 +118,10 @@ IN_ERRORS = [
     ("a lost device is forgotten", "self._lost = text_of(error)", "pass"),
     (
         "a lost transfer has its outcome at once",
-        "self._unsettled.append(transfer)",
+        "self._incomplete.append(transfer)",
         "transfer.fail(error)",
     ),
-    ("a lost transfer has no outcome", "while self._unsettled:", "while False:"),
+    ("a lost transfer has no outcome", "while self._incomplete:", "while False:"),
     (
         "the slots are released though copies may run",
         "if self._lost is not None or not self._unpin():",

@@ -168,10 +168,10 @@ def test_tensors_elsewhere_need_a_device():
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 def test_a_group_whose_tables_begin_behind_those_of_others_keeps_its_place(blocks_per_chunk):
     pages = torch.arange(4 * 16, dtype=torch.uint8).view(4, 16)
-    place = 16 * blocks_per_chunk
-    groups = [[PageTable(torch.zeros(4, 16, dtype=torch.uint8), 0)], [PageTable(pages, place)]]
-    layout = KVLayout(groups, blocks_per_chunk, 2 * place)
-    host = torch.zeros(3, 2 * place, dtype=torch.uint8)
+    position = 16 * blocks_per_chunk
+    groups = [[PageTable(torch.zeros(4, 16, dtype=torch.uint8), 0)], [PageTable(pages, position)]]
+    layout = KVLayout(groups, blocks_per_chunk, 2 * position)
+    host = torch.zeros(3, 2 * position, dtype=torch.uint8)
     copies = StagedCopies(layout, host, 0)
     staging = staging_of(copies, 1)
     blocks = np.arange(4, dtype=np.int32)[:blocks_per_chunk]
@@ -181,7 +181,7 @@ def test_a_group_whose_tables_begin_behind_those_of_others_keeps_its_place(block
     plan = copies.plan([nothing, moved], staging.shape[0])
     copies.perform(STORE, plan, torch.from_numpy(plan.index), staging)
     pages.zero_()
-    assert host[1, place:].equal(stored[:blocks_per_chunk].flatten())
+    assert host[1, position:].equal(stored[:blocks_per_chunk].flatten())
     assert not host[[0, 2]].any()
     copies.perform(LOAD, plan, torch.from_numpy(plan.index), staging)
     assert pages[:blocks_per_chunk].equal(stored[:blocks_per_chunk])

@@ -178,10 +178,10 @@ class Device:
             for at, block in enumerate(part.blocks):
                 position = part.first % g.blocks_per_chunk + at
                 slot = part.slots[position // g.blocks_per_chunk]
-                place = position % g.blocks_per_chunk
+                inner = position % g.blocks_per_chunk
                 for table_at, table in enumerate(self.layout.groups[group_at]):
                     size = table.page_bytes
-                    begin = g.cell_offset + table.offset_bytes + place * size
+                    begin = g.cell_offset + table.offset_bytes + inner * size
                     pages = self.model_pages[group_at][table_at]
                     if direction is STORE:
                         self.model_rows[slot, begin : begin + size] = pages[block]

@@ -88,7 +88,7 @@ def main(run: dict[str, Any]) -> None:
 
 
 def replayed(batches: list[Any], scheduler: Any) -> dict[str, Any]:
-    """Return, by place, the hashes that events tell of, and those of the blocks that are there.
+    """Return, by location, the hashes that events tell of, and those of the blocks that are there.
 
     What a chunk consists of is taken from the device's events: each names the hash before it.
     """
@@ -101,10 +101,10 @@ def replayed(batches: list[Any], scheduler: Any) -> dict[str, Any]:
     for event in (event for batch in batches for event in batch.events):
         if isinstance(event, AllBlocksCleared):
             continue  # the device's
-        place = told.setdefault(f"{event.medium} {event.ownership}", Counter())
+        location = told.setdefault(f"{event.medium} {event.ownership}", Counter())
         change = 1 if isinstance(event, BlockStored) else -1
         for block_hash in event.block_hashes:
-            place[block_hash] += change
+            location[block_hash] += change
         if event.medium == "GPU" and isinstance(event, BlockStored):
             chain = [event.parent_block_hash, *event.block_hashes]
             parents |= dict(zip(chain[1:], chain, strict=False))
@@ -123,9 +123,9 @@ def replayed(batches: list[Any], scheduler: Any) -> dict[str, Any]:
     for tier in scheduler.manager.manager.secondary_tiers:
         blocks[f"STORAGE {tier.ownership}"] = list(tier.tier._store.catalog.keys())
     return {
-        "told": {place: sorted(told.get(place, Counter()).elements()) for place in blocks},
-        "there": {place: hashes(keys) for place, keys in blocks.items()},
-        "removed": {place: any(n == 0 for n in told[place].values()) for place in blocks},
+        "told": {location: sorted(told.get(location, Counter()).elements()) for location in blocks},
+        "there": {location: hashes(keys) for location, keys in blocks.items()},
+        "removed": {location: any(n == 0 for n in told[location].values()) for location in blocks},
         "tracked": len(scheduler._events_tracker._pending_event_metadata),
         "blocks": len({key for keys in blocks.values() for key in keys}),
     }

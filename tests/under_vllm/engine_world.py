@@ -151,7 +151,7 @@ class Pair:
     def step(self):
         self.manager.on_schedule_end(base.ScheduleEndContext((), ()))
 
-    def settle(self):
+    def finish_jobs(self):
         self.step()
         self.until(lambda: not self.manager.has_pending_work())
 

@@ -28,7 +28,7 @@ HAS_METADATA_ONLY = "metadata_only" in base.OffloadingEvent.__dataclass_fields__
 
 
 class Router:
-    """A consumer: counts how often each hash is announced in each place."""
+    """A consumer: counts how often each hash is announced in each location."""
 
     def __init__(self):
         self.counts = Counter()
@@ -36,28 +36,28 @@ class Router:
     def read(self, events):
         for event in events:
             for block_hash in event.block_hashes:
-                place = (event.medium, event.ownership, block_hash)
+                location = (event.medium, event.ownership, block_hash)
                 if isinstance(event, BlockStored):
                     assert event.token_ids, "a placeholder"
-                    self.counts[place] += 1
+                    self.counts[location] += 1
                 else:
-                    assert self.counts[place] > 0, "removed, and was never stored"
-                    self.counts[place] -= 1
+                    assert self.counts[location] > 0, "removed, and was never stored"
+                    self.counts[location] -= 1
 
     def hashes(self, medium, ownership=None):
-        """Return the hashes that are in a place, each as often as it is announced."""
-        return self.hashes_by_place().get((medium, ownership), [])
+        """Return the hashes that are at a location, each as often as it is announced."""
+        return self.hashes_by_location().get((medium, ownership), [])
 
-    def hashes_by_place(self):
-        """Return the same for every place that has any."""
+    def hashes_by_location(self):
+        """Return the same for every location that has any."""
         found = {}
         for medium, ownership, block_hash in self.counts.elements():
             found.setdefault((medium, ownership), []).append(block_hash)
-        return {place: sorted(hashes) for place, hashes in found.items()}
+        return {location: sorted(hashes) for location, hashes in found.items()}
 
     def has_lost(self, medium):
         """Tell whether something was removed from a medium."""
-        return any(place[0] == medium and not count for place, count in self.counts.items())
+        return any(location[0] == medium and not count for location, count in self.counts.items())
 
 
 class Tracked:
@@ -159,7 +159,7 @@ class Tracked:
         self.manager.on_request_finished(context)
         return len(hits)
 
-    def settle(self):
+    def finish_jobs(self):
         self._until(lambda: not self.manager.has_pending_work())
 
     def publish(self):
@@ -177,7 +177,7 @@ class Tracked:
     # -- what must be true ----------------------------------------------------------------------
 
     def expected(self, keys):
-        """Return the hashes of blocks that are in a place."""
+        """Return the hashes of blocks that are at a location."""
         return sorted(block_hash for key in keys for block_hash in self.hashes_of[key])
 
     def tracked(self):

@@ -53,7 +53,7 @@ def stored(world):
     """Store four blocks; return their bytes, with other bytes on the device and no primary."""
     before = world.fill(1)
     world.store(KEYS, BLOCKS)
-    world.settle()
+    world.finish_jobs()
     world.manager.reset_cache()
     world.fill(2)
     return before
@@ -92,14 +92,14 @@ def test_another_engine_finds_the_blocks(pair, vllms):
 def test_vllms_own_engine_and_ours_serve_each_others_files(pair, serving, vllms, theirs):
     other = serving(theirs)
     assert other.store(KEYS[:2]) == KEYS[:2]
-    other.settle()
+    other.finish_jobs()
     world = pair([vllms], num_tensors=TENSORS, groups=(tuple(range(TENSORS)),))
     world.load(KEYS[:2], [[0, 1]])
     for block, key in enumerate(KEYS[:2]):
         pages = np.concatenate([tensor[block].numpy() for tensor in world.tensors[0]])
         assert np.array_equal(pages, content_of(key))
     world.store(KEYS[2:3], [[1]])
-    world.settle()
+    world.finish_jobs()
     assert np.array_equal(other.load(KEYS[2:3])[KEYS[2]], content_of(KEYS[1]))
 
 
@@ -164,7 +164,7 @@ def test_what_is_under_way_is_stored_before_an_engine_ends(pair, vllms, tmp_path
 def test_the_events_of_a_tier_have_its_name(pair, vllms):
     world = pair([{**vllms, "enable_kv_events": True, "locality": "REMOTE"}], events=True)
     world.store(KEYS[:1], [[0]])
-    world.settle()
+    world.finish_jobs()
     (event,) = [one for one in world.manager.take_events() if one.ownership is not None]
     assert (list(event.keys), event.removed) == (KEYS[:1], False)
     assert (event.medium, event.locality) == (base.Medium.STORAGE, base.Locality.REMOTE)

@@ -68,7 +68,7 @@ def kept_by(tier, keys):
 
 
 def contents(world):
-    """Return the blocks of the whole engine, by place."""
+    """Return the blocks of the whole engine, by location."""
     found = {("CPU", None): readable(world)}
     for tier in world.manager.manager.secondary_tiers:
         found[tier.medium.value, tier.ownership] = kept_by(tier.tier, world.hashes_of)
@@ -76,8 +76,8 @@ def contents(world):
 
 
 def check(world, found):
-    assert world.router.hashes_by_place() == {
-        place: world.expected(keys) for place, keys in found.items() if keys
+    assert world.router.hashes_by_location() == {
+        location: world.expected(keys) for location, keys in found.items() if keys
     }
 
 
@@ -86,7 +86,7 @@ def wander(world, seed, steps=200):
     draw = random.Random(seed)
     ends = []
     for _ in range(steps):
-        match draw.choice(["store", "store", "load", "begin", "end", "fail", "settle", "publish"]):
+        match draw.choice(["store", "store", "load", "begin", "end", "fail", "finish", "publish"]):
             case "store":
                 world.store(draw.randrange(PROMPTS))
             case "load" if not ends:  # else it might wait for one of those
@@ -97,13 +97,13 @@ def wander(world, seed, steps=200):
                 ends.pop()()
             case "fail" if ends and HAS_METADATA_ONLY:
                 ends.pop()(success=False)
-            case "settle":
-                world.settle()
+            case "finish":
+                world.finish_jobs()
             case "publish":
                 world.publish()
     for end in ends:
         end()
-    world.settle()
+    world.finish_jobs()
     world.publish()
 
 
@@ -122,7 +122,7 @@ def test_replayed_events_are_the_contents_of_the_whole_engine(whole, tiers, bloc
     check(world, found)
     assert found["CPU", None]
     assert all(found.values())
-    bounded = [keys for place, keys in found.items() if place[1] != "example"]
+    bounded = [keys for location, keys in found.items() if location[1] != "example"]
     assert world.tracked() <= set().union(*bounded)
     assert world.router.has_lost("CPU")
     assert world.router.has_lost("STORAGE")
@@ -132,7 +132,7 @@ def test_a_removal_names_every_hash_long_after_the_primary_let_the_chunk_go(whol
     world = whole(SLAB)
     for number in range(PROMPTS):
         world.store(number)
-        world.settle()
+        world.finish_jobs()
         world.publish()
     check(world, contents(world))
     assert world.router.has_lost("STORAGE")
@@ -147,7 +147,7 @@ def test_nothing_is_kept_in_vllm_for_a_tier_that_announces_no_removals(whole, ti
     world = whole(tier)
     for number in range(PROMPTS):
         world.store(number)
-        world.settle()
+        world.finish_jobs()
         world.publish()
     assert world.tracked() == readable(world)
 
@@ -169,12 +169,12 @@ def test_a_block_that_is_evicted_and_written_again_in_one_step_keeps_its_metadat
     assert world.tracked() == readable(world)
 
 
-def test_tiers_of_one_type_have_places_of_their_own(whole):
+def test_tiers_of_one_type_have_locations_of_their_own(whole):
     world = whole(SLAB, SLAB, SLAB)
     world.store(1)
-    world.settle()
+    world.finish_jobs()
     world.publish()
-    assert set(world.router.hashes_by_place()) == {
+    assert set(world.router.hashes_by_location()) == {
         ("CPU", None),
         ("STORAGE", "slab"),
         ("STORAGE", "slab-2"),
@@ -185,12 +185,12 @@ def test_tiers_of_one_type_have_places_of_their_own(whole):
 def test_blocks_that_are_stored_again_after_a_reset_are_announced_again(whole):
     world = whole(SLAB)
     world.store(1)
-    world.settle()
+    world.finish_jobs()
     world.publish()
     world.reset()
     list(world.manager.take_events())
     world.store(1)
-    world.settle()
+    world.finish_jobs()
     world.publish()
     check(world, contents(world))
 
@@ -211,7 +211,7 @@ def test_replayed_events_are_the_contents_of_a_tier_under_vllms_manager(
             world.load(number)
         else:
             world.store(number)
-        world.settle()
+        world.finish_jobs()
         world.publish()
     tier = world.manager.secondary_tiers[0]
     kept = kept_by(tier._tier.tier, world.hashes_of)
@@ -222,7 +222,7 @@ def test_replayed_events_are_the_contents_of_a_tier_under_vllms_manager(
     assert world.router.has_lost("STORAGE")
 
 
-def test_vllms_manager_has_places_of_their_own_for_our_tiers_of_one_type(serving, tier, tmp_path):
+def test_vllms_manager_has_own_locations_for_our_tiers_of_one_type(serving, tier, tmp_path):
     second = {**tier, "root_dir": str(tmp_path / "second")}
     here = serving(
         {**tier, "enable_kv_events": True}, {**second, "enable_kv_events": True}, events=True
@@ -234,12 +234,12 @@ def test_vllms_manager_has_places_of_their_own_for_our_tiers_of_one_type(serving
 def test_a_reset_of_vllms_manager_lets_our_tier_announce_again(hosted):
     world = hosted(3)
     world.store(1)
-    world.settle()
+    world.finish_jobs()
     world.publish()
     world.reset()
     list(world.manager.take_events())
     world.store(1)
-    world.settle()
+    world.finish_jobs()
     world.publish()
     tier = world.manager.secondary_tiers[0]
     assert world.router.hashes("STORAGE", tier.tier_type) == world.expected(world.keys_of(1))

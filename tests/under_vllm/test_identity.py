@@ -148,7 +148,7 @@ def test_vllms_name_stays_for_a_world_of_one_that_is_trusted():
 
 def store_all(world):
     assert world.store(KEYS) == KEYS
-    world.settle()
+    world.finish_jobs()
     world.shutdown()
 
 
@@ -240,7 +240,7 @@ def test_two_processes_of_unknown_content_share_nothing_while_both_live(serving,
     del fs["fingerprint"]
     first, second = serving(fs), serving(fs)
     first.store(KEYS)
-    first.settle()
+    first.finish_jobs()
     assert second.load(KEYS) == {}
     assert first.holds(KEYS)
 
@@ -255,11 +255,11 @@ def test_a_tier_that_does_not_open_leaves_no_folder_of_its_process(serving, slab
 def test_replicas_share_files_and_have_a_slab_each(serving, fs, slab):
     first, second = (serving(fs, data_parallel_index=index) for index in (0, 1))
     first.store(KEYS)
-    first.settle()
+    first.finish_jobs()
     assert second.holds(KEYS)
     one, two = (serving(slab, data_parallel_index=index) for index in (0, 1))
     one.store(KEYS)
-    one.settle()
+    one.finish_jobs()
     assert two.load(KEYS) == {}
 
 
@@ -282,7 +282,7 @@ def test_an_engine_with_another_number_of_ranks_is_served_nothing(
     first = pair(tiers, ranks=writer, num_tensors=4 // writer, groups=(range(4 // writer),))
     first.fill(1)
     first.store(KEYS, [[1, 2, 3]])
-    first.settle()
+    first.finish_jobs()
     first.close()
     second = pair(tiers, ranks=reader, num_tensors=4 // reader, groups=(range(4 // reader),))
     assert second.final(KEYS) == ["MISS"] * 3
@@ -294,7 +294,7 @@ def test_one_copy_is_served_to_an_engine_with_another_number_of_ranks(pair, tmp_
     first = pair(tiers, ranks=2, replicated=True)
     first.fill(1)
     first.store(KEYS, [[1, 2, 3]])
-    first.settle()
+    first.finish_jobs()
     first.close()
     assert pair(tiers, ranks=3, replicated=True).final(KEYS) == ["HIT"] * 3
 
@@ -305,7 +305,7 @@ def test_tensors_in_another_order_of_groups_are_served_nothing(pair, tmp_path, k
     first = pair(tiers, groups=((0,), (1,)))
     first.fill(1)
     first.store(KEYS, [[1, 2, 3], []])
-    first.settle()
+    first.finish_jobs()
     first.close()
     assert pair(tiers, groups=((1,), (0,))).final(KEYS) == ["MISS"] * 3
 
@@ -316,7 +316,7 @@ def test_an_equal_engine_is_served_everything(pair, tmp_path, kind):
     first = pair(tiers, ranks=2)
     before = first.fill(1)
     first.store(KEYS, [[1, 2, 3]])
-    first.settle()
+    first.finish_jobs()
     first.close()
     second = pair(tiers, ranks=2)
     second.load(KEYS, [[4, 5, 6]])
@@ -333,7 +333,7 @@ def test_an_engine_of_unknown_content_leaves_nothing_behind(pair, tmp_path, kind
     assert caplog.text.count("cannot be known") == 1
     first.fill(1)
     first.store(KEYS, [[1, 2, 3]])
-    first.settle()
+    first.finish_jobs()
     first.manager.reset_cache()
     first.close()
     assert list(tmp_path.iterdir()) == []
@@ -353,7 +353,7 @@ def test_replicas_of_this_engine_share_files_and_have_a_slab_each(pair, tmp_path
     first, second = (pair(tiers, data_parallel_index=index) for index in (0, 1))
     first.fill(1)
     first.store(KEYS, [[1, 2, 3]])
-    first.settle()
+    first.finish_jobs()
     assert second.final(KEYS) == ["HIT"] * 3
     assert len(list(roots["slab"].iterdir())) == 2
     assert len(list(roots["fs"].glob("*_r0"))) == 1
@@ -363,7 +363,7 @@ def test_a_tier_in_memory_asks_for_no_identity(pair):
     here = pair(EXAMPLE)
     here.fill(1)
     here.store(KEYS, [[1, 2, 3]])
-    here.settle()
+    here.finish_jobs()
 
 
 # -- what people get wrong ----------------------------------------------------------------------
@@ -375,7 +375,7 @@ def own(tier):
 
 
 @pytest.mark.parametrize("key", ["fingerprint", "namespace", "trust_vllm_directory"])
-def test_an_identity_option_beside_the_tiers_is_refused_with_its_place(serving, pair, fs, key):
+def test_an_identity_option_beside_the_tiers_is_refused_with_its_location(serving, pair, fs, key):
     remedy = f'{key}: .* put it into the tier: .*"{key}"'
     with pytest.raises(ConfigError, match=remedy):
         pair([], extra={key: "v7"})

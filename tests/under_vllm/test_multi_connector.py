@@ -91,8 +91,8 @@ RECOMPUTE = {"kv_load_failure_policy": "recompute"}
     [
         ([ours()], RECOMPUTE, []),
         ([ours(), OTHER], RECOMPUTE, []),
-        ([ours(**RECOMPUTE)], {}, ['"recompute" beside "kv_connector": "MultiConnector"']),
-        ([ours()], {}, ['"recompute" beside "kv_connector": "MultiConnector"']),
+        ([ours(**RECOMPUTE)], {}, ['"recompute" next to "kv_connector": "MultiConnector"']),
+        ([ours()], {}, ['"recompute" next to "kv_connector": "MultiConnector"']),
     ],
 )
 def test_the_failure_policy_that_counts_is_that_beside_multi_connector(

@@ -27,7 +27,7 @@ def recipe(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_served_prompt_is_judged_by_its_tokens_and_counters_and_not_by_times(recipe):
+def test_a_served_prompt_is_checked_by_its_tokens_and_counters_and_not_by_times(recipe):
     serve = recipe("serve")
     cold, slow = serve.Answer(1.0, 1312, (1, 2)), serve.Answer(99.0, 1312, (1, 2))
     other = serve.Answer(0.1, 1312, (1, 3))

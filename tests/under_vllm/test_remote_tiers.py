@@ -48,7 +48,7 @@ def own(tier):
 def test_what_one_engine_stores_another_one_loads(serving, remote):
     first, second = serving(remote), serving(remote)
     first.store(keys_of(*range(4)))
-    first.settle()
+    first.finish_jobs()
     assert second.holds(keys_of(*range(4)))
     assert second.tier.locality.value == "REMOTE"
 
@@ -56,14 +56,14 @@ def test_what_one_engine_stores_another_one_loads(serving, remote):
 def test_engines_with_other_weights_share_nothing(serving, remote):
     first, second = serving(remote), serving({**remote, "fingerprint": "of others"})
     first.store(keys_of(1))
-    first.settle()
+    first.finish_jobs()
     assert second.load(keys_of(1)) == {}
 
 
 def test_blocks_of_unknown_content_are_not_served_to_engines_that_know_theirs(serving, valkey):
     first = serving(valkey)
     first.store(keys_of(1))
-    first.settle()
+    first.finish_jobs()
     assert serving({**valkey, "fingerprint": "made up"}).load(keys_of(1)) == {}
     assert first.holds(keys_of(1))
 
@@ -71,9 +71,9 @@ def test_blocks_of_unknown_content_are_not_served_to_engines_that_know_theirs(se
 def test_a_slab_before_it_answers_first(serving, slab, remote):
     world = serving(slab, remote)
     world.store(keys_of(*range(4)))
-    world.settle()
+    world.finish_jobs()
     world.store(keys_of(*range(10, 18)))
-    world.settle()
+    world.finish_jobs()
     assert world.holds(keys_of(*range(4)))
 
 
@@ -96,7 +96,7 @@ def test_under_this_packages_own_spec_engines_share_the_server(pair, remote):
     first, second = pair(tiers), pair(tiers)
     first.fill(1)
     first.store(keys_of(1, 2), [[0, 1]])
-    first.settle()
+    first.finish_jobs()
     assert second.final(keys_of(1, 2, 3)) == ["HIT", "HIT", "MISS"]
     assert pair([{**tiers[0], "fingerprint": "of others"}]).final(keys_of(1)) == ["MISS"]
 
@@ -105,7 +105,7 @@ def test_a_far_tier_is_asked_only_for_enough_blocks(pair, remote):
     first = pair([own(remote)])
     first.fill(1)
     first.store(keys_of(*range(6)), [list(range(6))])
-    first.settle()
+    first.finish_jobs()
     second = pair([{**own(remote), "min_blocks": 4}])
     assert second.final(keys_of(1, 2, 3)) == ["MISS"] * 3
     assert second.final(keys_of(0, 1, 2, 3)) == ["HIT"] * 4
@@ -145,7 +145,7 @@ def test_under_this_packages_own_spec_a_hang_costs_a_load_the_probes_deadline(pa
     here = pair([own(tier)])
     here.fill(1)
     here.store(keys_of(1, 2), [[0, 1]])
-    here.settle()
+    here.finish_jobs()
     here.manager.reset_cache()
     here.manager.on_reset_flushed()
     stop()

@@ -131,7 +131,7 @@ CONNECTOR = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": M
 @pytest.mark.parametrize(
     ("transfer", "remedy"),
     [
-        (CONNECTOR, '"kv_load_failure_policy": "recompute" beside "kv_connector"'),
+        (CONNECTOR, '"kv_load_failure_policy": "recompute" next to "kv_connector"'),
         (CONNECTOR | {"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
         (CONNECTOR | {"kv_load_failure_policy": "recompute"}, None),
         ({"kv_connector": "OffloadingConnector"}, '"kv_connector": "KVOffloadConnector"'),

@@ -74,7 +74,7 @@ def test_blocks_come_back_from_a_tier_after_a_reset(pair, tiers, tmp_path):
     here = pair(tiers, ranks=2)
     before = here.fill(1)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     here.manager.reset_cache()
     if hasattr(base.OffloadingManager, "on_reset_flushed"):
         here.manager.on_reset_flushed()
@@ -86,7 +86,7 @@ def test_blocks_come_back_from_a_tier_after_a_reset(pair, tiers, tmp_path):
     for rank, tensors in enumerate(here.tensors):
         assert tensors[0][1].equal(before[rank][0][3])
         assert tensors[1][9].equal(before[rank][1][5])
-    here.settle()  # the step has ended, and the request's ticket with it
+    here.finish_jobs()  # the step has ended, and the request's ticket with it
     here.load(keys_of(0), [[2]], request)
     assert here.manager.get_load_source(key_of(0), request).value == "host"
 
@@ -99,7 +99,7 @@ def test_a_directory_serves_the_next_process_of_its_model_and_no_other(pair, tmp
     first = pair([tier])
     first.fill(1)
     first.store(keys_of(0), [[3]])
-    first.settle()
+    first.finish_jobs()
     first.close()
     assert pair([tier], model="org/other").final(keys_of(0)) == ["MISS"]
     assert pair([tier]).final(keys_of(0)) == ["HIT"]
@@ -110,7 +110,7 @@ def test_eviction_makes_room_and_the_tier_still_has_what_went(pair):
     before = here.fill(1)
     for number in range(6):
         here.store(keys_of(number), [[number]])
-        here.settle()
+        here.finish_jobs()
     here.fill(2)
     for number in range(6):
         request = here.request()

@@ -19,7 +19,7 @@ def test_a_store_that_fails_in_one_rank_is_forgotten(pair, rank):
     here.fill(1)
     failing(here, Direction.STORE, rank)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     assert here.final(keys_of(0, 1)) == ["MISS", "MISS"]
     names = here.manager.get_stats().reduce()
     assert names["vllm:kvoffload_async_failed_stores"] == 2
@@ -123,7 +123,7 @@ def test_after_a_reset_promotions_wait_until_no_old_copy_can_touch_the_primary(p
     here = pair(EXAMPLE)
     here.fill(1)
     here.store(keys_of(0), [[3]])
-    here.settle()
+    here.finish_jobs()
     request = here.request()
     here.manager.prepare_store(keys_of(1), request)  # under way when the reset comes
     here.manager.reset_cache()

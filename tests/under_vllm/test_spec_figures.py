@@ -16,7 +16,7 @@ def test_every_figure_has_a_definition(pair):
     here = pair(EXAMPLE)
     here.fill(1)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     stats = here.manager.get_stats()
     definitions = KVOffloadSpec.build_metric_definitions({})
     assert definitions.keys() >= stats.data["data"].keys()
@@ -45,7 +45,7 @@ def test_tiers_of_one_type_are_told_apart(pair):
     here = pair([*EXAMPLE, *EXAMPLE])
     here.fill(1)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     assert figures_of(here, "write_bytes") == [{"1:example": 8192, "2:example": 8192}]
 
 
@@ -54,7 +54,7 @@ def test_chunks_are_counted_as_vllm_counts_them(pair):
     here = pair([*EXAMPLE, *EXAMPLE])
     here.fill(1)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     here.manager.reset_cache()
     here.manager.on_reset_flushed()
     here.manager.get_stats()
@@ -82,7 +82,7 @@ def test_chunks_of_a_prompt_that_is_looked_up_at_once_are_counted_likewise(pair)
     here = pair([*EXAMPLE, *EXAMPLE])
     here.fill(1)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     here.manager.reset_cache()
     here.manager.on_reset_flushed()
     here.manager.get_stats()
@@ -123,7 +123,7 @@ def test_jobs_under_way_and_failed_jobs_are_told_by_tier_and_direction(pair):
     names = ("active_cascade_jobs", "active_promotion_jobs", "primary_read_usage_perc")
     data = here.manager.get_stats().data["data"]
     assert [data[TIERING + name]["1:example",] for name in names] == [1, 0, 0.25]
-    here.settle()
+    here.finish_jobs()
     data = here.manager.get_stats().data["data"]
     assert [data[TIERING + name]["1:example",] for name in names] == [0, 0, 0.0]
     counters = here.manager.manager.planner.tiers[0].counters
@@ -136,7 +136,7 @@ def test_events_tell_of_both_tiers(pair):
     here = pair([{"type": "example", "enable_kv_events": True}], events=True, slots=1)
     here.fill(1)
     here.store(keys_of(0), [[3]])
-    here.settle()
+    here.finish_jobs()
     here.store(keys_of(1), [[3]])
     told = [(event.keys, event.medium.name, event.removed) for event in here.manager.take_events()]
     assert (keys_of(0), "CPU", False) in told
@@ -162,7 +162,7 @@ def test_what_tiers_hold_and_whether_they_are_left_alone_is_told(pair):
     here = pair(EXAMPLE)
     here.fill(1)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     ours = "vllm:kvoffload_async_"
     data = here.manager.get_stats().data["data"]
     assert data[f"{ours}used_bytes"] == {("1:example",): 2 * 4096}
@@ -202,7 +202,7 @@ def test_the_status_socket_shows_the_engine_one_for_each_replica(
     here = pair(EXAMPLE, extra=given, data_parallel_index=index)
     here.fill(1)
     here.store(keys_of(0, 1), [[3, 5]])
-    here.settle()
+    here.finish_jobs()
     path = str(folder / name)
     report = parse_report(ask(path), path)
     assert report.statistics == here.manager.manager.stats()

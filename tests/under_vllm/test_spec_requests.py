@@ -12,7 +12,7 @@ def test_a_request_may_shut_tiers_out(pair):
     here = pair(EXAMPLE)
     here.fill(1)
     here.store(keys_of(0), [[3]])
-    here.settle()
+    here.finish_jobs()
     here.manager.reset_cache()
     here.manager.on_reset_flushed()
     none = here.request(load_tier_filter=base.TierFilter(()))

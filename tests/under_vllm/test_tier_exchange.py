@@ -19,7 +19,7 @@ LAYOUTS = [
 
 def store_all(world):
     assert world.store(KEYS) == KEYS
-    world.settle()
+    world.finish_jobs()
     world.shutdown()
 
 
@@ -53,9 +53,9 @@ def test_two_engines_of_either_kind_serve_each_other_while_they_run(serving, tru
     ours, others = serving(trusting), serving(theirs)
     assert ours.load(KEYS) == others.load(KEYS) == {}, "which no later request is told"
     ours.store(KEYS[:2])
-    ours.settle()
+    ours.finish_jobs()
     others.store(KEYS[2:])
-    others.settle()
+    others.finish_jobs()
     for world in (ours, others):
         found = world.load(KEYS)
         assert found.keys() == set(KEYS)

@@ -26,9 +26,9 @@ def test_stored_blocks_cascade_and_come_back_after_eviction(serving, tier):
     world = serving(tier)
     first, others = keys_of(*range(4)), keys_of(*range(10, 18))
     assert world.store(first) == first
-    world.settle()
+    world.finish_jobs()
     assert world.store(others) == others, "eight slots: the first four were evicted"
-    world.settle()
+    world.finish_jobs()
     assert world.holds(first)
     assert world.holds(others[:2] + first[2:])
 
@@ -46,7 +46,7 @@ def test_every_stored_block_is_a_file_of_its_own(serving, fs):
     world = serving(fs)
     keys = keys_of(*range(4))
     world.store(keys)
-    world.settle()
+    world.finish_jobs()
     assert files_below(fs["root_dir"]) == names_of(keys)
 
 
@@ -77,7 +77,7 @@ def test_a_block_that_is_used_outlives_those_that_are_not(serving, slab):
     for first in range(0, 400, 4):
         world.store(keys_of(*range(first, first + 4)))
         world.on(world.manager.touch, keys_of(0), request)
-        world.settle()
+        world.finish_jobs()
     world.reset()
     world.rows[:] = 0
     assert world.holds(keys_of(0))
@@ -88,7 +88,7 @@ def test_a_slab_keeps_within_its_capacity(serving, slab):
     world = serving({**slab, "capacity_bytes": "2 MiB", "segment_bytes": "256 KiB"})
     for first in range(0, 400, 8):
         world.store(keys_of(*range(first, first + 8)))
-        world.settle()
+        world.finish_jobs()
     disk = sum(path.stat().st_blocks * 512 for path in Path(slab["root_dir"]).rglob("*"))
     assert 1 << 20 < disk <= 2 << 20
     assert world.holds(keys_of(399))
@@ -98,7 +98,7 @@ def test_blocks_survive_a_restart(serving, tier):
     keys = keys_of(*range(5))
     first = serving(tier)
     first.store(keys)
-    first.settle()
+    first.finish_jobs()
     first.shutdown()
     assert serving(tier).holds(keys)
 
@@ -132,7 +132,7 @@ def test_two_tiers_each_get_every_block(serving, fs, tmp_path):
     world = serving(*({**fs, "root_dir": root} for root in roots))
     keys = keys_of(1, 2)
     world.store(keys)
-    world.settle()
+    world.finish_jobs()
     assert files_below(roots[0]) == files_below(roots[1]) == names_of(keys)
     world.reset()
     for path in Path(roots[0]).rglob("*.bin"):
@@ -158,7 +158,7 @@ def test_any_order_of_stores_loads_and_resets_serves_the_right_bytes(serving, ti
             world.reset()
         if draw.random() < 0.5:
             world.step()
-    world.settle()
+    world.finish_jobs()
     for key in stored:
         assert world.holds([key])
 
@@ -181,7 +181,7 @@ def test_the_calls_may_come_from_any_thread_one_at_a_time(serving, tier):
         keys = keys_of(*range(6))
         world.store(keys[:3])
         world.store(keys[3:])
-        world.settle()
+        world.finish_jobs()
         world.reset()
         world.rows[:] = 0
         assert world.holds(keys)

@@ -30,7 +30,7 @@ def test_our_own_options_go_beside_vllms(serving, fs):
     world = serving({**fs, "capacity_bytes": "64 KiB", "verify": "when_present", "fsync": True})
     for first in range(0, 24, 4):
         world.store(keys_of(*range(first, first + 4)))
-        world.settle()
+        world.finish_jobs()
     assert 0 < len(list(Path(fs["root_dir"]).rglob("*.bin"))) <= 64 // 8
 
 
@@ -92,7 +92,7 @@ def test_vllms_back_pressure_goes_with_our_tier(serving, fs):
     world = serving({**fs, "backpressure": settings})
     assert isinstance(world.tier.bp_detector, EMABackpressureDetector)
     world.store(keys_of(1))
-    world.settle()
+    world.finish_jobs()
 
 
 def test_locality_is_unknown_where_nobody_says(serving, fs):
@@ -107,7 +107,7 @@ def test_stored_blocks_are_announced_with_the_configured_locality(serving, fs, l
     world = serving({**fs, "enable_kv_events": True, "locality": locality}, events=True)
     keys = keys_of(1, 2)
     world.store(keys)
-    world.settle()
+    world.finish_jobs()
     (event,) = (e for e in world.on(world.manager.take_events) if e.medium is Medium.STORAGE)
     assert (event.keys, event.removed, event.locality) == (keys, False, world.tier.locality)
     assert list(world.tier.take_events()) == []
@@ -119,7 +119,7 @@ def test_blocks_that_a_capacity_evicts_are_announced_as_removed(serving, fs):
     )
     for number in range(12):
         world.store(keys_of(number))
-        world.settle()
+        world.finish_jobs()
     present = set()
     for event in world.tier.take_events():
         (present.difference_update if event.removed else present.update)(event.keys)
@@ -132,7 +132,7 @@ def test_events_need_vllms_own_switch(serving, fs, caplog):
         world = serving({**fs, "enable_kv_events": True})
     assert "enable_kv_cache_events" in caplog.text
     world.store(keys_of(1))
-    world.settle()
+    world.finish_jobs()
     assert list(world.tier.take_events()) == []
 
 
@@ -153,7 +153,7 @@ def test_failures_reach_prometheus_by_cause_and_each_once(serving, ops, faulty, 
     world = serving(faulty)
     ops.fail(errno.ENOSPC, on="pwritev")
     world.store(keys_of(1))
-    world.settle()
+    world.finish_jobs()
     metrics, registry = prometheus(faulty, fs)
     metrics.observe(world.on(world.manager.get_stats).data)
     assert world.tier.get_stats() is None
@@ -174,4 +174,4 @@ def test_a_tier_says_what_and_where_it_is(serving, fs):
     info = tier.config_info()
     assert tuple(info) == tier.config_info_keys(fs) == CONFIG_INFO_KEYS
     assert info["kvoffload_async_tier"] == "fs"
-    assert fs["root_dir"] in info["kvoffload_async_place"]
+    assert fs["root_dir"] in info["kvoffload_async_location"]

@@ -28,7 +28,7 @@ def test_an_overdue_store_keeps_its_slots_pinned_until_its_bytes_rest(world, ops
     assert world.tier.has_pending_work()
     assert world.store(keys_of(5)) == [], "every slot is still being read"
     hang.release()
-    world.settle()
+    world.finish_jobs()
     assert world.store(keys_of(5)) == keys_of(5)
 
 
@@ -60,7 +60,7 @@ def test_an_overdue_job_is_reported_once_as_failed_and_counted(world, ops):
     assert not result.success
     assert list(world.tier.get_finished_jobs()) == []
     world.tier._finished.append(result)  # for the manager, which has it outstanding
-    world.settle()
+    world.finish_jobs()
     counted = world.tier.get_stats().reduce()
     assert counted[f"{OVERDUE_JOBS}:('FaultyFsTier',)"] == 1
 

@@ -41,7 +41,7 @@ def test_lookups_miss_at_once_while_loads_are_suspended_and_a_trial_resumes_them
     assert world.load(KEYS[:1]) == {}
     assert lookup(world, KEYS[0]) is LookupResult.RETRY, "one fault suspends nothing"
     assert world.load(KEYS[1:]) == {}
-    world.settle()
+    world.finish_jobs()
     assert [lookup(world, key) for key in KEYS] == [LookupResult.MISS] * 2
     assert not world.on(world.manager.has_pending_work)
     assert caplog.text.count("loads are suspended") == 1
@@ -60,10 +60,10 @@ def test_stores_fail_at_once_while_they_are_suspended_and_a_trial_resumes_them(w
     ops.fail(errno.EIO, on=WRITES, times=None)
     for number in (5, 6):
         world.store(keys_of(number))
-        world.settle()
+        world.finish_jobs()
     before = writes(ops)
     world.store(keys_of(7))
-    world.settle()
+    world.finish_jobs()
     assert writes(ops) == before
     counted = world.on(world.manager.get_stats).reduce()
     assert counted[f"{FAILED_JOBS}:('FaultyFsTier', 'TierUnavailableError')"] == 3

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 HERE = Path(__file__).parent
 CASES = "tests/v1/kv_offload/tiering/test_fs_tier.py"
 DIFFERS = {
-    # Every block is judged on its own: one bad block costs no other.
+    # Every block is checked on its own: one bad block costs no other.
     "test_batched_load_first_block_fails_marks_whole_batch[True]",
     "test_batched_load_first_block_fails_marks_whole_batch[False]",
     # A block that was stored is announced, whatever became of the others of its job.

@@ -147,7 +147,7 @@ class Serving:
     def step(self):
         self.on(self.manager.on_schedule_end, ScheduleEndContext((), ()))
 
-    def settle(self):
+    def finish_jobs(self):
         """Step until nothing is under way."""
         self.step()
         self.until(lambda: not self.on(self.manager.has_pending_work))

@@ -20,7 +20,7 @@ from kvoffload_async.facade.connector.protocol import (
     TransferJobSpec,
 )
 from kvoffload_async.runtime.loop import LoopThread
-from kvoffload_async.transport.settling import outcome_of
+from kvoffload_async.transport.completion import outcome_of
 from kvoffload_async.types import JobId, TransferResult
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from kvoffload_async.integrations.lmcache.listing import page_of
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock
 from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
-from kvoffload_async.integrations.lmcache.usage import UsageTeller
+from kvoffload_async.integrations.lmcache.usage import UsageReporter
 from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.owned import Closing, guard_forks
@@ -77,7 +77,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         """
         options = AdapterOptions.parse(params)
         show_log()
-        # LMCache must not evict: the tiers do, and it is told.
+        # LMCache must not evict: the tiers do, and it is notified.
         super().__init__(max_capacity_bytes=0)
         host = None
         if l1_memory_desc is not None:
@@ -98,7 +98,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             self._status = EngineStatus(None)
             self._status.listen(options.status_socket or path_from_environment())
             undo.callback(self._status.close)
-            self._usage = UsageTeller(self._keys, self)
+            self._usage = UsageReporter(self._keys, self)
             undo.callback(self._usage.close)
             self._fds = [undo.enter_context(closing(create_event_notifier())) for _ in range(3)]
             undo.pop_all()

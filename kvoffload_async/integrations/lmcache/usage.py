@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 _CLOSE_S: Final = 5.0
 _KEYS_AT_ONCE: Final = 4096
 MOST_WAITING: Final = 65_536
-"""Maximum number of events that wait for LMCache's listeners; further ones are not told."""
+"""Maximum number of events that wait for LMCache's listeners; further ones are dropped."""
 
-Tell = Callable[[list[Any], list[int]], object]
+Report = Callable[[list[Any], list[int]], object]
 """Takes keys and the sizes of their objects."""
 
 
-class UsageTeller:
-    """Tells which objects were stored and removed.
+class UsageReporter:
+    """Reports which objects were stored and removed.
 
-    Objects of tiers that do not announce removals are told with a size of 0, because their sum
-    would only grow. Objects whose salt is not known yet are told when a request has named it.
+    Objects of tiers that do not announce removals are reported with a size of 0, because their sum
+    would only grow. Objects whose salt is not known yet are reported when a request has named it.
 
     An error of a listener of LMCache's ends one call only; the following ones are made.
 
@@ -45,18 +45,18 @@ class UsageTeller:
 
         Args:
             keys: Decodes keys.
-            adapter: Has the methods that tell LMCache, `_notify_keys_stored` and so on.
+            adapter: Has the methods that notify LMCache, `_notify_keys_stored` and so on.
 
         Raises:
             TierUnavailableError: The thread cannot be started.
         """
-        self.errors = ErrorLog(logger, "telling LMCache which objects are stored")
+        self.errors = ErrorLog(logger, "reporting to LMCache which objects are stored")
         self._keys = keys
-        self._stored: Tell = adapter._notify_keys_stored  # noqa: SLF001 - what adapters call
-        self._deleted: Tell = adapter._notify_keys_deleted  # noqa: SLF001 - as above
+        self._stored: Report = adapter._notify_keys_stored  # noqa: SLF001 - what adapters call
+        self._deleted: Report = adapter._notify_keys_deleted  # noqa: SLF001 - as above
         self._accessed: Callable[[list[Any]], object] = adapter._notify_keys_accessed  # noqa: SLF001
         self._num_salts = 0
-        self._untold: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
+        self._unreported: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
         """Blocks with a salt that is not known -> how many tiers have them, if they are counted."""
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-usage", daemon=True)
@@ -66,7 +66,7 @@ class UsageTeller:
     def take(
         self, store_id: StoreId, events: Sequence[OffloadingEvent], *, is_counted: bool
     ) -> None:
-        """Tell of events.
+        """Report events.
 
         Args:
             store_id: The store.
@@ -77,17 +77,17 @@ class UsageTeller:
             self._ask(partial(self._take, store_id, event, is_counted=is_counted))
 
     def accessed(self, objects: list[Any]) -> None:
-        """Tell that objects were loaded."""
+        """Report that objects were loaded."""
         self._ask(partial(self._accessed, objects))
 
     def salts_changed(self) -> None:
-        """Tell of objects with a salt that has become known."""
+        """Report objects with a salt that has become known."""
         if len(self._keys.salts) != self._num_salts:
             self._num_salts = len(self._keys.salts)
-            self._ask(self._tell_untold)
+            self._ask(self._report_unreported)
 
     def close(self) -> None:
-        """Tell what is left, and end the thread."""
+        """Report the remaining events, and end the thread."""
         self._calls.put(None)
         self._thread.join(_CLOSE_S)
 
@@ -103,32 +103,32 @@ class UsageTeller:
                 call()
 
     def _take(self, store_id: StoreId, event: OffloadingEvent, *, is_counted: bool) -> None:
-        untold = self._untold[store_id]
+        unreported = self._unreported[store_id]
         known = []
         for key in event.keys:
             obj = self._keys.decode(store_id.model, key)
-            if untold[key] and event.removed:
-                untold[key] -= 1
+            if unreported[key] and event.removed:
+                unreported[key] -= 1
             elif obj is not None:
                 known.append(obj)
             elif is_counted and not event.removed:
-                untold[key] += 1
-            if not untold[key]:
-                del untold[key]
-        tell = self._deleted if event.removed else self._stored
-        self._tell(tell, known, store_id.object_bytes * is_counted)
+                unreported[key] += 1
+            if not unreported[key]:
+                del unreported[key]
+        report = self._deleted if event.removed else self._stored
+        self._report(report, known, store_id.object_bytes * is_counted)
 
-    def _tell_untold(self) -> None:
-        for store_id, untold in self._untold.items():
-            known = {key: self._keys.decode(store_id.model, key) for key in untold}
+    def _report_unreported(self) -> None:
+        for store_id, unreported in self._unreported.items():
+            known = {key: self._keys.decode(store_id.model, key) for key in unreported}
             found = {key: obj for key, obj in known.items() if obj is not None}
-            objects = [obj for key, obj in found.items() for _ in range(untold[key])]
+            objects = [obj for key, obj in found.items() for _ in range(unreported[key])]
             for key in found:
-                del untold[key]
-            self._tell(self._stored, objects, store_id.object_bytes)
+                del unreported[key]
+            self._report(self._stored, objects, store_id.object_bytes)
 
-    def _tell(self, tell: Tell, objects: Sequence[Any], size: int) -> None:
+    def _report(self, report: Report, objects: Sequence[Any], size: int) -> None:
         for first in range(0, len(objects), _KEYS_AT_ONCE):
             some = list(objects[first : first + _KEYS_AT_ONCE])
             with self.errors.survived():
-                tell(some, [size] * len(some))
+                report(some, [size] * len(some))

@@ -380,7 +380,7 @@ def step_end(context: ScheduleEndContext | None) -> base.ScheduleEndContext:
     return base.ScheduleEndContext(given.new_req_ids, given.preempted_req_ids)
 
 
-def own_place(manager: tiering.SecondaryTierManager) -> tuple[Medium, Locality]:
+def own_location(manager: tiering.SecondaryTierManager) -> tuple[Medium, Locality]:
     """Return where a manager's blocks are: in local storage, unless it says otherwise."""
     return (
         _OWN_MEDIUM.get(manager.medium, Medium.STORAGE),

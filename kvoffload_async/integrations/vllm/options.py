@@ -70,7 +70,7 @@ IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_dir
 
 
 def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
-    """Check that no identity option is beside the tiers; raises ConfigError."""
+    """Check that no identity option is next to the tiers; raises ConfigError."""
     for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
         raise ConfigError(
             f"{key}: {shown(extra_config[key])} in kv_connector_extra_config has no effect; put it "
@@ -163,8 +163,8 @@ def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 -
     for key in DECIDED_OF_TIERS:
         if key in tier:
             raise ConfigError(f"{key}: {shown(tier[key])} is determined by vLLM; leave it out")
-    places = {"root_dir", "url", "master"}
-    if not places & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
+    location_options = {"root_dir", "url", "master"}
+    if not location_options & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
         return tier, None
     options = dict(tier)
     identity = IdentityOptions.take_from(options)

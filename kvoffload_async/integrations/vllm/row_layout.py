@@ -37,8 +37,8 @@ def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Seq
         row: list[Any] = [name] if layer is None else [name, layer.kind]
         for tensor in () if layer is None else layer.tensors:
             # Layers of several groups may share a tensor, and thus a part of the row.
-            place = (tensor.data_ptr(), *tensor.stride())
-            shared_with = first_at.setdefault(place, name)
+            view = (tensor.data_ptr(), *tensor.stride())
+            shared_with = first_at.setdefault(view, name)
             within = [list(tensor.shape[1:]), list(tensor.stride())]
             row.append([shared_with, str(tensor.dtype), *within])
         return row

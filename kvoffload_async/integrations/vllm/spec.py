@@ -227,7 +227,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             return
         transfer = around.vllm_config.kv_transfer_config
         decides = (around.outer or around.vllm_config).kv_transfer_config  # vLLM reads the outer
-        remedy = '"kv_load_failure_policy": "recompute" beside "kv_connector": "{}"'
+        remedy = '"kv_load_failure_policy": "recompute" next to "kv_connector": "{}"'
         if transfer.kv_connector == "OffloadingConnector":
             logger.warning(
                 "a failed load ends the engine, because kv_connector is OffloadingConnector, which "

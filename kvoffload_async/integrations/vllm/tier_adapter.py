@@ -89,7 +89,7 @@ class AdaptedTierManager(SecondaryTierManager):
         except BaseException:
             self._release()
             raise
-        self.medium, self.locality = convert.own_place(self._manager)
+        self.medium, self.locality = convert.own_location(self._manager)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.tier_type}, written for vLLM>"

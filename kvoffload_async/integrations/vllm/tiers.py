@@ -69,7 +69,7 @@ OVERDUE_JOBS: Final = "vllm:kvoffload_async_overdue_jobs"
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
     "kvoffload_async_tier",
-    "kvoffload_async_place",
+    "kvoffload_async_location",
 )
 _DRAIN_GRACE_S: Final = 5.0
 

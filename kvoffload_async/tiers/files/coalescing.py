@@ -54,7 +54,7 @@ class _Turn:
 
 
 class _TurnServer(ABC):
-    """Serves waiting callers with one task, and with another one beside a task whose call hangs."""
+    """Serves waiting callers with one task, and with another one while a task's call hangs."""
 
     _waiting: Sequence[Any]
 
@@ -254,7 +254,7 @@ class SerialExecutor(_TurnServer):
                     await self._run(partial(self._make, turn))
                 finally:
                     turn.timer.cancel()
-                    _tell(turn)
+                    _resolve(turn)
         except GeneratorExit:  # the loop is gone, and the waiters with it
             raise
         except Exception as error:  # noqa: BLE001 - no thread: passed to the waiters
@@ -278,7 +278,7 @@ class SerialExecutor(_TurnServer):
 
     def _look(self, turn: _Turn) -> None:
         """Report completed calls; if there are none, serve waiting calls with another thread."""
-        if not _tell(turn) and turn.taken:
+        if not _resolve(turn) and turn.taken:
             self._replace(turn)
         turn.timer = self._loop.call_later(_PATIENCE_S, self._look, turn)
 
@@ -290,7 +290,7 @@ class SerialExecutor(_TurnServer):
             boxed.future.set_result(None)
 
 
-def _tell(turn: _Turn) -> bool:
+def _resolve(turn: _Turn) -> bool:
     """Report completed calls to their waiters; return whether there were any."""
     ended = [boxed for boxed in turn.taken if boxed.has_ended]
     for boxed in ended:

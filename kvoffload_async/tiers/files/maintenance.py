@@ -6,6 +6,7 @@ import asyncio
 import stat as stat_module
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Final, Generic, Self, TypeVar, TypeVarTuple
@@ -218,12 +219,22 @@ class MaintenanceIo:
         self.ops = ops
         self.control = control
         self._limiter = anyio.CapacityLimiter(IO_THREADS)
+        self._manifests = ThreadPoolExecutor(1, "kvoffload-manifests")  # ends with this object
 
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
         """Return a blocking call's result; a cancellation is delivered after it has ended."""
-        task = self._start(call, *arguments)
-        await _settle([task])
-        return task.result()
+        return await _result_of(self._start(call, *arguments))
+
+    async def read_file(self, path: str, max_bytes: int) -> bytes:
+        """Return a small file's content, or its first `max_bytes`; links are not followed.
+
+        A cancellation is delivered after the file is closed.
+
+        Raises:
+            OSError: It cannot be read, or is not a regular file.
+        """
+        reading = self._read(path, max_bytes)
+        return await _result_of(asyncio.create_task(reading, name="kvoffload-maintenance"))
 
     async def share_out(
         self, batches: Iterator[Batch], check: Callable[[Batch], Checked]
@@ -246,7 +257,17 @@ class MaintenanceIo:
                 for task in done:
                     yield running.pop(task), task.result()
         finally:
-            await _settle(running)
+            await _all_ended(running)
+
+    async def _read(self, path: str, max_bytes: int) -> bytes:
+        import aiofiles  # noqa: PLC0415 - only maintenance needs it
+
+        threads = self._manifests
+        file = await aiofiles.open(path, "rb", opener=self.ops.open, executor=threads)
+        try:
+            return await file.read(max_bytes)
+        finally:
+            await file.close()  # `async with` would close it in the loop's default executor
 
     def _start(
         self, call: Callable[[*Arguments], Checked], *arguments: *Arguments
@@ -255,7 +276,16 @@ class MaintenanceIo:
         return asyncio.create_task(in_thread, name="kvoffload-maintenance")
 
 
-async def _settle(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def _result_of(task: asyncio.Task[Checked]) -> Checked:
+    """Wait until a task has ended even if cancelled; return its result, or raise its error."""
+    try:
+        await _all_ended([task])
+        return task.result()
+    finally:
+        del task  # break the cycle: exception, traceback, frame, task
+
+
+async def _all_ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Wait until tasks have ended even if cancelled; then raise the cancellation."""
     with anyio.CancelScope(shield=True):
         await all_done(*tasks)
@@ -277,14 +307,14 @@ class FolderMaintenance(StoreMaintenance):
     async def find(cls, directory: str) -> Sequence[Self]:
         ops = FileOps()
         try:
-            return await MaintenanceIo(ops, MaintenanceControl()).run(cls._find, ops, directory)
+            return await cls._find(MaintenanceIo(ops, MaintenanceControl()), directory)
         except OSError as error:
             raise InputError(f"{directory}: cannot be read: {error.strerror or error}") from error
 
     @classmethod
     @abstractmethod
-    def _find(cls, ops: FileOps, directory: str) -> Sequence[Self]:
-        """Return the stores at or directly inside a directory; see `find`. Blocks on file I/O."""
+    async def _find(cls, io: MaintenanceIo, directory: str) -> Sequence[Self]:
+        """Return the stores at or directly inside a directory; see `find`."""
 
 
 def folders_in(ops: FileOps, directory: str) -> list[str]:

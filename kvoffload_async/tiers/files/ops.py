@@ -8,7 +8,8 @@ A path is opened by one `openat2` call, or component by component if the kernel 
 does not allow `openat2`.
 
 `fs` and `slab` make no other calls of `os`: a test's fault layer replaces this object and can
-inject errors, short transfers, hangs and crashes at any call.
+inject errors, short transfers, hangs and crashes at any call. Maintenance reads manifests through a
+file object, which `open` opens.
 
 Thread: any; calls release the GIL.
 

@@ -33,7 +33,7 @@ class Origin(enum.Enum):
     """Another integrity key, or one where this tier has none, or none where it has one."""
     NEWER = enum.auto()
     """Written by a newer release."""
-    NOBODY = enum.auto()
+    UNKNOWN = enum.auto()
     """Damaged."""
 
 
@@ -60,7 +60,7 @@ class AttributeDigester:
         if version > _KEYED:
             return Origin.NEWER
         if _LENGTHS.get(version) != len(value):
-            return Origin.NOBODY
+            return Origin.UNKNOWN
         return Origin.OWN if value.startswith(self.prefix) else Origin.OTHER_KEY
 
 

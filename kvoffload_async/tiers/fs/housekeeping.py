@@ -282,7 +282,7 @@ class Housekeeping:
 
     def _unregister(self) -> None:
         try:
-            self._files.writer.sweep_litter()
+            self._files.writer.sweep_leftover_temps()
         except OSError:
             self._writers.die()  # the next start finds this writer dead, and sweeps its files
             raise

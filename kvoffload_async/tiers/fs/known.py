@@ -201,10 +201,10 @@ class KnownBlocks:
             keys = self._policy.keys_of(slots)
             found = self._policy.find(keys + held)
             idle = [key for key in keys + held if key not in self._busy]
-            places = dict(zip(keys + held, found, strict=True))
+            slots_of = dict(zip(keys + held, found, strict=True))
             wanted: dict[OffloadKey, int | None] = dict(zip(keys, slots, strict=True))
             gone = self._leaving | (self._left or set())
-            victims = [key for key in idle if places[key] == wanted.get(key) and key not in gone]
+            victims = [key for key in idle if slots_of[key] == wanted.get(key) and key not in gone]
         self._policy.discard(victims)
         self.leave(victims)
         return victims

@@ -100,7 +100,7 @@ class Footprint:
         if capacity_bytes < self.least_bytes:
             raise ConfigError(
                 f"capacity_bytes: {capacity_bytes} holds no block of {self.block_bytes} bytes "
-                f"beside the count; give at least {self.least_bytes}"
+                f"in addition to the count; give at least {self.least_bytes}"
             )
 
 

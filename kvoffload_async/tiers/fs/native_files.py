@@ -202,10 +202,10 @@ class NativeFiles:
         try:
             await self._run_store(finish)
         except asyncio.CancelledError:  # it may not have run
-            self._writer.litter += temps
+            self._writer.leftover_temps += temps
             raise
         except TierError as error:
             logger.warning("temporary files of a job not removed yet: %s", str(error))
-            self._writer.litter += temps
+            self._writer.leftover_temps += temps
             for item in items if self._writer.settings.fsync else ():
                 item.status, item.error = StoreStatus.FAILED, error

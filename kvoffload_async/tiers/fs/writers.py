@@ -115,9 +115,9 @@ class WriterRegistry:
 
     def others(self) -> tuple[set[str], set[str]]:
         """Return the ids of the other writers: (living, dead)."""
-        return self.judged(self._own_status().st_mtime)
+        return self.classify(self._own_status().st_mtime)
 
-    def judged(self, now_s: float) -> tuple[set[str], set[str]]:
+    def classify(self, now_s: float) -> tuple[set[str], set[str]]:
         """Return (living, dead) as of a given time; does not need a registration."""
         living: set[str] = set()
         dead: set[str] = set()

@@ -43,7 +43,7 @@ _SERIALS = 1 << 20
 _TRIES = 8
 """Maximum attempts to write to a folder that others keep removing."""
 
-_WORTHLESS = {Origin.OTHER_KEY, Origin.NOBODY}
+_WORTHLESS = {Origin.OTHER_KEY, Origin.UNKNOWN}
 _STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
 # ENOSPC is not included: on a full disk the store fails.
@@ -57,7 +57,7 @@ class BlockWriter:
         settings: How the files are written.
         writer_id: Part of every temporary file's name.
         lacks_attributes: Whether a checksum attribute could not be set.
-        litter: Temporary files that could not be removed; `sweep_litter` retries.
+        leftover_temps: Temporary files that could not be removed; `sweep_leftover_temps` retries.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BlockWriter:
         self._serials = itertools.count(step=_SERIALS)
         self._synced: set[str] = set()
         self.lacks_attributes = False
-        self.litter: list[str] = []
+        self.leftover_temps: list[str] = []
 
     def store(self, items: Sequence[StoreItem], row_of: Callable[[int], memoryview]) -> None:
         """Store blocks one by one; a failure does not affect other blocks.
@@ -165,16 +165,16 @@ class BlockWriter:
         if self.settings.fsync:
             sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
-    def sweep_litter(self) -> None:
+    def sweep_leftover_temps(self) -> None:
         """Retry the removal of temporary files.
 
         Raises:
             OSError: A file could not be removed.
         """
-        while self.litter:
+        while self.leftover_temps:
             with contextlib.suppress(FileNotFoundError):
-                self._ops.unlink(self.litter[-1])
-            self.litter.pop()
+                self._ops.unlink(self.leftover_temps[-1])
+            self.leftover_temps.pop()
 
     def _store_one(self, item: StoreItem, row: memoryview) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
@@ -388,6 +388,6 @@ class BlockWriter:
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # the file was never created
                 return
-            self.litter.append(temp)
+            self.leftover_temps.append(temp)
             # As text: a log record with the error would keep its frames, and the primary's memory.
             logger.warning("a temporary file was not removed yet: %s", str(error))

@@ -69,7 +69,7 @@ class MooncakeCounters:
     removed: int = 0
 
 
-class _Place:
+class _OpenState:
     """State of an open tier: the primary's rows, envelopes and key names."""
 
     def __init__(self, env: TierEnvironment, key: IntegrityKey | None) -> None:
@@ -93,7 +93,7 @@ class _Part:
     """
 
     helper: Helper
-    place: _Place
+    state: _OpenState
     job: JobMetadata
     indices: Portion
     first: int
@@ -104,17 +104,17 @@ class _Part:
 
     async def move(self, call: str) -> list[int]:
         """Have the helper put or get the cells' values; return a status for each."""
-        cells, row_bytes = self.helper.cells, self.place.rows.shape[1]
+        cells, row_bytes = self.helper.cells, self.state.rows.shape[1]
         heads = [Envelopes.header_bytes(key) for key in self.keys]
         at = [cells.at(cell, head) for cell, head in enumerate(heads, self.first)]
         sizes = [head + row_bytes for head in heads]
-        return await self.helper.move(call, self.place.names(self.keys), at, sizes)
+        return await self.helper.move(call, self.state.names(self.keys), at, sizes)
 
     def copy_in(self) -> None:
         """Copy the blocks into their cells, and write their headers."""
         for cell, i in enumerate(self.indices, self.first):
-            row = self.place.rows[self.job.block_ids[i]]
-            header = self.place.envelopes.header(self.job.keys[i], row)
+            row = self.state.rows[self.job.block_ids[i]]
+            header = self.state.envelopes.header(self.job.keys[i], row)
             self.helper.cells.write(cell, header, row)
 
     def copy_out(self, failures: Outcomes) -> Outcomes:
@@ -122,10 +122,10 @@ class _Part:
         outcomes = dict(failures)
         for cell, i in enumerate(self.indices, self.first):
             if i not in failures:
-                key, row = self.job.keys[i], self.place.rows[self.job.block_ids[i]]
+                key, row = self.job.keys[i], self.state.rows[self.job.block_ids[i]]
                 header = self.helper.cells.read(cell, Envelopes.header_bytes(key), row)
                 # Verify the copies, because the shared memory can be modified at any time.
-                error = self.place.envelopes.verify(key, header, row)
+                error = self.state.envelopes.verify(key, header, row)
                 if error is not None:
                     outcomes[i] = error
         return outcomes
@@ -152,7 +152,7 @@ class MooncakeTier(AsyncTier):
         self._integrity_key = integrity_key
         self._counters = MooncakeCounters()
         self._supervisor: HelperSupervisor | None = None
-        self._place: _Place | None = None
+        self._state: _OpenState | None = None
 
     async def open(self, env: TierEnvironment) -> None:
         """Start the helper and join the store.
@@ -164,16 +164,16 @@ class MooncakeTier(AsyncTier):
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
         self._supervisor = HelperSupervisor(self._connection, self._settings, row_bytes, env.io)
         await self._supervisor.open()
-        self._place = _Place(env, self._integrity_key)
+        self._state = _OpenState(env, self._integrity_key)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the stored keys; makes one call per few thousand keys."""
-        helper, place = self._opened()
+        helper, state = self._opened()
         self._counters.probed_keys += len(keys)
         found: set[OffloadKey] = set()
         for first in range(0, len(keys), MOST_NAMES):
             some = keys[first : first + MOST_NAMES]
-            answers = await self._counted(helper.ask("exist", place.names(some)))
+            answers = await self._counted(helper.ask("exist", state.names(some)))
             if min(answers) < 0:
                 self._counters.failed += 1
                 raise TierUnavailableError(f"mooncake: the store returned status {min(answers)}")
@@ -188,7 +188,7 @@ class MooncakeTier(AsyncTier):
 
     async def close(self) -> None:
         """Leave the store; blocks stored only in the helper's memory are lost."""
-        self._place = None
+        self._state = None
         if self._supervisor is not None:
             await self._supervisor.close()
 
@@ -212,7 +212,7 @@ class MooncakeTier(AsyncTier):
         parts_of: Callable[[Helper], Parts],
     ) -> BlockFailures:
         """Run a job in portions; an error of the store or helper fails all of it."""
-        helper, place = self._opened()
+        helper, state = self._opened()
         failures: Outcomes = {
             i: TierError(f"{block_text(key)}: the key is too long for this tier")
             for i, key in enumerate(job.keys)
@@ -224,7 +224,7 @@ class MooncakeTier(AsyncTier):
             try:
                 async with parts_of(helper).take() as first:
                     if not faults:
-                        part = _Part(helper, place, job, portion, first)
+                        part = _Part(helper, state, job, portion, first)
                         failures.update(await run_part(part))
             except TierError as error:
                 drop_tracebacks(error)  # their frames hold the rows
@@ -242,7 +242,7 @@ class MooncakeTier(AsyncTier):
         return failures
 
     async def _store_part(self, part: _Part) -> Outcomes:
-        await part.place.io.run(Direction.STORE, part.copy_in)
+        await part.state.io.run(Direction.STORE, part.copy_in)
         return await self._move(part, "put")
 
     async def _load_part(self, part: _Part) -> Outcomes:
@@ -255,7 +255,7 @@ class MooncakeTier(AsyncTier):
         corrupt = _corrupt(again)
         self._counters.corrupt += len(corrupt)
         if corrupt:  # a present block would never be overwritten
-            names = part.place.names(part.job.keys[i] for i in corrupt)
+            names = part.state.names(part.job.keys[i] for i in corrupt)
             answers = await self._counted(part.helper.ask("remove", names))
             self._counters.removed += answers.count(0)
         return failures
@@ -263,7 +263,7 @@ class MooncakeTier(AsyncTier):
     async def _read(self, part: _Part) -> Outcomes:
         """Read blocks into their slots; return the missing and corrupt ones."""
         failures = await self._move(part, "get")
-        return await part.place.io.run(Direction.LOAD, lambda: part.copy_out(failures))
+        return await part.state.io.run(Direction.LOAD, lambda: part.copy_out(failures))
 
     async def _move(self, part: _Part, call: str) -> Outcomes:
         """Put or get a part's values; return the failed ones.
@@ -291,10 +291,10 @@ class MooncakeTier(AsyncTier):
             self._counters.failed += 1
             raise
 
-    def _opened(self) -> tuple[Helper, _Place]:
-        if self._place is None or self._supervisor is None:
+    def _opened(self) -> tuple[Helper, _OpenState]:
+        if self._state is None or self._supervisor is None:
             raise TierClosedError(f"{self.describe()} is not open")
-        return self._supervisor.helper(), self._place
+        return self._supervisor.helper(), self._state
 
 
 def _corrupt(failures: Outcomes) -> list[int]:

@@ -312,7 +312,7 @@ class ObjectConnection:
 class ObjectClient(RemoteClient):
     """Stores one block per object: head, conditional put, get."""
 
-    place: ClassVar[str] = "object store"
+    location: ClassVar[str] = "object store"
     answers_many: ClassVar[bool] = False
 
     def __init__(

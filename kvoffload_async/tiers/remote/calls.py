@@ -274,7 +274,7 @@ class Calls:
 
         async def ask(server: Server) -> None:
             if asyncio.get_running_loop().time() < self._suspects[server]:
-                text = f"{self._client.place}: the server timed out recently"
+                text = f"{self._client.location}: the server timed out recently"
                 failures[server] = self.fault_of(server, CallTimeoutError(text))
                 return
             self.counters.health_checks += 1
@@ -302,10 +302,10 @@ class Calls:
             ServerHangError: It has.
         """
         if self._hangs.hangs_since(server, began_s):
-            raise ServerHangError(f"{self._client.place}: the server hangs")
+            raise ServerHangError(f"{self._client.location}: the server hangs")
 
     async def close(self) -> None:
-        """Cancel the checks that run beside slow calls."""
+        """Cancel the checks that run concurrently with slow calls."""
         await self._hangs.close()
 
     def fault_of(self, server: Server, error: TierError) -> TierError:
@@ -335,7 +335,7 @@ class Calls:
         *,
         may_hang: bool,
     ) -> T:
-        place = self._client.place
+        location = self._client.location
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         seconds = max(0.0, min(self._call_timeout_s, deadline_s - began_s))
@@ -362,9 +362,9 @@ class Calls:
             passed_s = loop.time() - began_s
             has_hung = self._hangs.hangs_since(server, began_s)
             kind = self._timeout_of(seconds, passed_s, has_hung=has_hung)
-            failure = kind(f"{place} did not answer within {min(seconds, passed_s):.3g} s")
+            failure = kind(f"{location} did not answer within {min(seconds, passed_s):.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
-            failure = self._said(error)
+            failure = self._redacted_error(error)
         else:
             self._suspects.pop(server, None)
             if server is not None:
@@ -388,11 +388,11 @@ class Calls:
         pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0
         self._suspects[server] = asyncio.get_running_loop().time() + pause_s
 
-    def _said(self, error: Exception) -> TierError:
+    def _redacted_error(self, error: Exception) -> TierError:
         """Convert an error of the library, with secrets removed."""
         mapped = self._client.mapped(error)
         drop_tracebacks(error)  # library frames may hold it, and they hold their callers'
-        return type(mapped)(f"{self._client.place}: {self._redact(mapped)}")
+        return type(mapped)(f"{self._client.location}: {self._redact(mapped)}")
 
     async def _pause(self, attempt: int, deadline_s: float) -> bool:
         """Wait before a retry, with exponential backoff; False if no time is left."""

@@ -237,7 +237,7 @@ class RemoteClient(ABC):
     Thread: loop.
     """
 
-    place: ClassVar[str]
+    location: ClassVar[str]
     """Kind of store, for messages."""
     answers_many: ClassVar[bool]
     """Whether one call can look up many keys; otherwise each needs a request."""

@@ -187,7 +187,7 @@ class RemoteTier(AsyncTier):
         self,
         settings: RemoteSettings,
         create_client: Callable[[str, int, Callable[[], None]], RemoteClient],
-        place: str,
+        location: str,
         *,
         probes_prefixes: bool,
     ) -> None:
@@ -197,7 +197,7 @@ class RemoteTier(AsyncTier):
             settings: See `RemoteSettings`.
             create_client: Creates the client, given the namespace, the bytes of a block, and a
                 callback for when the server has lost its contents.
-            place: Location of the store for messages, without secrets.
+            location: Location of the store for messages, without secrets.
             probes_prefixes: Whether each lookup needs a request, so that few should be made.
         """
         self.capabilities = TierCapabilities(
@@ -209,7 +209,7 @@ class RemoteTier(AsyncTier):
         self.bounds = TierBounds(concurrent_blocks=64)
         self._settings = settings
         self._create_client = create_client
-        self._place = place
+        self._location = location
         self._counters = RemoteCounters()
         self._env: TierEnvironment | None = None
         self._client: RemoteClient | None = None
@@ -256,7 +256,9 @@ class RemoteTier(AsyncTier):
             deadline_s = self._deadline(settings.job_timeout_s)
             await self._calls.run(self._client.connect, deadline_s, may_hang=False)
         except RefusedError as error:
-            raise ConfigError(f"url: {self._place}: {error}; correct url or credentials") from None
+            raise ConfigError(
+                f"url: {self._location}: {error}; correct url or credentials"
+            ) from None
         if settings.ttl_s is not None and self._client.renews_age:
             self._renewal = Renewal(
                 settings.ttl_s,
@@ -312,7 +314,7 @@ class RemoteTier(AsyncTier):
 
     def describe(self) -> str:
         """Return the store's location, without secrets."""
-        return self._place
+        return self._location
 
     def gauges(self) -> Mapping[str, float]:
         """Return counters of calls, probes and renewals, and the bytes in flight."""
@@ -334,7 +336,7 @@ class RemoteTier(AsyncTier):
     ) -> BlockFailures:
         client = self._client
         if client is None:
-            raise TierClosedError(f"{self._place} is not open")
+            raise TierClosedError(f"{self._location} is not open")
         began_s = asyncio.get_running_loop().time()
         deadline_s = began_s + self._settings.job_timeout_s
         start_by_s = began_s + _STARTING_PART * self._settings.job_timeout_s
@@ -355,10 +357,10 @@ class RemoteTier(AsyncTier):
                         self._calls.require(server, began_s)
                         failures.update(await run_portion(client, job, portion, deadline_s))
             except TimeoutError:
-                error: TierError = TierTimeoutError(f"{client.place}: the job's deadline passed")
+                error: TierError = TierTimeoutError(f"{client.location}: the job's deadline passed")
                 if timer.when() == start_by_s and window.moved_s >= began_s:
                     error = JobNotStartedError(
-                        f"{client.place}: not started in time, as it queued behind other blocks"
+                        f"{client.location}: not started in time, as it queued behind other blocks"
                     )
             except TierError as raised:
                 error = raised
@@ -380,8 +382,8 @@ class RemoteTier(AsyncTier):
         self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         keys, slots = job.keys, job.block_ids
-        doubtful = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
-        present = await self._questions.ask_anew(doubtful, deadline_s) if doubtful else ()
+        unconfirmed = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
+        present = await self._questions.ask_anew(unconfirmed, deadline_s) if unconfirmed else ()
         self._counters.present_blocks += len(present)
         indices = [i for i in portion if keys[i] not in present]
         if not indices:
@@ -451,9 +453,9 @@ class RemoteTier(AsyncTier):
         if corrupt:  # perhaps damaged in transit: remove only what fails twice
             self._counters.read_again += len(corrupt)
             corrupt = await read(list(corrupt))
-        return await self._judged(client, job, values, corrupt, deadline_s)
+        return await self._failures_of(client, job, values, corrupt, deadline_s)
 
-    async def _judged(
+    async def _failures_of(
         self,
         client: RemoteClient,
         job: JobMetadata,
@@ -517,17 +519,17 @@ class RemoteTier(AsyncTier):
         """Log a server's failure, at most once a minute."""
         more = rate.note(asyncio.get_running_loop().time())
         if more is not None:
-            logger.warning("%s: %s%s", self._place, text, more)
+            logger.warning("%s: %s%s", self._location, text, more)
 
     def _emptied(self) -> None:
         """Handle the loss of the server's contents by a restart or flush."""
         self._counters.emptied += 1
         self._memory.emptied()
-        logger.warning("%s: the server has lost its contents", self._place)
+        logger.warning("%s: the server has lost its contents", self._location)
 
     def _redacted(self, client: RemoteClient, key: OffloadKey, error: TierError) -> TierError:
         """Return the error of one block, as a fault of its server only if others work."""
-        shown = type(error)(f"{client.place}: {self._settings.redact(error)}")
+        shown = type(error)(f"{client.location}: {self._settings.redact(error)}")
         return self._calls.fault_of(client.server_of(key), shown)
 
     def _deadline(self, seconds: float) -> float:
@@ -544,5 +546,5 @@ class RemoteTier(AsyncTier):
         which must not refer to the primary.
         """
         if self._env is None or self._rows is None:
-            raise TierClosedError(f"{self._place} is not open")
+            raise TierClosedError(f"{self._location} is not open")
         return self._env, self._rows

@@ -63,7 +63,7 @@ store's UUID as text. A block's checksum is XXH3-128 of its bytes, seeded with X
 a zero byte and the key, or with an integrity key a MAC over the same. A block in the wrong slot
 therefore fails verification.
 
-The last record of each place is valid. In a removal record only the place is used. A tick is a
+The last record of each address is valid. In a removal record only the address is used. A tick is a
 logical time that rises with uses; blocks with equal ticks are ordered by their records.
 
 The journal's file size is the size of its frames. Space for the worst case is preallocated behind
@@ -120,7 +120,7 @@ journal.bad. A marked block is verified regardless of the configuration, and dro
 checksum. With verification on, blocks stored without a checksum are dropped as well.
 
 Blocks in a missing segment, or beyond its end, are dropped. A manifest that is unreadable, or
-missing beside other files, is an error: blocks cannot be interpreted without it. The remedy is to
+missing next to other files, is an error: blocks cannot be interpreted without it. The remedy is to
 remove the folder.
 
 Capacity

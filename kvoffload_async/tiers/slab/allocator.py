@@ -16,9 +16,9 @@ from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.ops import mapped
+from kvoffload_async.tiers.slab.addresses import SlotAddress
 from kvoffload_async.tiers.slab.layout import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
-from kvoffload_async.tiers.slab.places import SlotAddress
 from kvoffload_async.tiers.slab.records import keys_of
 from kvoffload_async.tiers.slab.segments import Segment
 from kvoffload_async.types import OffloadKey
@@ -59,7 +59,7 @@ class Allocator:
         """Whether the last released segment did not help."""
 
     async def claim(self, keys: Sequence[OffloadKey]) -> list[SlotAddress]:
-        """Return ascending places for absent keys; if too few are free, only for the first keys.
+        """Return ascending addresses for absent keys; if too few are free, only for the first keys.
 
         Announces evicted blocks, and buffers their removals until the next append to the journal.
         """
@@ -67,11 +67,11 @@ class Allocator:
         while catalog.num_free < len(keys) and not self._is_grown and await self._grow(len(keys)):
             pass
         ahead = self._budget.slots_ahead if self._is_grown else 0
-        places, victims, freed = catalog.claim(keys, ahead)
+        addresses, victims, freed = catalog.claim(keys, ahead)
         if victims:
             store.data_path.journal.note_removed(freed)
             self._env.blocks_evicted(victims)
-        return places
+        return addresses
 
     async def shrink(self, seen: int) -> bool:
         """Release a segment on a full disk; False if none is idle or the last one did not help.

@@ -1,9 +1,9 @@
-"""The in-memory index of a store: key -> place, evictable blocks, free places.
+"""The in-memory index of a store: key -> address, evictable blocks, free addresses.
 
-A place is free, claimed (being written), or occupied by a block. Loads and stores pin places. A
-block that is dropped while pinned leaves its place *retired*: it is freed with the last pin. Free
-places are kept as runs, so that allocations get adjacent places if possible. Pure; used only on the
-loop.
+An address is free, claimed (being written), or occupied by a block. Loads and stores pin addresses.
+A block that is dropped while pinned leaves its address *retired*: it is freed with the last pin.
+Free addresses are kept as runs, so that allocations get adjacent ones if possible. Pure; used only
+on the loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.tables.arrays import long_integers
 from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tiers.slab.places import (
+from kvoffload_async.tiers.slab.addresses import (
     SlotAddress,
     SlotNumbers,
+    address_of,
     joined,
-    place_of,
     segment_of,
     swapped,
 )
@@ -37,7 +37,7 @@ _MUCH_LONGER: Final = 4
 
 
 class FreeRuns:
-    """The free places, in maximal runs of adjacent places.
+    """The free addresses, in maximal runs of adjacent addresses.
 
     Allocation is address-ordered: it takes the lowest run that is long enough. This keeps the free
     space together, while best fit leaves ever smaller fragments (P. R. Wilson et al., "Dynamic
@@ -49,26 +49,26 @@ class FreeRuns:
     """
 
     def __init__(self, extent: int) -> None:
-        """Start without places.
+        """Start without addresses.
 
         Args:
             extent: Length of the adjacent extents into which larger allocations are split.
         """
         self._extent = extent
         self._length_at: dict[SlotAddress, int] = {}
-        """First place of a run -> its length."""
+        """First address of a run -> its length."""
         self._first_before: dict[SlotAddress, SlotAddress] = {}
-        """Place behind a run -> its first place."""
+        """Address behind a run -> its first address."""
         self._classes: dict[int, _Class] = {}
         self.num_free = 0
-        """Number of free places. Read-only."""
+        """Number of free addresses. Read-only."""
 
     def runs(self) -> Iterator[tuple[SlotAddress, int]]:
-        """Yield every run as its first place and its length, in no order."""
+        """Yield every run as its first address and its length, in no order."""
         yield from self._length_at.items()
 
     def free(self, first: SlotAddress, count: int = 1) -> None:
-        """Free a run of places that is not free yet."""
+        """Free a run of addresses that is not free yet."""
         self.num_free += count
         behind = first + count
         before = self._first_before.get(first)
@@ -82,23 +82,23 @@ class FreeRuns:
         self._add(first, behind - first)
 
     def has_run(self, count: int) -> bool:
-        """Return whether there certainly is a run of `count` places, or of an extent if less."""
+        """Return whether there certainly is a run of `count` addresses, or of an extent if less."""
         return max(self._classes, default=0) >= _least_class(min(count, self._extent))
 
     def take(self, count: int) -> list[SlotAddress]:
-        """Allocate places: for each extent a run that is long enough, else the longest.
+        """Allocate addresses: for each extent a run that is long enough, else the longest.
 
         In a run that is not much longer than wanted, the allocation is aligned to its size, so that
         jobs of equal size leave no gaps.
 
         Returns:
-            The places; those of each extent ascend.
+            The addresses; those of each extent ascend.
 
         Raises:
-            ValueError: Fewer than `count` places are free.
+            ValueError: Fewer than `count` addresses are free.
         """
         if count > self.num_free:
-            raise ValueError(f"{count} places are wanted, {self.num_free} are free")
+            raise ValueError(f"{count} addresses are wanted, {self.num_free} are free")
         taken: list[SlotAddress] = []
         while count:
             wanted = min(count, self._extent)
@@ -121,7 +121,7 @@ class FreeRuns:
         return taken
 
     def drop_segment(self, segment: int) -> int:
-        """Forget the free places of a segment; return their number."""
+        """Forget the free addresses of a segment; return their number."""
         gone = [first for first in self._length_at if segment_of(first) == segment]
         count = 0
         for first in gone:
@@ -162,7 +162,7 @@ class _Class:
     """Runs of similar length, with fast access to the lowest.
 
     Attributes:
-        firsts: Their first places, swapped.
+        firsts: Their first addresses, swapped.
     """
 
     __slots__ = ("_heap", "firsts")
@@ -191,7 +191,7 @@ def _class_of(length: int) -> int:
 
 
 def _least_class(count: int) -> int:
-    """Return the lowest class whose runs all have at least `count` places."""
+    """Return the lowest class whose runs all have at least `count` addresses."""
     return count if count <= _EXACT else _class_of(count - 1) + 1
 
 
@@ -201,16 +201,16 @@ class Catalog:
     def __init__(self, policy: CachePolicy, piece: int) -> None:
         """Start empty and take ownership of the policy; `piece` is the extent of `FreeRuns`."""
         self._ranking = KeyRanking(policy)
-        self._place_of = long_integers(policy.capacity_blocks)
-        """Slot of the ranking -> place of the block."""
+        self._address_of = long_integers(policy.capacity_blocks)
+        """Slot of the ranking -> address of the block."""
         self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
         self._pins: set[SlotAddress] = set()
         self._more_pins: dict[SlotAddress, int] = {}
-        """Place that is pinned more than once -> number of further pins."""
+        """Address that is pinned more than once -> number of further pins."""
         self._passed: dict[SlotAddress, int] = {}
-        """Place of a pinned block that was skipped at eviction -> its slot in the ranking."""
-        self._doomed: set[SlotAddress] = set()
+        """Address of a pinned block that was skipped at eviction -> its slot in the ranking."""
+        self._retired: set[SlotAddress] = set()
         self._claimed: set[SlotAddress] = set()
 
     def __len__(self) -> int:
@@ -218,13 +218,13 @@ class Catalog:
 
     @property
     def num_free(self) -> int:
-        """Number of free places."""
+        """Number of free addresses."""
         return self._free.num_free
 
     @property
     def num_evictable(self) -> int:
         """Number of evictable blocks."""
-        return len(self) - (len(self._pins) - len(self._doomed))
+        return len(self) - (len(self._pins) - len(self._retired))
 
     @property
     def segments(self) -> dict[int, int]:
@@ -236,31 +236,31 @@ class Catalog:
         return self._ranking.map.copy()
 
     def items(self) -> Iterator[tuple[OffloadKey, SlotAddress]]:
-        """Yield every key with its place."""
-        place_of = self._place_of
-        return ((key, place_of[slot]) for key, slot in self._ranking.map.items())
+        """Yield every key with its address."""
+        address_of = self._address_of
+        return ((key, address_of[slot]) for key, slot in self._ranking.map.items())
 
     def find(self, keys: Sequence[OffloadKey]) -> list[SlotAddress | None]:
-        """Return the place of each key, None for absent keys."""
-        place_of = self._place_of
-        return [None if slot is None else place_of[slot] for slot in self._ranking.find(keys)]
+        """Return the address of each key, None for absent keys."""
+        address_of = self._address_of
+        return [None if slot is None else address_of[slot] for slot in self._ranking.find(keys)]
 
     # -- segments -------------------------------------------------------------------------------
 
     def add_segment(self, segment: int, slots: int) -> None:
         """Add a segment whose slots are all free."""
         self._slots[segment] = slots
-        self._free.free(place_of(segment, 0), slots)
+        self._free.free(address_of(segment, 0), slots)
 
     def fill(
         self,
-        places: npt.NDArray[np.int64],
+        addresses: npt.NDArray[np.int64],
         portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]],
     ) -> bool:
         """Index the blocks found at opening.
 
         Args:
-            places: Their places, least recent first.
+            addresses: Their addresses, least recent first.
             portions: Batches of indices and keys; see `KeyRanking.fill`.
 
         Returns:
@@ -268,17 +268,17 @@ class Catalog:
         """
         slots = SlotNumbers(self._slots)
         is_free = np.ones(slots.total, dtype=np.bool_)
-        is_free[slots.of(places)[0]] = False
+        is_free[slots.of(addresses)[0]] = False
         for segment, first, behind in slots.ranges():
             self._free.drop_segment(segment)
             for start, stop in _runs(is_free[first:behind]):
-                self._free.free(place_of(segment, start), stop - start)
-        np.asarray(self._place_of)[: len(places)] = places
-        self._ranking.fill(len(places), portions)
-        return len(self._ranking.map) == len(places)
+                self._free.free(address_of(segment, start), stop - start)
+        np.asarray(self._address_of)[: len(addresses)] = addresses
+        self._ranking.fill(len(addresses), portions)
+        return len(self._ranking.map) == len(addresses)
 
     def idle_segments(self) -> list[int]:
-        """Return the segments without pinned or claimed places, fewest blocks first."""
+        """Return the segments without pinned or claimed addresses, fewest blocks first."""
         busy = set(map(segment_of, self._pins | self._claimed))
         free = dict.fromkeys(self._slots, 0)
         for first, count in self._free.runs():
@@ -294,114 +294,114 @@ class Catalog:
 
     # -- blocks ---------------------------------------------------------------------------------
 
-    def pin(self, places: Collection[SlotAddress]) -> None:
-        """Pin distinct places, so that their blocks are not evicted."""
+    def pin(self, addresses: Collection[SlotAddress]) -> None:
+        """Pin distinct addresses, so that their blocks are not evicted."""
         more = self._more_pins
-        for place in self._pins.intersection(places):
-            more[place] = more.get(place, 0) + 1
-        self._pins.update(places)
+        for address in self._pins.intersection(addresses):
+            more[address] = more.get(address, 0) + 1
+        self._pins.update(addresses)
 
-    def unpin(self, places: Collection[SlotAddress]) -> None:
-        """Remove one pin from each place."""
+    def unpin(self, addresses: Collection[SlotAddress]) -> None:
+        """Remove one pin from each address."""
         if self._more_pins:
-            places = [place for place in places if not self._is_pinned_still(place)]
-        self._pins.difference_update(places)
+            addresses = [address for address in addresses if not self._is_pinned_still(address)]
+        self._pins.difference_update(addresses)
         if self._passed:
             passed = self._passed
-            self._ranking.policy.released([passed.pop(p) for p in places if p in passed])
-        if self._doomed:
-            freed = self._doomed.intersection(places)
-            self._doomed -= freed
+            self._ranking.policy.released([passed.pop(p) for p in addresses if p in passed])
+        if self._retired:
+            freed = self._retired.intersection(addresses)
+            self._retired -= freed
             self._give_back(freed)
 
-    def _is_pinned_still(self, place: SlotAddress) -> bool:
+    def _is_pinned_still(self, address: SlotAddress) -> bool:
         """Remove one of several pins; False if there was only one."""
-        more = self._more_pins.pop(place, 0)
+        more = self._more_pins.pop(address, 0)
         if more > 1:
-            self._more_pins[place] = more - 1
+            self._more_pins[address] = more - 1
         return bool(more)
 
     def claim(
         self, incoming: Sequence[OffloadKey], ahead: int = 0
     ) -> tuple[list[SlotAddress], list[OffloadKey], list[SlotAddress]]:
-        """Claim places for absent keys, evicting blocks if needed.
+        """Claim addresses for absent keys, evicting blocks if needed.
 
         Args:
             incoming: The keys.
-            ahead: Number of further places to free when blocks are evicted. Also evicts if enough
-                places are free but scattered: evicting blocks that were stored together restores
-                adjacent places and amortises the cost.
+            ahead: Number of further addresses to free when blocks are evicted. Also evicts if
+                enough addresses are free but scattered: evicting blocks that were stored together
+                restores adjacent addresses and amortises the cost.
 
         Returns:
-            The places, ascending and adjacent within an extent if possible, fewer than the keys if
-            no more are available; the evicted keys, and their former places, parallel.
+            The addresses, ascending and adjacent within an extent if possible, fewer than the keys
+            if no more are available; the evicted keys, and their former addresses, parallel.
         """
         num_free = self._free.num_free
         count = 0
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
             count = min(max(0, len(incoming) + ahead - num_free), self.num_evictable)
         incoming = incoming[: num_free + count]
-        may_go = self._may_go if self._pins else _always
+        is_evictable = self._is_evictable if self._pins else _always
         coming = incoming
         if count > len(incoming):
             coming = [*incoming, *placeholders(count - len(incoming))]
         freed: list[SlotAddress] = []
         victims: list[OffloadKey] = []
-        slots = self._ranking.policy.make_room(coming, count, may_go)
+        slots = self._ranking.policy.make_room(coming, count, is_evictable)
         if slots:
-            freed = [self._place_of[slot] for slot in slots]
+            freed = [self._address_of[slot] for slot in slots]
             victims = self._ranking.remove(slots)
             self._give_back(freed)
         taken = self._free.take(min(len(incoming), self._free.num_free))
         self._claimed.update(taken)
         return taken, victims, freed
 
-    def _may_go(self, slot: int) -> bool:
-        place: SlotAddress = self._place_of[slot]
-        if place in self._pins:
-            self._passed[place] = slot
+    def _is_evictable(self, slot: int) -> bool:
+        address: SlotAddress = self._address_of[slot]
+        if address in self._pins:
+            self._passed[address] = slot
             return False
         return True
 
-    def release(self, places: Sequence[SlotAddress]) -> None:
-        """Free claimed places that were not used."""
-        self._claimed.difference_update(places)
-        self._give_back(places)
+    def release(self, addresses: Sequence[SlotAddress]) -> None:
+        """Free claimed addresses that were not used."""
+        self._claimed.difference_update(addresses)
+        self._give_back(addresses)
 
-    def _give_back(self, places: Iterable[SlotAddress]) -> None:
-        ascending = sorted(places)
+    def _give_back(self, addresses: Iterable[SlotAddress]) -> None:
+        ascending = sorted(addresses)
         for run in joined(ascending, 0, len(ascending)):
-            self._free.free(run.place, run.length)
+            self._free.free(run.address, run.length)
 
-    def admit(self, keys: Sequence[OffloadKey], places: Sequence[SlotAddress]) -> None:
-        """Index blocks written to claimed places, ordered head to tail."""
-        self._claimed.difference_update(places)
-        self._enter(keys[::-1], places[::-1])
+    def admit(self, keys: Sequence[OffloadKey], addresses: Sequence[SlotAddress]) -> None:
+        """Index blocks written to claimed addresses, ordered head to tail."""
+        self._claimed.difference_update(addresses)
+        self._enter(keys[::-1], addresses[::-1])
 
-    def _enter(self, keys: Sequence[OffloadKey], places: Sequence[SlotAddress]) -> None:
-        place_of = self._place_of
-        for slot, place in zip(self._ranking.admit(keys), places, strict=True):
-            place_of[slot] = place
+    def _enter(self, keys: Sequence[OffloadKey], addresses: Sequence[SlotAddress]) -> None:
+        address_of = self._address_of
+        for slot, address in zip(self._ranking.admit(keys), addresses, strict=True):
+            address_of[slot] = address
 
     def remove_unpinned(
         self, keys: Sequence[OffloadKey]
     ) -> tuple[list[OffloadKey], list[SlotAddress]]:
-        """Forget blocks without pins, given by distinct keys; return those keys and places."""
+        """Forget blocks without pins, given by distinct keys; return those keys and addresses."""
         gone = {
-            key: place
-            for key, place in zip(keys, self.find(keys), strict=True)
-            if place is not None and place not in self._pins
+            key: address
+            for key, address in zip(keys, self.find(keys), strict=True)
+            if address is not None and address not in self._pins
         }
         self._ranking.discard(list(gone))
         self._give_back(gone.values())
         return list(gone), list(gone.values())
 
-    def drop(self, key: OffloadKey, place: SlotAddress) -> None:
-        """Forget a pinned block, if it still is at this place."""
-        if self.find([key]) == [place]:
+    def drop(self, key: OffloadKey, address: SlotAddress) -> None:
+        """Forget a pinned block, if it still is at this address."""
+        if self.find([key]) == [address]:
             self._ranking.discard([key])
-            self._passed.pop(place, None)
-            self._doomed.add(place)
+            self._passed.pop(address, None)
+            self._retired.add(address)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Record a request's uses of blocks, ordered head to tail; absent ones are ignored."""
@@ -410,15 +410,15 @@ class Catalog:
     def violations(self) -> Iterable[str]:
         """Return descriptions of the violated invariants."""
         yield from self._ranking.violations()
-        places = [place for _, place in self.items()]
-        free = [place + i for place, count in self._free.runs() for i in range(count)]
-        every = [place_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
-        if sorted([*places, *free, *self._claimed, *self._doomed]) != sorted(every):
+        addresses = [address for _, address in self.items()]
+        free = [address + i for address, count in self._free.runs() for i in range(count)]
+        every = [address_of(n, i) for n, slots in self._slots.items() for i in range(slots)]
+        if sorted([*addresses, *free, *self._claimed, *self._retired]) != sorted(every):
             yield "a slot is not exactly one of free, claimed, retired and occupied"
-        if not self._more_pins.keys() <= self._pins <= {*places, *self._doomed}:
-            yield "a place is pinned that has no block"
+        if not self._more_pins.keys() <= self._pins <= {*addresses, *self._retired}:
+            yield "an address is pinned that has no block"
         skipped = self._ranking.policy.skipped()
-        if not self._pins.issuperset(self._place_of[slot] for slot in skipped):
+        if not self._pins.issuperset(self._address_of[slot] for slot in skipped):
             yield "an evictable block is skipped by the policy"
 
 

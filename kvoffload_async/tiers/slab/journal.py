@@ -1,4 +1,4 @@
-"""The on-disk journal, which maps places to keys.
+"""The on-disk journal, which maps addresses to keys.
 
 Written by the store threads, one append per job, under a lock. Removals are buffered, and written
 before the freed slots are overwritten: a writer calls `flush` first.
@@ -26,8 +26,14 @@ import numpy.typing as npt
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, sync_folder, write_all
+from kvoffload_async.tiers.slab.addresses import (
+    SlotAddress,
+    address_of,
+    joined,
+    segment_of,
+    slot_of,
+)
 from kvoffload_async.tiers.slab.layout import JOURNAL, NEXT_JOURNAL, journal_units, log_units
-from kvoffload_async.tiers.slab.places import SlotAddress, joined, place_of, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     CHECKPOINT_FRAME_RECORDS,
     DIGEST_AT,
@@ -38,11 +44,11 @@ from kvoffload_async.tiers.slab.records import (
     PackedRun,
     RecordRows,
     Records,
+    addresses_of,
     checkpoint,
     checkpoint_units,
     frame,
     picked,
-    places_of,
     removal_records,
 )
 
@@ -108,7 +114,7 @@ class _Part:
         columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)
         columns[:, :_HEAD_BYTES] = heads[slots].view(np.uint8).reshape(-1, _HEAD_BYTES)
         slots += start
-        records["place"] = slots + place_of(segment, 0)
+        records["address"] = slots + address_of(segment, 0)
         records["use"] = self.uses[slots]
         columns[:, DIGEST_AT : DIGEST_AT + DIGEST_BYTES] = self.digests[slots]
         columns[:, KEY_AT : KEY_AT + self.keys.shape[1]] = self.keys[slots]
@@ -142,34 +148,34 @@ class RecordTable:
         last_use = 0
         for start in range(0, len(rows), _REPLAY_SLOTS):
             records = picked(units, rows[start : start + _REPLAY_SLOTS])
-            segments = segment_of(records["place"])
+            segments = segment_of(records["address"])
             for segment in _distinct(segments):
                 is_mine = segments == segment
                 mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
-                self._parts[segment].fill(slot_of(mine["place"]), mine)
+                self._parts[segment].fill(slot_of(mine["address"]), mine)
             self.has_unverified = self.has_unverified or bool(
                 (records["flags"] & NEEDS_VERIFY).any()
             )
             last_use = max(last_use, int(records["use"].max()))
         self.tick = max(self.tick, min(last_use + 1, MAX_USE))
 
-    def put(self, place: SlotAddress, packed: bytes) -> None:
-        """Set the packed records of consecutive slots, the first at `place`."""
-        self._parts[segment_of(place)].put(slot_of(place), packed)
-        self.use(place, len(packed) // RECORD_BYTES)
+    def put(self, address: SlotAddress, packed: bytes) -> None:
+        """Set the packed records of consecutive slots, the first at `address`."""
+        self._parts[segment_of(address)].put(slot_of(address), packed)
+        self.use(address, len(packed) // RECORD_BYTES)
 
-    def remove(self, places: Sequence[SlotAddress]) -> bytes:
-        """Remove the blocks at these places; return their packed removal records."""
-        ascending = sorted(places)
+    def remove(self, addresses: Sequence[SlotAddress]) -> bytes:
+        """Remove the blocks at these addresses; return their packed removal records."""
+        ascending = sorted(addresses)
         for run in joined(ascending, 0, len(ascending)):
-            slot = slot_of(run.place)
-            self._parts[segment_of(run.place)].heads[slot : slot + run.length] = 0
+            slot = slot_of(run.address)
+            self._parts[segment_of(run.address)].heads[slot : slot + run.length] = 0
         return removal_records(ascending)
 
-    def use(self, place: SlotAddress, count: int = 1) -> None:
+    def use(self, address: SlotAddress, count: int = 1) -> None:
         """Record a use of a run at the current tick."""
-        slot = slot_of(place)
-        self._parts[segment_of(place)].uses[slot : slot + count] = self.tick
+        slot = slot_of(address)
+        self._parts[segment_of(address)].uses[slot : slot + count] = self.tick
         self.tick = min(self.tick + 1, MAX_USE)
 
     def halve_uses(self) -> None:
@@ -186,14 +192,14 @@ class RecordTable:
         """Return each segment's live array of ticks."""
         return {segment: part.uses for segment, part in list(self._parts.items())}
 
-    def digests(self, place: SlotAddress, count: int) -> bytes:
+    def digests(self, address: SlotAddress, count: int) -> bytes:
         """Return the concatenated checksums of a run."""
-        return self._parts[segment_of(place)].stored_digests(slot_of(place), count)
+        return self._parts[segment_of(address)].stored_digests(slot_of(address), count)
 
-    def needs_verify(self, place: SlotAddress, count: int) -> bool:
+    def needs_verify(self, address: SlotAddress, count: int) -> bool:
         """Return whether any block of a run needs verification."""
-        slot = slot_of(place)
-        heads = self._parts[segment_of(place)].heads[slot : slot + count]
+        slot = slot_of(address)
+        heads = self._parts[segment_of(address)].heads[slot : slot + count]
         return bool((heads >> np.uint32(16) & np.uint32(NEEDS_VERIFY)).any())
 
     def records_in(self, segment: int, start: int = 0, stop: int | None = None) -> Records:
@@ -318,7 +324,7 @@ class Compaction:
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
 
     def fits(self, units: int) -> bool:
-        """Return whether an append of `units` units fits, beside the records yet to be written."""
+        """Return whether an append of `units` units fits, after the records yet to be written."""
         left = checkpoint_units(self.num_slots - self.num_seen)
         return self.size_bytes // RECORD_BYTES + left + units <= self._max_units
 
@@ -421,13 +427,13 @@ class Journal:
         self.sequence = 0
         """The highest sequence number used so far."""
 
-    def open(self, end_bytes: int, sequence: int, *, anew: bool) -> bool:
+    def open(self, end_bytes: int, sequence: int, *, compact_now: bool) -> bool:
         """Open the journal for appending, and cut off a torn tail.
 
         Args:
             end_bytes: End of the valid frames.
             sequence: Highest sequence number in them.
-            anew: Compact now, to persist the verification marks.
+            compact_now: Compact now, to persist the verification marks.
 
         Returns:
             Whether the marks, if any, are on disk.
@@ -447,11 +453,11 @@ class Journal:
             try:
                 self._ops.reserve(self._fd, self._max_units * RECORD_BYTES)
                 self._prepare()
-                if anew or is_full:
+                if compact_now or is_full:
                     self._rewrite()
             except OSError as error:
                 logger.warning("journal compaction failed: %s", str(error))
-                return not anew
+                return not compact_now
         return True
 
     def reserve(self, slots: int) -> None:
@@ -474,16 +480,16 @@ class Journal:
         """Record that the folder has a new file, to be synced before appends that refer to it."""
         self._is_folder_synced = False
 
-    def note_removed(self, places: Sequence[SlotAddress]) -> None:
+    def note_removed(self, addresses: Sequence[SlotAddress]) -> None:
         """Remove blocks; the removals are on disk after the next `commit` or `flush`."""
         # Update the table first: a concurrent compaction must not write these blocks.
-        if places:
-            self._removed.append(self._table.remove(places))
+        if addresses:
+            self._removed.append(self._table.remove(addresses))
 
     def note_gone(self, records: Records) -> None:
         """Buffer removals of blocks that are not in the table, given by their records."""
         if len(records):
-            self._removed.append(removal_records(places_of(records)))
+            self._removed.append(removal_records(addresses_of(records)))
 
     def flush(self, is_awaited: Callable[[], bool]) -> None:
         """Write the buffered removals; see `commit`."""
@@ -586,8 +592,8 @@ class Journal:
     # -- internal, under the lock ---------------------------------------------------------------
 
     def _put(self, puts: Sequence[PackedRun]) -> None:
-        for place, packed in puts:
-            self._table.put(place, packed)
+        for address, packed in puts:
+            self._table.put(address, packed)
 
     def _orphan(self, puts: Sequence[PackedRun]) -> None:
         """Remove puts that may or may not be on disk; writes their removals later."""

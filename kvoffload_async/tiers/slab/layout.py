@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvoffload_async.tiers.files.ops import safe_name
+from kvoffload_async.tiers.slab.addresses import MAX_SLOTS
 from kvoffload_async.tiers.slab.manifest import (
     BASE_FEATURES,
     HEADER_BYTES,
     KEYED_FEATURES,
     Manifest,
 )
-from kvoffload_async.tiers.slab.places import MAX_SLOTS
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
 PAGE_BYTES = 4096

@@ -31,6 +31,7 @@ from kvoffload_async.tiers.files.identity import DirectoryIdentity, boot_id
 from kvoffload_async.tiers.files.locks import InUseError, lock_for_process
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, warn_of_capacity
 from kvoffload_async.tiers.files.settings import DiskSettings
+from kvoffload_async.tiers.slab.addresses import segment_of
 from kvoffload_async.tiers.slab.catalog import Catalog
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable
 from kvoffload_async.tiers.slab.layout import (
@@ -44,7 +45,6 @@ from kvoffload_async.tiers.slab.layout import (
     slot_bytes_of,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
-from kvoffload_async.tiers.slab.places import segment_of
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
     Recovered,
@@ -273,7 +273,7 @@ class OpenStore:
             if not replaces or not layout.may_replace(manifest):
                 raise ConfigError(
                     f"root_dir: {self.folder!r} contains incompatible blocks ({difference}); give "
-                    'another directory, or on_mismatch="new_namespace" for a store beside them, '
+                    'another directory, or on_mismatch="new_namespace" for a store next to them, '
                     'or "replace" to discard those of the same model and namespace'
                 )
             self._empty(found, manifest, difference)
@@ -322,7 +322,7 @@ class OpenStore:
                 data_path.table.add_segment(number, segment.slots)
         units, rows = recovered.scanned.units, recovered.scanned.rows
         if len(rows):
-            data_path.segments.skip_to(segment_of(int(units["place"][rows].max())))
+            data_path.segments.skip_to(segment_of(int(units["address"][rows].max())))
         if found.refused:
             data_path.segments.skip_to(max(found.refused))
 
@@ -339,7 +339,7 @@ class OpenStore:
         scanned, data_path = recovered.scanned, self.data_path
         data_path.table.fill(scanned.units, recovered.in_order())
         self._vouches = data_path.journal.open(
-            scanned.end_bytes, scanned.sequence, anew=recovered.needs_verify
+            scanned.end_bytes, scanned.sequence, compact_now=recovered.needs_verify
         )
         data_path.journal.note_gone(recovered.records(recovered.gone))
         return catalog
@@ -352,8 +352,8 @@ class OpenStore:
         catalog = Catalog(policy, self.data_path.extent_slots)
         for number, slots in self.data_path.table.slots().items():
             catalog.add_segment(number, slots)
-        places = recovered.scanned.units["place"][recovered.rows]
-        return catalog if catalog.fill(places, recovered.keys()) else None
+        addresses = recovered.scanned.units["address"][recovered.rows]
+        return catalog if catalog.fill(addresses, recovered.keys()) else None
 
     # -- the session ----------------------------------------------------------------------------
 

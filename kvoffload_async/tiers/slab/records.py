@@ -16,7 +16,7 @@ import xxhash
 
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, MOST_PARTS
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.slab.places import SlotAddress, SlotNumbers
+from kvoffload_async.tiers.slab.addresses import SlotAddress, SlotNumbers
 from kvoffload_async.types import OffloadKey
 
 RECORD_BYTES: Final = 128
@@ -36,14 +36,14 @@ NEEDS_VERIFY: Final = 2
 KEYED: Final = 4
 """Flag: the checksum is made with the store's integrity key."""
 KNOWN_FLAGS: Final = HAS_DIGEST | NEEDS_VERIFY | KEYED
-"""A record with another flag is a newer release's, whose block cannot be judged here."""
+"""A record with another flag is a newer release's, whose block cannot be checked here."""
 
 RECORD: Final = np.dtype(
     [
         ("kind", "u1"),
         ("key_bytes", "u1"),
         ("flags", "<u2"),
-        ("place", "<i8"),
+        ("address", "<i8"),
         ("use", "<u4"),
         ("digest", f"V{DIGEST_BYTES}"),
         ("key", f"V{MAX_KEY_BYTES}"),
@@ -67,7 +67,7 @@ _CHECK = struct.Struct("<Q")
 _HEADER_PADDING: Final = bytes(RECORD_BYTES - _PREFIX.size - _CHECK.size)
 
 PackedRun = tuple[SlotAddress, bytes]
-"""The first place of a run of adjacent blocks, and their packed records."""
+"""The first address of a run of adjacent blocks, and their packed records."""
 
 
 def put_records(
@@ -78,7 +78,7 @@ def put_records(
     *,
     is_keyed: bool = False,
 ) -> bytes:
-    """Return the packed records of blocks at consecutive places.
+    """Return the packed records of blocks at consecutive addresses.
 
     Blocks with an empty digest have no checksum. `use` is the tick of the last use.
     """
@@ -86,16 +86,16 @@ def put_records(
     flags = HAS_DIGEST | KEYED if is_keyed else HAS_DIGEST
     return b"".join(
         [
-            pack(PUT, len(key), flags if digest else 0, place, use, digest, key)
-            for place, (key, digest) in enumerate(zip(keys, digests, strict=True), first)
+            pack(PUT, len(key), flags if digest else 0, address, use, digest, key)
+            for address, (key, digest) in enumerate(zip(keys, digests, strict=True), first)
         ]
     )
 
 
-def removal_records(places: Iterable[SlotAddress]) -> bytes:
-    """Return packed removal records for places."""
+def removal_records(addresses: Iterable[SlotAddress]) -> bytes:
+    """Return packed removal records for addresses."""
     pack = _RECORD.pack
-    return b"".join([pack(REMOVE, 0, 0, place, 0, b"", b"") for place in places])
+    return b"".join([pack(REMOVE, 0, 0, address, 0, b"", b"") for address in addresses])
 
 
 def frame(sequence: int, body: bytes, seed: int, skipped: int = 0) -> bytes:
@@ -167,10 +167,10 @@ def picked(units: Records, rows: RecordRows) -> Records:
     return records
 
 
-def places_of(records: Records) -> list[SlotAddress]:
-    """Return the records' places."""
-    places: list[SlotAddress] = records["place"].tolist()
-    return places
+def addresses_of(records: Records) -> list[SlotAddress]:
+    """Return the records' addresses."""
+    addresses: list[SlotAddress] = records["address"].tolist()
+    return addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +280,14 @@ def _next_magic(units: npt.NDArray[Any], position: int) -> int:
 def live_rows(scanned: Scan, segments: Mapping[int, int]) -> RecordRows:
     """Return the journal's units whose blocks exist, in journal order.
 
-    The last record of a place is valid.
+    The last record of an address is valid.
 
     Args:
         scanned: The journal.
-        segments: Segment -> number of slots; records of other places are ignored.
+        segments: Segment -> number of slots; records of other addresses are ignored.
     """
     slots = SlotNumbers(segments)
-    index, exists = slots.of(scanned.units["place"][scanned.rows])
+    index, exists = slots.of(scanned.units["address"][scanned.rows])
     index, rows = index[exists], scanned.rows[exists]
     last = np.empty(slots.total, dtype=np.int64)
     last[index] = rows  # with equal indices, the last assignment wins

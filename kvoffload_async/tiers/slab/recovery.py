@@ -29,6 +29,7 @@ from kvoffload_async.tiers.files.ops import (
     read_file,
     write_all,
 )
+from kvoffload_async.tiers.slab.addresses import SlotNumbers, segment_of
 from kvoffload_async.tiers.slab.layout import (
     BAD_JOURNAL,
     JOURNAL,
@@ -42,7 +43,6 @@ from kvoffload_async.tiers.slab.layout import (
     segment_number,
 )
 from kvoffload_async.tiers.slab.manifest import HEADER_BYTES, Manifest, SegmentHeader
-from kvoffload_async.tiers.slab.places import SlotNumbers, segment_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
@@ -274,7 +274,7 @@ def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
     ticks = np.zeros(slots.total, dtype=np.uint32)
     for number, start, stop in slots.ranges():
         ticks[start:stop] = session.uses[number]
-    index, exists = slots.of(scanned.units["place"][rows])
+    index, exists = slots.of(scanned.units["address"][rows])
     mine = rows[exists]
     known = scanned.units["use"][mine]
     scanned.units["use"][mine] = np.maximum(known, ticks[index[exists]])
@@ -525,7 +525,7 @@ class Recovery:
         if budget.cost(slots.values()) <= budget.capacity_bytes:
             return False
         rows = by_use(scanned, rows)
-        of = segment_of(scanned.units["place"][rows])
+        of = segment_of(scanned.units["address"][rows])
         value = {n: float(np.flatnonzero(of == n).mean()) if n in of else -1.0 for n in slots}
         for number in sorted(slots, key=lambda number: (value[number], -number)):
             if budget.cost(slots.values()) <= budget.capacity_bytes:

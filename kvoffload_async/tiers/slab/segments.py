@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from kvoffload_async.block_io.contract import Run as Extent
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, write_all
+from kvoffload_async.tiers.slab.addresses import Run, segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest, SegmentHeader
-from kvoffload_async.tiers.slab.places import Run, segment_of, slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +197,10 @@ class Segments:
     def extents(self, runs: Iterable[Run], *, is_direct: bool) -> list[Extent]:
         """Return the file extents of runs. Thread: any."""
         manifest, found = self._manifest, []
-        for place, _, length in runs:
-            segment = self._open[segment_of(place)]
+        for address, _, length in runs:
+            segment = self._open[segment_of(address)]
             fd = segment.direct_fd if is_direct and segment.direct_fd >= 0 else segment.fd
-            found.append(Extent(fd, manifest.offset_of(slot_of(place)), length))
+            found.append(Extent(fd, manifest.offset_of(slot_of(address)), length))
         return found
 
     # -- internal -------------------------------------------------------------------------------

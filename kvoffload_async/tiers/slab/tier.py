@@ -24,17 +24,17 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, unusable
+from kvoffload_async.tiers.slab.addresses import SlotAddress
 from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
 from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
 from kvoffload_async.tiers.slab.opening import OpenStore, SlabSettings
-from kvoffload_async.tiers.slab.places import SlotAddress
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
 from kvoffload_async.tiers.slab.transfers import (
     Blocks,
     LoadBatch,
     StoreBatch,
     create_transfers,
-    in_order_of_places,
+    in_order_of_addresses,
 )
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 
@@ -84,7 +84,7 @@ class SlabTier(AsyncTier):
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
         self._pinned: dict[OffloadKey, list[SlotAddress]] = {}
-        """Pinned key -> a place for each pin."""
+        """Pinned key -> an address for each pin."""
 
     def opening_s(self, block_bytes: int) -> float:
         """Return an upper bound of the time to read a full journal, in seconds."""
@@ -125,8 +125,10 @@ class SlabTier(AsyncTier):
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are stored."""
-        places = self._opened().catalog.find(keys)
-        return frozenset(key for key, place in zip(keys, places, strict=True) if place is not None)
+        addresses = self._opened().catalog.find(keys)
+        return frozenset(
+            key for key, address in zip(keys, addresses, strict=True) if address is not None
+        )
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Write the blocks that are not stored yet."""
@@ -134,12 +136,12 @@ class SlabTier(AsyncTier):
         while busy := self._written_by_others(job.keys):
             await asyncio.wait(busy)  # ends, because each job that writes them ends
         found = store.catalog.find(job.keys)
-        absent = [index for index, place in enumerate(found) if place is None]
+        absent = [index for index, address in enumerate(found) if address is None]
         missing: Sequence[OffloadKey] = job.keys
         present: list[SlotAddress] = []
         if len(absent) < len(found):
             missing = [job.keys[index] for index in absent]
-            present = [place for place in found if place is not None]
+            present = [address for address in found if address is not None]
             store.catalog.pin(present)
         done = self._loop.create_future()
         self._writing.update(dict.fromkeys(missing, done))
@@ -149,8 +151,10 @@ class SlabTier(AsyncTier):
             return await self._store_absent(store, job, absent)
         except BaseException:
             # The job fails as a whole, but journalled blocks are in the store.
-            places = store.catalog.find(missing)
-            stored = [key for key, place in zip(missing, places, strict=True) if place is not None]
+            addresses = store.catalog.find(missing)
+            stored = [
+                key for key, address in zip(missing, addresses, strict=True) if address is not None
+            ]
             self._environment().blocks_appeared(stored)
             raise
         finally:
@@ -166,14 +170,14 @@ class SlabTier(AsyncTier):
         found = store.catalog.find(job.keys)
         failures: dict[int, TierError] = {
             index: BlockMissingError(f"{block_text(job.keys[index])} is not stored")
-            for index, place in enumerate(found)
-            if place is None
+            for index, address in enumerate(found)
+            if address is None
         }
-        blocks, order = in_order_of_places(job, found)
+        blocks, order = in_order_of_addresses(job, found)
         if not order:
             return failures
         batch = LoadBatch(store.data_path, blocks)
-        store.catalog.pin(blocks.places)
+        store.catalog.pin(blocks.addresses)
         try:
             await self._transfers.load(batch)
             failures |= {order[index]: error for index, error in batch.failures.items()}
@@ -183,8 +187,8 @@ class SlabTier(AsyncTier):
             store.catalog.used(used)
         finally:
             for index in batch.corrupt:  # also if cancelled: their records are gone
-                store.catalog.drop(blocks.keys[index], blocks.places[index])
-            store.catalog.unpin(blocks.places)
+                store.catalog.drop(blocks.keys[index], blocks.addresses[index])
+            store.catalog.unpin(blocks.addresses)
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -197,29 +201,29 @@ class SlabTier(AsyncTier):
         if self._store is None:
             return
         found = zip(keys, self._store.catalog.find(keys), strict=True)
-        present = {key: place for key, place in found if place is not None}
+        present = {key: address for key, address in found if address is not None}
         self._store.catalog.pin(present.values())
-        for key, place in present.items():
-            self._pinned.setdefault(key, []).append(place)
+        for key, address in present.items():
+            self._pinned.setdefault(key, []).append(address)
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Remove one pin from each block."""
-        places = []
+        addresses = []
         for key in keys:
             if pins := self._pinned.get(key):
-                places.append(pins.pop())
+                addresses.append(pins.pop())
                 if not pins:
                     del self._pinned[key]
         if self._store is not None:
-            self._store.catalog.unpin(places)
+            self._store.catalog.unpin(addresses)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove blocks; on disk, they are removed with the next append to the journal."""
         if self._store is None or self._env is None:
             return
-        gone, places = self._store.catalog.remove_unpinned(list(dict.fromkeys(keys)))
+        gone, addresses = self._store.catalog.remove_unpinned(list(dict.fromkeys(keys)))
         if gone:
-            self._store.data_path.journal.note_removed(places)
+            self._store.data_path.journal.note_removed(addresses)
             self._env.blocks_evicted(gone)
 
     async def close(self) -> None:
@@ -268,7 +272,7 @@ class SlabTier(AsyncTier):
             if not left:
                 break
             # Blocks written so far count as stored, so they must not be evicted now.
-            held = [place for place in store.catalog.find(job.keys) if place is not None]
+            held = [address for address in store.catalog.find(job.keys) if address is not None]
             store.catalog.pin(held)
             try:
                 if not await allocator.shrink(seen):
@@ -288,28 +292,28 @@ class SlabTier(AsyncTier):
         rows: Sequence[int],
         indices: Sequence[int],
     ) -> dict[int, TierError]:
-        """Write as many absent blocks as there are free places, head first."""
+        """Write as many absent blocks as there are free addresses, head first."""
         if not indices:
             return {}
         if len(indices) < len(keys):
             keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
-        places = await self._allocator.claim(keys)
+        addresses = await self._allocator.claim(keys)
         why = self._allocator.why_limited or "nothing to evict"
         unplaced = TierFullError(f"no free slot in {self._settings.root_dir}: {why}")
-        failures: dict[int, TierError] = dict.fromkeys(indices[len(places) :], unplaced)
-        if not places:
+        failures: dict[int, TierError] = dict.fromkeys(indices[len(addresses) :], unplaced)
+        if not addresses:
             return failures
-        mine = keys[: len(places)]
-        batch = StoreBatch(store.data_path, Blocks(mine, places, rows[: len(places)]))
+        mine = keys[: len(addresses)]
+        batch = StoreBatch(store.data_path, Blocks(mine, addresses, rows[: len(addresses)]))
         try:
             await self._transfers.store(batch)
         except BaseException:
             if batch.is_journalled:
-                self._take_in(store, batch, mine, places)
+                self._take_in(store, batch, mine, addresses)
             else:
-                store.catalog.release(places)
+                store.catalog.release(addresses)
             raise
-        self._take_in(store, batch, mine, places)
+        self._take_in(store, batch, mine, addresses)
         if len(batch.failures) < len(mine):
             self._allocator.note_shrunk(has_helped=True)
         for i, error in batch.failures.items():
@@ -321,15 +325,15 @@ class SlabTier(AsyncTier):
         store: OpenStore,
         batch: StoreBatch,
         keys: Sequence[OffloadKey],
-        places: list[SlotAddress],
+        addresses: list[SlotAddress],
     ) -> None:
         """Add the written blocks of a batch to the catalog."""
         bad = batch.failures
         if bad:
-            store.catalog.release([places[index] for index in bad])
+            store.catalog.release([addresses[index] for index in bad])
             good = [index for index in range(len(keys)) if index not in bad]
-            keys, places = [keys[i] for i in good], [places[i] for i in good]
-        store.catalog.admit(keys, places)
+            keys, addresses = [keys[i] for i in good], [addresses[i] for i in good]
+        store.catalog.admit(keys, addresses)
 
     # -- opening and closing ----------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from kvoffload_async.tiers.files.coalescing import Coalescer
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES, BlockDigester
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, mapped
+from kvoffload_async.tiers.slab.addresses import Run, SlotAddress, joined, segment_of
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable, split_digests
-from kvoffload_async.tiers.slab.places import Run, SlotAddress, joined, segment_of
 from kvoffload_async.tiers.slab.records import PackedRun, put_records
 from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
@@ -67,27 +67,27 @@ class Blocks(NamedTuple):
 
     Attributes:
         keys: Keys of the blocks.
-        places: Places in the store; those of each extent ascend.
+        addresses: Addresses in the store; those of each extent ascend.
         rows: Rows in the primary.
     """
 
     keys: Sequence[OffloadKey]
-    places: Sequence[SlotAddress]
+    addresses: Sequence[SlotAddress]
     rows: Sequence[int]
 
 
-def in_order_of_places(
+def in_order_of_addresses(
     job: JobMetadata, found: Sequence[SlotAddress | None]
 ) -> tuple[Blocks, Sequence[int]]:
-    """Return a job's found blocks in ascending order of places, and their job indices."""
+    """Return a job's found blocks in ascending order of addresses, and their job indices."""
     rows: list[int] = job.block_ids.tolist()
-    places = [place for place in found if place is not None]
-    if len(places) == len(found) and sorted(places) == places:
-        return Blocks(job.keys, places, rows), range(len(places))
-    order = sorted((place, index) for index, place in enumerate(found) if place is not None)
+    addresses = [address for address in found if address is not None]
+    if len(addresses) == len(found) and sorted(addresses) == addresses:
+        return Blocks(job.keys, addresses, rows), range(len(addresses))
+    order = sorted((address, index) for index, address in enumerate(found) if address is not None)
     indices = [index for _, index in order]
     keys = [job.keys[index] for index in indices]
-    return Blocks(keys, sorted(places), [rows[index] for index in indices]), indices
+    return Blocks(keys, sorted(addresses), [rows[index] for index in indices]), indices
 
 
 class Batch:
@@ -96,14 +96,14 @@ class Batch:
     Attributes:
         blocks: The blocks.
         indices: Their indices.
-        runs: Runs of adjacent places.
+        runs: Runs of adjacent addresses.
         failures: Index in the batch -> the block's error.
         error: Set if the whole batch failed.
         wants_digests: Whether to compute checksums.
     """
 
     def __init__(self, data_path: DataPath, blocks: Blocks, piece: int) -> None:
-        """Create a batch; places ascend within each group of `piece` blocks."""
+        """Create a batch; addresses ascend within each group of `piece` blocks."""
         self._data_path = data_path
         self.blocks = blocks
         count = len(blocks.keys)
@@ -111,7 +111,7 @@ class Batch:
         self.runs: Sequence[Run] = [
             run
             for start in range(0, count, piece)
-            for run in joined(blocks.places, start, min(start + piece, count))
+            for run in joined(blocks.addresses, start, min(start + piece, count))
         ]
         self.failures: dict[int, TierError] = {}
         self.error: TierError | None = None
@@ -120,8 +120,8 @@ class Batch:
 
     @property
     def segments(self) -> set[int]:
-        """The segments that contain its places."""
-        return {segment_of(run.place) for run in self.runs}
+        """The segments that contain its addresses."""
+        return {segment_of(run.address) for run in self.runs}
 
     def take(self, moved: Moved) -> None:
         """Take over the digests of all blocks."""
@@ -155,7 +155,7 @@ class Batch:
 
 
 class StoreBatch(Batch):
-    """Blocks to write into claimed places; journalled together after writing.
+    """Blocks to write into claimed addresses; journalled together after writing.
 
     Attributes:
         is_journalled: Whether the blocks that did not fail are journalled.
@@ -172,12 +172,12 @@ class StoreBatch(Batch):
         runs = self.runs
         if self.failures:
             runs = [
-                Run(run.place + offset, run.start + offset, 1)
+                Run(run.address + offset, run.start + offset, 1)
                 for run in runs
                 for offset in range(run.length)
                 if run.start + offset not in self.failures
             ]
-        return [(run.place, self._packed(run)) for run in runs]
+        return [(run.address, self._packed(run)) for run in runs]
 
     def _packed(self, run: Run) -> bytes:
         digests = [b""] * run.length
@@ -185,7 +185,7 @@ class StoreBatch(Batch):
             digests = split_digests(self._digests_of(run))
         return put_records(
             self.blocks.keys[run.start : run.start + run.length],
-            run.place,
+            run.address,
             digests,
             self._data_path.table.tick,
             is_keyed=self._data_path.digester.is_keyed,
@@ -201,7 +201,7 @@ class StoreBatch(Batch):
         """
         written = [run for batch in batches for run in batch.records()]
         try:
-            numbers = {segment_of(place) for place, _ in written}
+            numbers = {segment_of(address) for address, _ in written}
             data_path.segments.check(numbers)
             if data_path.fdatasync:
                 data_path.segments.sync(numbers, min(batch.sync_failures for batch in batches))
@@ -215,7 +215,7 @@ class StoreBatch(Batch):
 
 
 class LoadBatch(Batch):
-    """Blocks to read from pinned, ascending places, and to verify.
+    """Blocks to read from pinned, ascending addresses, and to verify.
 
     Attributes:
         corrupt: Batch indices of corrupt blocks; their records are removed.
@@ -230,7 +230,7 @@ class LoadBatch(Batch):
             self._verified = [
                 run
                 for run in self.runs
-                if table.has_unverified and table.needs_verify(run.place, run.length)
+                if table.has_unverified and table.needs_verify(run.address, run.length)
             ]
             self.wants_digests = bool(self._verified)
 
@@ -244,22 +244,22 @@ class LoadBatch(Batch):
         """Record the uses of the blocks, and verify checksums; drop corrupt blocks."""
         table = self._data_path.table
         for run in self.runs:
-            table.use(run.place, run.length)
+            table.use(run.address, run.length)
         for run in self._verified:
-            stored = table.digests(run.place, run.length)
+            stored = table.digests(run.address, run.length)
             if self._digests_of(run) != stored:
                 self._compare(run, split_digests(stored))
 
     def _compare(self, run: Run, stored: Sequence[bytes]) -> None:
         for index, digest in enumerate(stored, run.start):
-            found = self._digests_of(Run(run.place, index, 1))
+            found = self._digests_of(Run(run.address, index, 1))
             if index not in self.failures and found != digest:
                 self._drop(index, "has a wrong checksum")
 
     def _drop(self, index: int, what: str) -> None:
         key = self.blocks.keys[index]
         self.failures[index] = CorruptBlockError(f"{block_text(key)} {what}")
-        self._data_path.journal.note_removed((self.blocks.places[index],))
+        self._data_path.journal.note_removed((self.blocks.addresses[index],))
         self.corrupt.append(index)
 
 
@@ -364,7 +364,7 @@ class Transfers:
             for offset in range(run.length if run.length > 1 else 0):
                 index = run.start + offset
                 if errors.get(index, ENDED_EARLY) != ENDED_EARLY:
-                    single = (Run(run.place + offset, index, 1),)
+                    single = (Run(run.address + offset, index, 1),)
                     moved = await self._move_runs(direction, batch, single)
                     batch.take_some(single, moved)
                     del errors[index]

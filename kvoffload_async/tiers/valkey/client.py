@@ -48,7 +48,7 @@ _REFUSALS: Final = (
 class ValkeyClient(RemoteClient):
     """Blocks as strings of a server: SET NX PX, GETRANGE, pipelined."""
 
-    place: ClassVar[str] = "valkey"
+    location: ClassVar[str] = "valkey"
     answers_many: ClassVar[bool] = True
 
     def __init__(

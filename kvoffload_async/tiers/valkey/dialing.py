@@ -9,11 +9,19 @@ import asyncio
 import socket
 import ssl
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvoffload_async.tiers.remote.lookups import Lookups
 
 SockAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+_TCP_OPTIONS: Final = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+}
+"""As the library sets them on connections of its own: a dead peer is noticed within 45 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,9 @@ async def _connect(address: SockAddress) -> socket.socket:
     connected = socket.socket(family, socket.SOCK_STREAM)
     try:
         connected.setblocking(False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _TCP_OPTIONS.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
         await asyncio.get_running_loop().sock_connect(connected, where)
     except BaseException:
         connected.close()

@@ -9,14 +9,14 @@ import asyncio
 import random
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import hiredis  # noqa: F401 - the library parses with it, and `BoundedReader` relies on that
 from redis import exceptions
-from redis._parsers import _AsyncHiredisParser
 from redis.asyncio import Connection, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -151,31 +151,28 @@ _MOST_ASKED: Final = 3
 """Maximum number of nodes asked for the slot owners before giving up."""
 
 
-class BoundedParser(_AsyncHiredisParser):
-    """The library's parser, which receives no bytes of a reply that exceeds its bound."""
+class BoundedReader(asyncio.StreamReader):
+    """A stream that passes on no bytes of a reply that exceeds its bound.
 
-    __slots__ = ("_bounds",)
+    hiredis reads a stream by `read` alone; the library's parser in Python would not.
+    """
 
-    def on_connect(self, connection: Connection) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start with the first reply of a connection."""
-        super().on_connect(connection)  # type: ignore[no-untyped-call] # of the library
+        super().__init__(loop=loop)
         self._bounds = ReplyBounds()
 
-    async def read_from_socket(self) -> bool:
-        """Read bytes, and pass them to the parser if they are within bounds.
+    async def read(self, n: int = -1) -> bytes:
+        """Read bytes, and return them if they are within bounds.
 
         Raises:
             ReplyError: They exceed a bound; the library closes the connection.
-            ConnectionError: The server closed the connection.
         """
-        stream, reader = cast("asyncio.StreamReader", self._stream), cast("Any", self._reader)
-        data = await stream.read(self._read_size)
-        if not data:
-            raise exceptions.ConnectionError("the server closed the connection")
-        heard()
-        self._bounds.feed(data)
-        reader.feed(data)
-        return True
+        data = await super().read(n)
+        if data:
+            heard()
+            self._bounds.feed(data)
+        return data
 
 
 class RoutedConnection(Connection):
@@ -199,7 +196,6 @@ class RoutedConnection(Connection):
         self._route = route
         self._log_in = log_in
         self._generation = route.generation
-        self._arguments: Mapping[str, Any] = {}
 
     async def connect(self) -> None:
         """Connect, unless connected already by a route that has not been left."""
@@ -208,17 +204,20 @@ class RoutedConnection(Connection):
         await super().connect()  # type: ignore[no-untyped-call] # of the library
 
     async def _connect(self) -> None:
+        """Open the streams: the method that a connection of the library must have."""
         self._generation = self._route.generation
         login = await self._log_in()
         self.password = login.password
-        self._arguments = {"sock": await self._route.connect()}
-        if login.tls is not None:
-            self._arguments |= {"ssl": login.tls, "server_hostname": self.host}
-        await super()._connect()  # type: ignore[no-untyped-call] # of the library
-
-    def _connection_arguments(self) -> Mapping[str, Any]:
-        arguments, self._arguments = self._arguments, {}
-        return arguments
+        connected = await self._route.connect()
+        loop = asyncio.get_running_loop()
+        reader = BoundedReader(loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        server_name = None if login.tls is None else self.host
+        async with asyncio.timeout(self.socket_connect_timeout):
+            transport, _ = await loop.create_connection(
+                lambda: protocol, sock=connected, ssl=login.tls, server_hostname=server_name
+            )
+        self._reader, self._writer = reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +417,6 @@ class Nodes:
             socket_connect_timeout=connection.connect_timeout_s,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            parser_class=BoundedParser,
             socket_read_size=_READ_BYTES,
         )
         gate = asyncio.Semaphore(connection.most_connections)

@@ -13,7 +13,7 @@ from core.terms import k
 from core.tiers import NativeTier
 from core.world import DOWN, NEVER_OPENS
 
-from kvoffload_async.abc.events import JobOverdue, JobSettled
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.cascades import RecentKeys
 from kvoffload_async.core.invariants import check_state
@@ -343,7 +343,7 @@ class Host:
         run = [key for head in list(room.queue)[:1] for key in head.wants][: room.budget]
         absent = [key for key in run if self.primary.lookup(key) is MISS]
         readable = [key for key in run if self.primary.lookup(key) is HIT]
-        return len(absent) <= self.primary.room_beside(readable)
+        return len(absent) <= self.primary.room_excluding(readable)
 
     def _num_stored(self):
         """Return the number of blocks that are being stored, or not yet in all tiers."""
@@ -394,12 +394,12 @@ class Host:
             case "overdue":
                 event = JobOverdue(job.job_id, TierTimeoutError("scripted"))
             case "fails":
-                event = JobSettled(job.job_id, job_error=DOWN)
+                event = JobFinished(job.job_id, job_error=DOWN)
             case "fails in part":
-                event = JobSettled(job.job_id, {0: BlockMissingError("scripted")})
+                event = JobFinished(job.job_id, {0: BlockMissingError("scripted")})
                 tier.contents.pop(job.keys[0], None)
             case _:
-                event = JobSettled(job.job_id)
+                event = JobFinished(job.job_id)
                 if not is_promotion:
                     tier.contents.update((key, self.names[key]) for key in job.keys)
         tier.state.handle(event)
@@ -543,7 +543,7 @@ class Host:
                     for key, slot, _ in self.primary.resident()
                 )
             ),
-            (queue.is_shut, queue.is_wanted, queue.heeding_from),
+            (queue.is_shut, queue.is_wanted, queue.protecting_from),
             (max(0.0, paused_s), queue._pause_s),
             state.is_silent,
             bool(jobs) and self._age(state._quiet_since_s),

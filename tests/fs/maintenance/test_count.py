@@ -159,7 +159,7 @@ def test_a_block_that_is_being_replaced_is_counted_until_it_is_not(place, replac
     assert next(looks) > 2
 
 
-def test_beside_an_operation_that_does_not_end_the_count_is_not_judged(
+def test_beside_an_operation_that_does_not_end_the_count_is_not_checked(
     place, replacing, monkeypatch
 ):
     monkeypatch.setattr(inspection, "_LOOKS", 2)

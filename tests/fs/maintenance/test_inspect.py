@@ -108,7 +108,7 @@ def test_writers_that_cannot_be_listed_are_unknown(store, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(WriterRegistry, "judged", refuse)
+        patch.setattr(WriterRegistry, "classify", refuse)
         found = store.run("inspect")
     assert (found["living_writers"], found["temps_foreign"]) == (0, 1)
     living.unregister()

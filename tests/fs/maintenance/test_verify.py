@@ -1,4 +1,4 @@
-"""`kvoffload store verify`: how every block is read and judged, whatever happens meanwhile."""
+"""`kvoffload store verify`: how every block is read and checked, whatever happens meanwhile."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def test_verify_counts_files_without_a_digest_and_is_content_with_them(store):
     assert "without a digest" in store.command.run("store", "verify", store.root).stdout
 
 
-def test_without_a_manifest_the_usual_length_judges_files_without_a_digest(store):
+def test_without_a_manifest_the_usual_length_checks_files_without_a_digest(store):
     (manifest,) = store.root.glob("*/config.json")
     manifest.unlink()
     for path in store.blocks:

@@ -52,7 +52,7 @@ def net_rows(pid, name):
 
 
 def damage(tier, key, master):
-    store, name = master.host.store, tier._place.names([key])[0]
+    store, name = master.host.store, tier._state.names([key])[0]
     value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
     value[-1] ^= 1
     assert store.remove(name, True) == store.put(name, value.tobytes()) == 0
@@ -187,8 +187,8 @@ def test_a_closed_tier_says_so(master):
 )
 def test_options_that_cannot_work_are_named(key, value):
     given = {"type": "mooncake", "model": "m", "master": "h:1", "metadata_url": "http://h/m"}
-    (place,) = SecondaryTierFactory.check_config(given)
-    assert (place.key, place.is_exclusive) == ("master", False)
+    (location,) = SecondaryTierFactory.check_config(given)
+    assert (location.key, location.is_exclusive) == ("master", False)
     with pytest.raises(ConfigError, match=key):
         SecondaryTierFactory.check_config({**given, key: value})
 

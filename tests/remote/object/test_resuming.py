@@ -53,7 +53,7 @@ class Progress:
 
 
 def run(url, call, pages, after):
-    """Call every store until so many pages were read; return findings and the place."""
+    """Call every store until so many pages were read; return findings and the position."""
     answers = itertools.chain(itertools.repeat(False, pages), itertools.repeat(True))
     progress = Progress()
     stops = []
@@ -141,8 +141,8 @@ def stopped(connection, monkeypatch):
 
 
 def go_on(connection, verb, stopped_result, *options):
-    (place,) = re.findall(r"resume with --after (\S+)\n", stopped_result.stderr)
-    arguments = ["store", verb, connection.url, "--json", *options, "--after", place]
+    (location,) = re.findall(r"resume with --after (\S+)\n", stopped_result.stderr)
+    arguments = ["store", verb, connection.url, "--json", *options, "--after", location]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code in {0, 1}, done.output
     return done

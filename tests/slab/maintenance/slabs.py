@@ -10,10 +10,10 @@ from kvoffload_async.facade.disk import SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, LOCK, MANIFEST, segment_name
 from kvoffload_async.tiers.slab.maintenance.inspection import read_contents
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
-from kvoffload_async.tiers.slab.records import keys_of, places_of
+from kvoffload_async.tiers.slab.records import addresses_of, keys_of
 from kvoffload_async.types import JobMetadata, LookupResult, ReqContext, as_block_ids
 
 BLOCK = 4096
@@ -86,18 +86,18 @@ class Slab:
         assert all(np.array_equal(self.rows[i], self.truth[i]) for i in loaded)
         return loaded
 
-    def place(self, number):
+    def address(self, number):
         contents = self.contents()
-        places = dict(zip(keys_of(contents.live), places_of(contents.live), strict=True))
-        place = places[key_of(number)]
-        offset = contents.manifest.offset_of(slot_of(place))
-        return self.folder / segment_name(segment_of(place)), offset
+        addresses = dict(zip(keys_of(contents.live), addresses_of(contents.live), strict=True))
+        address = addresses[key_of(number)]
+        offset = contents.manifest.offset_of(slot_of(address))
+        return self.folder / segment_name(segment_of(address)), offset
 
     def offset_of(self, slot):
         return self.contents().manifest.offset_of(slot)
 
     def flip(self, number, at=100):
-        path, offset = self.place(number)
+        path, offset = self.address(number)
         flip(path, offset + at)
 
     def run(self, verb, *arguments, exit_code=0, directory=None):

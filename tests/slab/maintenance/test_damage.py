@@ -11,14 +11,14 @@ from slab.stores import flip
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import BlockDigester
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import BAD_JOURNAL, JOURNAL, NEXT_JOURNAL, segment_name
 from kvoffload_async.tiers.slab.manifest import HEADER_BYTES
-from kvoffload_async.tiers.slab.places import segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     RECORD_BYTES,
+    addresses_of,
     frame,
     keys_of,
-    places_of,
     put_records,
 )
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 def test_a_flipped_bit_is_named_by_verify_and_dropped_by_gc(slab):
     slab.flip(3)
-    path, offset = slab.place(3)
+    path, offset = slab.address(3)
     slot = (offset - slab.offset_of(0)) // BLOCK
     complaint = (
         f"corrupt: {key_of(3).hex()} (segment {int(path.stem[-6:])}, slot {slot}): wrong checksum"
@@ -89,9 +89,9 @@ def test_blocks_before_damage_are_suspect_and_served_once_verified(slab):
 
 def test_of_two_records_of_a_key_the_later_one_counts(slab):
     """As it is when the removal of the first was damaged."""
-    path, offset = slab.place(3)
+    path, offset = slab.address(3)
     contents = slab.contents()
-    free = max(places_of(contents.live)) + 1
+    free = max(addresses_of(contents.live)) + 1
     with (slab.folder / segment_name(segment_of(free))).open("r+b") as file:
         file.seek(slab.offset_of(slot_of(free)))
         file.write(path.read_bytes()[offset : offset + BLOCK])
@@ -102,7 +102,7 @@ def test_of_two_records_of_a_key_the_later_one_counts(slab):
         file.write(frame(contents.scanned.sequence + 1, puts, seed))
     slab.flip(2)
     assert slab.run("gc", "--corrupt")["blocks"] == 11
-    assert slab.place(3)[1] == slab.offset_of(slot_of(free))
+    assert slab.address(3)[1] == slab.offset_of(slot_of(free))
     assert slab.served() == [i for i in range(12) if i != 2]
 
 
@@ -122,7 +122,7 @@ def test_without_a_journal_nothing_can_be_served_and_inspect_says_so(slab):
 
 
 def test_a_shortened_segment_loses_only_what_was_behind_its_end(slab):
-    path, _ = slab.place(0)
+    path, _ = slab.address(0)
     os.truncate(path, slab.offset_of(3) + 1)
     found = slab.run("verify")
     assert found["verification"]["verified"] == found["blocks"] == 7
@@ -168,8 +168,8 @@ def test_gc_keeps_exactly_what_verifies_whatever_is_damaged(command, data):
     contents = slab.contents()
     sound = {
         key
-        for key, place in zip(keys_of(contents.live), places_of(contents.live), strict=True)
-        if _is_sound(slab, key, place)
+        for key, address in zip(keys_of(contents.live), addresses_of(contents.live), strict=True)
+        if _is_sound(slab, key, address)
     }
     assert slab.run("gc", "--corrupt")["blocks"] == len(sound)
     assert {key_of(number) for number in slab.served()} == sound
@@ -179,8 +179,8 @@ def test_gc_keeps_exactly_what_verifies_whatever_is_damaged(command, data):
     slab.close()
 
 
-def _is_sound(slab, key, place):
-    data = (slab.folder / segment_name(segment_of(place))).read_bytes()
-    offset = slab.offset_of(slot_of(place))
+def _is_sound(slab, key, address):
+    data = (slab.folder / segment_name(segment_of(address))).read_bytes()
+    offset = slab.offset_of(slot_of(address))
     number = next(i for i in range(NUM_BLOCKS) if key_of(i) == key)
     return data[offset : offset + BLOCK] == slab.truth[number].tobytes()

@@ -29,7 +29,7 @@ def test_gc_drops_corrupt_blocks_only_when_asked(slab):
 
 
 def test_gc_keeps_what_cannot_be_read_just_now(slab, monkeypatch):
-    (path, _), (other, _) = slab.place(0), slab.place(11)
+    (path, _), (other, _) = slab.address(0), slab.address(11)
     assert path != other
 
     slab.flip(0)

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
-from kvoffload_async.tiers.files.ops import Entry, FileOps, names_in, read_all, read_file
+from kvoffload_async.tiers.files.ops import Entry, FileOps, names_in, read_all
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
 from kvoffload_async.tiers.fs.usage import Usage, read_usage
@@ -67,30 +67,39 @@ class FoundNamespace(Namespace):
         return length if is_own and type(length) is int and length > 0 else None
 
 
-def find_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
+async def find_namespaces(io: MaintenanceIo, directory: str) -> list[FoundNamespace]:
     """Return the namespaces below an absolute directory, ordered by name.
 
     Raises:
         OSError: The directory cannot be read.
-
-    May be called from any thread. Blocks on file I/O.
     """
+    return [
+        FoundNamespace(
+            directory,
+            match,
+            await read_manifest(io, _manifest_path(directory, match)),
+            is_vllms=has_vllms_layout(names),
+        )
+        for match, names in await io.run(_list_namespaces, io.ops, directory)
+    ]
+
+
+def _list_namespaces(ops: FileOps, directory: str) -> list[tuple[re.Match[str], list[str]]]:
+    """Return the names of the namespaces in a directory, each with the names of its entries."""
     namespaces = []
     found = (path.rpartition("/")[2] for path in folders_in(ops, directory))
     for match in filter(None, map(_FOLDER.fullmatch, found)):
         names: list[str] = []
         with contextlib.suppress(OSError):  # reported when it is walked
             names = names_in(ops, f"{directory}/{match[0]}")
-        manifest = read_manifest(ops, _manifest_path(directory, match))
-        is_vllms = has_vllms_layout(names)
-        namespaces.append(FoundNamespace(directory, match, manifest, is_vllms=is_vllms))
+        namespaces.append((match, names))
     return namespaces
 
 
-def read_manifest(ops: FileOps, path: str) -> Mapping[str, Any] | None:
+async def read_manifest(io: MaintenanceIo, path: str) -> Mapping[str, Any] | None:
     """Return a run configuration, or None if it is missing or unreadable."""
     try:
-        fields = json.loads(bytes(read_file(ops, path, _MAX_MANIFEST_BYTES)))
+        fields = json.loads(await io.read_file(path, _MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
@@ -333,7 +342,7 @@ def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writ
     """Return the writers; `now_s` defaults to this host's clock. Thread-safe."""
     registry = WriterRegistry(ops, folder)
     try:
-        living, dead = registry.judged(time.time() if now_s is None else now_s)
+        living, dead = registry.classify(time.time() if now_s is None else now_s)
     except OSError:
         return Writers()
     return Writers(frozenset(living), frozenset(dead))

@@ -286,8 +286,8 @@ class FsMaintenance(FolderMaintenance):
         self._namespace = namespace
 
     @classmethod
-    def _find(cls, ops: FileOps, directory: str) -> Sequence[Self]:
-        return [cls(namespace, ops) for namespace in find_namespaces(ops, directory)]
+    async def _find(cls, io: MaintenanceIo, directory: str) -> Sequence[Self]:
+        return [cls(namespace, io.ops) for namespace in await find_namespaces(io, directory)]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)

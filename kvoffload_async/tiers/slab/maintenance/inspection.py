@@ -24,6 +24,7 @@ from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import holder_of
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
 from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, read_all
+from kvoffload_async.tiers.slab.addresses import SlotAddress, segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import (
     BAD_JOURNAL,
     JOURNAL,
@@ -33,7 +34,6 @@ from kvoffload_async.tiers.slab.layout import (
     segment_number,
 )
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
-from kvoffload_async.tiers.slab.places import SlotAddress, segment_of, slot_of
 from kvoffload_async.tiers.slab.records import (
     HAS_DIGEST,
     KEYED,
@@ -42,8 +42,8 @@ from kvoffload_async.tiers.slab.records import (
     RecordRows,
     Records,
     Scan,
+    addresses_of,
     keys_of,
-    places_of,
     scan,
 )
 from kvoffload_async.tiers.slab.recovery import (
@@ -344,7 +344,7 @@ async def verify_slab(
         return
     live = contents.live
     checker = await io.run(SlotChecker, io.ops, folder, contents.manifest, live, key)
-    rows: RecordRows = np.argsort(live["place"], kind="stable")
+    rows: RecordRows = np.argsort(live["address"], kind="stable")
     doubtful: dict[int, VerdictAndReason] = {}
     for _ in range(_LOOKS):
         io.control.expect(len(rows))
@@ -373,9 +373,9 @@ async def verify_slab(
 
 
 def _name_of(record: Records) -> str:
-    """Return a block's key in hex digits, and its place."""
-    (key,), (place,) = keys_of(record), places_of(record)
-    return f"{key.hex()} (segment {segment_of(place)}, slot {slot_of(place)})"
+    """Return a block's key in hex digits, and its address."""
+    (key,), (address,) = keys_of(record), addresses_of(record)
+    return f"{key.hex()} (segment {segment_of(address)}, slot {slot_of(address)})"
 
 
 class SlotChecker:
@@ -394,7 +394,7 @@ class SlotChecker:
         self._manifest = manifest
         self._digester = create_digester(manifest.layout, key)
         self._keys: Sequence[OffloadKey] = keys_of(live)
-        self._places: Sequence[SlotAddress] = places_of(live)
+        self._places: Sequence[SlotAddress] = addresses_of(live)
         self._flags: Sequence[int] = live["flags"].tolist()
         self._digests = live["digest"]
 

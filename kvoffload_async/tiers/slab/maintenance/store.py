@@ -152,8 +152,9 @@ class SlabMaintenance(FolderMaintenance):
     appearance: ClassVar[str] = f"a folder with {MANIFEST}, a journal or segments"
 
     @classmethod
-    def _find(cls, ops: FileOps, directory: str) -> Sequence[Self]:
-        return [cls(folder, ops) for folder in find_slab_stores(ops, directory)]
+    async def _find(cls, io: MaintenanceIo, directory: str) -> Sequence[Self]:
+        folders = await io.run(find_slab_stores, io.ops, directory)
+        return [cls(folder, io.ops) for folder in folders]
 
     async def inspect(self, control: MaintenanceControl) -> Findings:
         found, _ = await inspect_slab(MaintenanceIo(self._ops, control), self.folder)

@@ -13,7 +13,7 @@ from kvoffload_async.errors import TransportError, drop_tracebacks, text_of
 logger = logging.getLogger(__name__)
 
 
-class SettlingTransfer(Transfer):
+class CompletableTransfer(Transfer):
     """Ends when `end` is called, exactly once, after the last byte has moved."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def key_of(number: int) -> bytes:
     return b"key %d" % number
 
 
-class Place:
+class World:
     """Rows with known bytes, files, and a `BlockIo` between them."""
 
     def __init__(self, io, rows, ops, folder):
@@ -65,10 +65,10 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def place(
+async def world(
     implementation, folder, *, num_rows=16, row_bytes=ROW, slot_bytes=None, threads=2, ops=None
 ):
-    """Open a place; everything is closed afterwards, and nothing held."""
+    """Open a world; everything is closed afterwards, and nothing held."""
     slot_bytes = slot_bytes or row_bytes
     rows = np.random.default_rng(7).integers(0, 256, (num_rows, row_bytes), dtype=np.uint8)
     pool = IoPool(2, 2, 1)
@@ -81,7 +81,7 @@ async def place(
         io = NativeBlockIo(pool, ops, *common, threads=threads)
     else:
         io = PythonBlockIo(pool, calls, *common, threads=threads, piece_bytes=4 * slot_bytes)
-    here = Place(io, rows, calls, folder)
+    here = World(io, rows, calls, folder)
     try:
         yield here
     finally:
@@ -98,10 +98,10 @@ async def place(
 
 
 def run(scenario, implementation, folder, **options):
-    """Run a scenario in a place of its own."""
+    """Run a scenario in a world of its own."""
 
     async def perform():
-        async with place(implementation, folder, **options) as here:
+        async with world(implementation, folder, **options) as here:
             return await scenario(here)
 
     return asyncio.run(perform())

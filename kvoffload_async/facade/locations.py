@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvoffload_async.abc.tier import TierPlace
+from kvoffload_async.abc.tier import TierLocation
 from kvoffload_async.config import shown
 from kvoffload_async.errors import ConfigError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.runtime.helper_thread import answered
@@ -47,7 +47,7 @@ Identity = tuple[int, int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The place of a tier's directory, which may not exist yet.
+    """The location of a tier's directory, which may not exist yet.
 
     Attributes:
         path: The tier's directory or its nearest existing parent, without symbolic links.
@@ -64,7 +64,7 @@ class Ground:
     above: tuple[Identity, ...]
 
 
-def examine(place: TierPlace) -> Ground:
+def examine(location: TierLocation) -> Ground:
     """Examine the filesystem of a tier's directory; waits at most `ANSWER_S` seconds.
 
     Raises:
@@ -72,10 +72,10 @@ def examine(place: TierPlace) -> Ground:
         TierUnavailableError: Its filesystem cannot be reached.
         TierTimeoutError: Its filesystem does not answer.
     """
-    what = f"{place.key}: {shown(place.path)}"
-    _check_name(place.path, what)
+    what = f"{location.key}: {shown(location.path)}"
+    _check_name(location.path, what)
     try:
-        return answered(lambda: _examine(place.path, what), ANSWER_S)
+        return answered(lambda: _examine(location.path, what), ANSWER_S)
     except TimeoutError as error:
         raise TierTimeoutError(f"{what}: its filesystem does not answer ({error})") from error
     except OSError as error:
@@ -87,33 +87,33 @@ def examine(place: TierPlace) -> Ground:
         ) from error
 
 
-def check_places(places: Sequence[tuple[str, TierPlace]], memory_bytes: int = 0) -> None:
+def check_locations(locations: Sequence[tuple[str, TierLocation]], memory_bytes: int = 0) -> None:
     """Check that each directory can be used, and that no two tiers share one.
 
     Warns if the memory that the engine will take is more than it may.
 
     Args:
-        places: The places, each with the tier's prefix in messages; empty for a single tier.
+        locations: The locations, each with the tier's prefix in messages; empty for a single tier.
         memory_bytes: Memory of the primary.
 
     Raises:
         ConfigError: A directory cannot be used, is too small, or overlaps with another tier's.
         TierUnavailableError: A filesystem does not answer.
     """
-    examined: list[tuple[str, TierPlace, Ground | None]] = []
-    for owner, place in places:
+    examined: list[tuple[str, TierLocation, Ground | None]] = []
+    for owner, location in locations:
         try:
-            ground = examine(place) if Path(place.path).is_absolute() else None
+            ground = examine(location) if Path(location.path).is_absolute() else None
         except (ConfigError, TierUnavailableError) as error:
             raise type(error)(f"{owner}{error}") from (error.__cause__ or error)
         for other_owner, other, other_ground in examined:
-            if other_owner != owner and _collide(place, ground, other, other_ground):
+            if other_owner != owner and _collide(location, ground, other, other_ground):
                 raise ConfigError(
-                    f"{owner}{place.key}: {place.path!r} is where "
+                    f"{owner}{location.key}: {location.path!r} is where "
                     f"{other_owner.rstrip(': ')} keeps its blocks ({other.path!r}), or lies above "
                     "or below that; give each tier a directory of its own"
                 )
-        examined.append((owner, place, ground))
+        examined.append((owner, location, ground))
     _check_capacities(examined)
     _warn_of_memory(memory_bytes, examined)
 
@@ -188,40 +188,40 @@ def _mounts() -> Iterator[str]:
 
 
 def _collide(
-    place: TierPlace, ground: Ground | None, other: TierPlace, other_ground: Ground | None
+    location: TierLocation, ground: Ground | None, other: TierLocation, other_ground: Ground | None
 ) -> bool:
-    if not (place.is_exclusive or other.is_exclusive):
+    if not (location.is_exclusive or other.is_exclusive):
         return False
     if ground is None or other_ground is None:
-        return place.path == other.path
+        return location.path == other.path
     return ground.above[0] in other_ground.above or other_ground.above[0] in ground.above
 
 
-def _check_capacities(examined: Sequence[tuple[str, TierPlace, Ground | None]]) -> None:
+def _check_capacities(examined: Sequence[tuple[str, TierLocation, Ground | None]]) -> None:
     """Check that the capacities of all tiers on a filesystem do not exceed its size in total."""
     sums: dict[int, int] = {}
-    for owner, place, ground in examined:
-        if ground is None or ground.size_bytes is None or place.capacity_bytes is None:
+    for owner, location, ground in examined:
+        if ground is None or ground.size_bytes is None or location.capacity_bytes is None:
             continue
         others_bytes = sums.get(ground.status.st_dev, 0)
-        total_bytes = sums[ground.status.st_dev] = others_bytes + place.capacity_bytes
+        total_bytes = sums[ground.status.st_dev] = others_bytes + location.capacity_bytes
         if total_bytes > ground.size_bytes:
             others = f" and the {others_bytes} bytes of the tiers before it" if others_bytes else ""
             raise ConfigError(
-                f"{owner}capacity_bytes: {place.capacity_bytes}{others} do not fit on the "
+                f"{owner}capacity_bytes: {location.capacity_bytes}{others} do not fit on the "
                 f"filesystem of {ground.path!r}, which has {ground.size_bytes} bytes; give less"
             )
 
 
 def _warn_of_memory(
-    memory_bytes: int, examined: Sequence[tuple[str, TierPlace, Ground | None]]
+    memory_bytes: int, examined: Sequence[tuple[str, TierLocation, Ground | None]]
 ) -> None:
     """Warn if primary and tiers in memory are together more than this process may have."""
     parts = [("cpu_bytes_to_use", memory_bytes)] if memory_bytes else []
     parts += [
-        (f"{owner}{place.path}", place.capacity_bytes)
-        for owner, place, ground in examined
-        if place.capacity_bytes and (place.is_memory or (ground and ground.is_memory))
+        (f"{owner}{location.path}", location.capacity_bytes)
+        for owner, location, ground in examined
+        if location.capacity_bytes and (location.is_memory or (ground and ground.is_memory))
     ]
     limit = memory_limit()
     if limit is not None and sum(size_bytes for _, size_bytes in parts) > limit.size_bytes:

@@ -1,4 +1,4 @@
-"""Transfers that settle later: who waits for them, and what becomes of an error."""
+"""Transfers that complete later: who waits for them, and what becomes of an error."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from transport.worlds import DEADLINE_S, STORE, Wanted, gate, simple
 from kvoffload_async.abc.transport import TransferOutcome
 from kvoffload_async.errors import TransportError
 from kvoffload_async.runtime.loop import LoopThread
-from kvoffload_async.transport.settling import SettlingTransfer, failed
+from kvoffload_async.transport.completion import CompletableTransfer, failed
 
 
 def test_a_cancelled_wait_ends_nothing(device, transport):
@@ -32,7 +32,7 @@ def test_a_cancelled_wait_ends_nothing(device, transport):
 
 
 def test_who_waits_on_a_loop_that_is_gone_harms_nobody():
-    transfer = SettlingTransfer()
+    transfer = CompletableTransfer()
 
     async def begin():
         asyncio.get_running_loop().create_task(transfer.outcome())

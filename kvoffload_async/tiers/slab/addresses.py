@@ -1,7 +1,7 @@
-"""Places: the segment and slot of a block, packed into one integer; and runs of places.
+"""Addresses: the segment and slot of a block, packed into one integer; and runs of addresses.
 
 Slots of one segment are consecutive integers; the last slot of a segment and the first of the next
-are not, so that a run of places never spans two files.
+are not, so that a run of addresses never spans two files.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ MAX_SLOTS: Final = _SLOT_MASK
 """Maximum number of slots of a segment; one less than the bits allow, to separate segments."""
 
 
-def place_of(segment: int, slot: int) -> SlotAddress:
-    """Return the place of a segment's slot."""
+def address_of(segment: int, slot: int) -> SlotAddress:
+    """Return the address of a segment's slot."""
     return segment << _SLOT_BITS | slot
 
 
-def segment_of(place: SlotAddressOrArray) -> SlotAddressOrArray:
-    """Return the segment of a place, or of each place in an array."""
-    return place >> _SLOT_BITS
+def segment_of(address: SlotAddressOrArray) -> SlotAddressOrArray:
+    """Return the segment of an address, or of each address in an array."""
+    return address >> _SLOT_BITS
 
 
-def slot_of(place: SlotAddressOrArray) -> SlotAddressOrArray:
-    """Return the slot of a place, or of each place in an array."""
-    return place & _SLOT_MASK
+def slot_of(address: SlotAddressOrArray) -> SlotAddressOrArray:
+    """Return the slot of an address, or of each address in an array."""
+    return address & _SLOT_MASK
 
 
-def swapped(place: int) -> int:
-    """Move a place's segment to the lower bits, or back."""
-    return (place & _SLOT_MASK) << _SLOT_BITS | place >> _SLOT_BITS
+def swapped(address: int) -> int:
+    """Move an address's segment to the lower bits, or back."""
+    return (address & _SLOT_MASK) << _SLOT_BITS | address >> _SLOT_BITS
 
 
 class SlotNumbers:
@@ -61,12 +61,14 @@ class SlotNumbers:
         self.total = int(self._sizes.sum())
 
     def of(
-        self, places: npt.NDArray[np.int64]
+        self, addresses: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return each place's number and whether the place exists; if not, the number is void."""
+        """Return each address's number, and whether it exists; if not, the number is void."""
         if not len(self._segments):
-            return np.zeros(len(places), dtype=np.int64), np.zeros(len(places), dtype=np.bool_)
-        of, slots = segment_of(places), slot_of(places)
+            return np.zeros(len(addresses), dtype=np.int64), np.zeros(
+                len(addresses), dtype=np.bool_
+            )
+        of, slots = segment_of(addresses), slot_of(addresses)
         which = np.minimum(np.searchsorted(self._segments, of), len(self._segments) - 1)
         exists = (self._segments[which] == of) & (slots < self._sizes[which])
         return self._starts[which] + slots, exists
@@ -78,29 +80,31 @@ class SlotNumbers:
 
 
 class Run(NamedTuple):
-    """Blocks at consecutive places.
+    """Blocks at consecutive addresses.
 
     Attributes:
-        place: Place of the first block.
+        address: Address of the first block.
         start: Index of the first block in the input.
         length: Number of blocks.
     """
 
-    place: SlotAddress
+    address: SlotAddress
     start: int
     length: int
 
 
-def joined(places: Sequence[SlotAddress], start: int, stop: int) -> Sequence[Run]:
-    """Return the maximal runs of consecutive places in `places[start:stop]`, which must ascend."""
-    if start < stop and places[stop - 1] - places[start] == stop - 1 - start:
-        return [Run(places[start], start, stop - start)]  # ascending and distinct: all neighbours
+def joined(addresses: Sequence[SlotAddress], start: int, stop: int) -> Sequence[Run]:
+    """Return the maximal runs of consecutive ones in `addresses[start:stop]`, which must ascend."""
+    if start < stop and addresses[stop - 1] - addresses[start] == stop - 1 - start:
+        return [
+            Run(addresses[start], start, stop - start)
+        ]  # ascending and distinct: all neighbours
     runs: list[Run] = []
     # Constant within a run, and higher in later runs.
-    surplus = list(map(sub, places[start:stop], range(stop - start)))
+    surplus = list(map(sub, addresses[start:stop], range(stop - start)))
     at, end = 0, len(surplus)
     while at < end:
         behind = bisect_right(surplus, surplus[at], at)
-        runs.append(Run(places[start + at], start + at, behind - at))
+        runs.append(Run(addresses[start + at], start + at, behind - at))
         at = behind
     return runs
