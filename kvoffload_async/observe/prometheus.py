@@ -191,7 +191,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Blocks that ended requests found, also behind a missing one.",
         "primary.found_blocks",
     ),
-    _metric("primary_load_pins", "Pins held by loads.", "primary.load_pins"),
     # What moves between it and the tiers.
     _metric("requests", "Requests in progress.", "planner.requests"),
     _metric("retained_blocks", "Blocks pinned for waiting requests.", "planner.retained_blocks"),
@@ -264,11 +263,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         "break_even.blocks_per_s",
     ),
     _tier(
-        "explorations_total",
-        "Requests below the break-even point that were loaded to renew the measurement.",
-        "break_even.explorations",
-    ),
-    _tier(
         "jobs_total", "Finished jobs.", by_direction("finished_loads", "finished_jobs"), "direction"
     ),
     _tier(
@@ -295,7 +289,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         by_key("dropped"),
         "reason",
     ),
-    _tier("late_blocks_total", "Blocks stored after waiting for room in the tier."),
     _tier("declined_blocks_total", "Blocks not stored, as their reuse was unlikely."),
     _tier("failed_store_blocks_total", "Blocks abandoned after failed stores."),
     _tier("refused_keys_total", "Announced keys that are malformed."),
@@ -307,10 +300,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _tier("queued_jobs", "Jobs that the tier has not started."),
     _tier("overdue_jobs", "Jobs past their deadline whose copies still run."),
-    _tier("cascading_blocks", "Blocks being stored in the tier."),
     _tier("promoting_blocks", "Primary slots occupied by promotions from the tier."),
     _tier("pending_blocks", "Blocks waiting for room in the tier."),
-    _tier("probes_outstanding", "Existence probes without an answer."),
     _tier("used_bytes", "Bytes in use in the tier; absent if the tier does not report them."),
     _tier("capacity_bytes", "Capacity of the tier; absent if the tier does not report it."),
     _tier(
@@ -363,8 +354,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         "runtime.step_seconds",
         is_histogram=True,
     ),
-    _metric("longest_step_seconds", "Longest step.", "runtime.longest_step_s"),
-    _metric("loop_wake_ups_total", "Wake-ups of the event loop.", "runtime.wake_ups"),
     # Copies to and from the device, which an `OffloadEngine` makes.
     _metric("device_copies", "Copies to or from the device in progress.", "copies"),
     _metric("device_copy_failures_total", "Failed copies to or from the device.", "failed_copies"),
