@@ -44,8 +44,6 @@ class TierCapabilities:
         medium: Storage medium of its blocks.
         locality: Distance of that medium.
         probes_prefixes: Probes call `longest_prefixes`, which may be far cheaper than `contains`.
-        keys_before: With `probes_prefixes`: maximum number of preceding keys of each chain that are
-            passed to `longest_prefixes`. 0: none.
         pins: `pin` keeps blocks from being removed by this process.
         discards: `discard` removes blocks.
         announces_removals: Every stored or announced block is eventually announced as evicted when
@@ -60,7 +58,6 @@ class TierCapabilities:
     locality: Locality = Locality.LOCAL
     announces_removals: bool = False
     probes_prefixes: bool = False
-    keys_before: int = 0
     pins: bool = False
     discards: bool = False
 
@@ -271,22 +268,12 @@ class AsyncTier(ABC):
         them, since their order is unknown. If it fails, the last announcement holds.
         """
 
-    async def longest_prefixes(
-        self,
-        chains: Sequence[Sequence[OffloadKey]],
-        before: Sequence[Sequence[OffloadKey]] = (),
-    ) -> Sequence[int]:
+    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
         """Return for each chain how many keys at its head can probably be loaded now.
 
         A chain is a sequence of chained hashes, head to tail: a block is usable only with all
         blocks before it. Called instead of `contains` if `capabilities.probes_prefixes`. The answer
         may be wrong, because loads confirm it.
-
-        Args:
-            chains: The key chains to look up.
-            before: For each chain, the known preceding keys of the same request and KV-cache group,
-                head to tail: at most `capabilities.keys_before`, and none if the group has several
-                chains. Empty if no keys are given; not passed at all if `keys_before` is 0.
         """
         present = await self.contains(list(dict.fromkeys(key for chain in chains for key in chain)))
         return [

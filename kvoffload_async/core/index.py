@@ -29,9 +29,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from heapq import heappush, heapreplace
 from itertools import islice, repeat
-from math import inf
 from typing import Any, Final
 
 from kvoffload_async.core.ledger import StartProbe
@@ -40,7 +38,6 @@ from kvoffload_async.types import (
     LookupResult,
     OffloadKey,
     ReqContext,
-    get_offload_block_hash,
     get_offload_group_idx,
 )
 
@@ -94,36 +91,6 @@ def prefix_test(
     """
     first = min(positions.get(key, 0) for key in wanted)
     return lambda key: positions.get(key, first) < first and key in used
-
-
-def nearest_before(
-    key: OffloadKey, positions: dict[OffloadKey, int], most: int
-) -> tuple[OffloadKey, ...]:
-    """Return the keys of the same group that directly precede `key`, head to tail.
-
-    Scans the positions once, in reverse: they are mostly in prompt order, and then all but a few
-    cost one comparison each.
-
-    Args:
-        key: The key; one without a position has no known predecessors.
-        positions: Key -> the end token of its block, of all groups, in any order.
-        most: Maximum number of keys, at least 1.
-    """
-    end = positions.get(key)
-    if end is None:
-        return ()
-    group = key.removeprefix(get_offload_block_hash(key))
-    nearest: list[tuple[int, OffloadKey]] = []
-    beyond = -inf
-    for other, position in reversed(positions.items()):
-        if beyond < position < end and other.endswith(group):
-            if len(nearest) < most:
-                heappush(nearest, (position, other))
-            else:
-                heapreplace(nearest, (position, other))
-            if len(nearest) == most:
-                beyond = nearest[0][0]
-    return tuple(other for _, other in sorted(nearest))
 
 
 FRESH_S: Final = 30.0
@@ -440,10 +407,6 @@ _PHASES: Final = 4
 _ANSWERS: Final = (LookupResult.RETRY, LookupResult.RETRY, LookupResult.MISS, LookupResult.HIT)
 
 
-_Chains = dict[tuple[Hashable, int, int], list[OffloadKey]]
-"""(request, KV-cache group, sequence number of the chain) -> the chain: consecutive keys."""
-
-
 class ProbedIndex(KeyIndex):
     """Cached answers of existence probes, for the keys that live requests have looked up.
 
@@ -458,7 +421,6 @@ class ProbedIndex(KeyIndex):
         keys_per_probe: int = 4096,
         *,
         keeps_order: bool = False,
-        keys_before: int = 0,
     ) -> None:
         """Start empty.
 
@@ -467,13 +429,11 @@ class ProbedIndex(KeyIndex):
                 delay the others.
             keys_per_probe: Maximum number of keys per probe; further keys wait for the next step.
             keeps_order: Whether probes list their keys as chains; see `_chains`.
-            keys_before: Maximum number of keys before each chain to list; see `_before`.
         """
         super().__init__()
         self._concurrent_probes = concurrent_probes
         self._keys_per_probe = keys_per_probe
         self._keeps_order = keeps_order
-        self._keys_before = keys_before
         self._verdicts = KeyMap()
         self._by_request: dict[Hashable, dict[OffloadKey, None]] = {}
         self._pending: dict[OffloadKey, Hashable] = {}
@@ -535,13 +495,12 @@ class ProbedIndex(KeyIndex):
             return None
         self._generation += 1
         keys = tuple(islice(self._pending, self._keys_per_probe))
-        chains = self._chains(keys) if self._keeps_order else {}
+        chains = self._chains(keys) if self._keeps_order else ()
         for key in keys:
             del self._pending[key]
         self._enter(keys, _IN_FLIGHT)
         self._in_flight[self._generation] = keys
-        in_order = tuple(map(tuple, chains.values()))
-        return StartProbe(self._generation, keys, in_order, self._before(chains))
+        return StartProbe(self._generation, keys, chains)
 
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
         """Resolve the keys of a probe; the second answer to a probe is ignored."""
@@ -582,13 +541,13 @@ class ProbedIndex(KeyIndex):
     def __len__(self) -> int:
         return len(self._verdicts)
 
-    def _chains(self, keys: Sequence[OffloadKey]) -> _Chains:
+    def _chains(self, keys: Sequence[OffloadKey]) -> tuple[tuple[OffloadKey, ...], ...]:
         """Split queued keys into chains, each of one request and KV-cache group, head to tail.
 
         Keys of a sliding-window group were looked up tail first. Each of them is a chain of its
         own, because its block is useful without the preceding ones.
         """
-        chains: _Chains = {}
+        chains: dict[tuple[Hashable, int, int], list[OffloadKey]] = {}
         last: dict[tuple[Hashable, int], tuple[int, int]] = {}
         for key in keys:
             request, group = self._pending[key], get_offload_group_idx(key)
@@ -598,21 +557,7 @@ class ProbedIndex(KeyIndex):
                 number += 1
             last[request, group] = (number, position)
             chains.setdefault((request, group, number), []).append(key)
-        return chains
-
-    def _before(self, chains: _Chains) -> tuple[tuple[OffloadKey, ...], ...]:
-        """Return for each chain the keys of the blocks directly before it in the prompt.
-
-        None for the chains of a group with several chains, which was looked up tail first.
-        """
-        if self._keys_before <= 0:
-            return ()
-        return tuple(
-            nearest_before(chain[0], request.key_positions, self._keys_before)
-            if isinstance(request, ReqContext) and (request, group, 1) not in chains
-            else ()
-            for (request, group, _), chain in chains.items()
-        )
+        return tuple(map(tuple, chains.values()))
 
     def _known(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
         """Return key -> verdict for the keys that have a verdict."""

@@ -37,8 +37,6 @@ class StartProbe:
     keys: tuple[OffloadKey, ...]
     chains: tuple[tuple[OffloadKey, ...], ...] = ()
     """The same keys as chains, in prompt order, for tiers that search for longest prefixes."""
-    before: tuple[tuple[OffloadKey, ...], ...] = ()
-    """The keys before each chain, in prompt order; empty for tiers that do not use them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from kvoffload_async.config import (
     or_none,
     parse_bool,
     parse_file,
-    parse_size_bytes,
     parse_url,
     shown,
 )
@@ -36,7 +35,6 @@ from kvoffload_async.tiers.mooncake.process import (
     MooncakeOptions,
 )
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
-from kvoffload_async.tiers.object.packs import MOST_PAYLOAD_BYTES
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 from kvoffload_async.tiers.remote.settings import (
     MAX_CONNECTIONS,
@@ -159,15 +157,6 @@ def _parse_store_options(value: object, key: str) -> Mapping[str, Any]:
     return value
 
 
-def _parse_pack_bytes(value: object, key: str) -> int:
-    num_bytes = or_none(parse_size_bytes)(value, key) or 0
-    if num_bytes > MOST_PAYLOAD_BYTES:
-        raise ConfigError(
-            f"{key}: {shown(value)} is too much; it must be at most {MOST_PAYLOAD_BYTES >> 20} MiB"
-        )
-    return num_bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(Options):
     """Options that are passed to the obstore library under the same names."""
@@ -210,15 +199,12 @@ class ObjectOptions(RemoteSettings, StoreOptions):
     ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
     """Absolute path of certificates that verify the server, in addition to the system's. Read
     again when the server has refused the tier."""
-    pack_bytes: int = option(_parse_pack_bytes, "1MiB")
-    """Maximum bytes of consecutive blocks of a prompt that are stored as one object: at most 64
-    blocks and 16 MiB; None: one object per block."""
     connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
     """Concurrent calls with payload, in each direction."""
 
 
 class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
-    """Objects of blocks in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
+    """Blocks as objects in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
     Credentials that are not configured come from the environment or from the machine's role. Only a
     lifecycle rule of the bucket limits its size; see docs/howto/object.md.
@@ -252,7 +238,7 @@ class ObjectTierManager(DeclaredTierManager[ObjectSettings]):
         if not own.url.startswith("file:"):  # opening a file store creates its directory
             connection.open()
         remote = replace(own, redact=Redactor(_secrets(given)))
-        return ObjectSettings(connection=connection, pack_bytes=own.pack_bytes, remote=remote)
+        return ObjectSettings(connection=connection, remote=remote)
 
     @classmethod
     def create_tier(cls, settings: ObjectSettings) -> ObjectTier:

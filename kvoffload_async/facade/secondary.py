@@ -63,9 +63,7 @@ def create_index(
         ExactIndex()
         if tier.capabilities.exclusive
         else ProbedIndex(
-            tier.bounds.concurrent_probes,
-            keeps_order=tier.capabilities.probes_prefixes,
-            keys_before=tier.capabilities.keys_before,
+            tier.bounds.concurrent_probes, keeps_order=tier.capabilities.probes_prefixes
         )
     )
     if prefill_blocks_per_s is not None:

@@ -369,7 +369,7 @@ def execute(batch: Batch) -> None:
             match effect:
                 case StartJob(job):
                     actor.start_job(job)
-                case StartProbe(generation, keys, chains, before):
-                    actor.start_probe(generation, keys, chains, before)
+                case StartProbe(generation, keys, chains):
+                    actor.start_probe(generation, keys, chains)
                 case TouchBlocks(keys):
                     actor.touch(keys)

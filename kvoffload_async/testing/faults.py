@@ -93,15 +93,9 @@ class FaultyTier(AsyncTier):
         """Query the wrapped tier."""
         return await self.inner.contains(keys)
 
-    async def longest_prefixes(
-        self,
-        chains: Sequence[Sequence[OffloadKey]],
-        before: Sequence[Sequence[OffloadKey]] = (),
-    ) -> Sequence[int]:
+    async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
         """Query the wrapped tier."""
-        if not before:
-            return await self.inner.longest_prefixes(chains)
-        return await self.inner.longest_prefixes(chains, before)
+        return await self.inner.longest_prefixes(chains)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Store through the wrapped tier, with the job's fault."""

@@ -200,10 +200,9 @@ class TierActor:
         generation: int,
         keys: Sequence[OffloadKey],
         chains: Sequence[Sequence[OffloadKey]] = (),
-        before: Sequence[Sequence[OffloadKey]] = (),
     ) -> None:
         """Probe the tier for keys; answered exactly once, at the timeout at the latest."""
-        self._probes.start(generation, keys, chains, before)
+        self._probes.start(generation, keys, chains)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks to the tier."""

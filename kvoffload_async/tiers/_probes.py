@@ -144,20 +144,16 @@ class Probes:
         generation: int,
         keys: Sequence[OffloadKey],
         chains: Sequence[Sequence[OffloadKey]] = (),
-        before: Sequence[Sequence[OffloadKey]] = (),
     ) -> None:
         """Probe the tier for keys; answered exactly once, at the timeout at the latest.
 
-        With `chains`, which contain the same keys, calls `longest_prefixes`, with `before` if not
-        empty.
+        With `chains`, which contain the same keys, calls `longest_prefixes`.
         """
         if (error := self._refusal()) is not None:
             self._post(ProbeAnswered(generation, _NOTHING, error))
             return
         loop = asyncio.get_running_loop()
-        question = (
-            guarded(self._heads, chains, before) if chains else guarded(self._tier.contains, keys)
-        )
+        question = guarded(self._prefixes, chains) if chains else guarded(self._tier.contains, keys)
         task = loop.create_task(question, name=f"{self._name}:probe:{generation}")
         self.tasks[task] = None
         deadline = loop.call_later(self._timeout_s, self._deadline_passed, generation, task)
@@ -170,14 +166,10 @@ class Probes:
 
     # -- internal -------------------------------------------------------------------------------
 
-    async def _heads(
-        self, chains: Sequence[Sequence[OffloadKey]], before: Sequence[Sequence[OffloadKey]]
-    ) -> frozenset[OffloadKey]:
-        # Omit an empty `before`, for implementations without that parameter.
-        asked = (chains, before) if before else (chains,)
-        lengths = await self._tier.longest_prefixes(*asked)
-        heads = zip(chains, lengths, strict=True)
-        return frozenset(key for chain, length in heads for key in chain[:length])
+    async def _prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> frozenset[OffloadKey]:
+        lengths = await self._tier.longest_prefixes(chains)
+        prefixes = zip(chains, lengths, strict=True)
+        return frozenset(key for chain, length in prefixes for key in chain[:length])
 
     def _refusal(self) -> TierError | None:
         if self._closing:

@@ -37,9 +37,10 @@ def test_positions_that_vllm_notes_later_are_known_to_a_probe():
     share_positions(context, request)
     for number, key in enumerate(KEYS, 1):
         context.set_offload_key_position(key, 16 * number)
-    index = ProbedIndex(1, keeps_order=True, keys_before=2)
-    index.lookup(KEYS[3], request)
-    assert index.next_probe().before == (tuple(KEYS[1:3]),)
+    index = ProbedIndex(1, keeps_order=True)
+    for key in KEYS[::-1]:
+        index.lookup(key, request)
+    assert index.next_probe().chains == tuple((key,) for key in KEYS[::-1])
 
 
 def test_shared_positions_are_not_copied_again_and_stay_as_vllm_noted_them():

@@ -19,8 +19,7 @@ from servers.valkey import ValkeyServer
 
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.packs import Chains
-from kvoffload_async.tiers.object.tier import KEYS_BEFORE, HeadSearch, longest_prefixes
+from kvoffload_async.tiers.object.tier import bisect_prefixes
 
 CHAIN = [key_of(number) for number in range(64)]
 PROBES = 10_000
@@ -54,16 +53,13 @@ def test_no_probe_of_ten_thousand_asks_more_than_its_bound():
 
     async def ask_all():
         for head in heads_of(PROBES):
-            asked, chains = [], Chains()
+            asked = []
 
-            async def ask(keys, asked=asked, chains=chains, there=prefixes[head]):
+            async def ask(keys, asked=asked, there=prefixes[head]):
                 asked += keys
-                for key in there.intersection(keys):
-                    chains.saw_object([key])
                 return there.intersection(keys)
 
-            search = HeadSearch((), CHAIN, chains, mean_blocks=1, most=KEYS_BEFORE)
-            assert await longest_prefixes([search], ask) == [head]
+            assert await bisect_prefixes([CHAIN], ask) == [head]
             costs[len(asked)] += 1
 
     asyncio.run(ask_all())

@@ -31,8 +31,14 @@ from kvoffload_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvoffload_async.tiers.object.packs import Chains, Packs, head_bytes
-from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Value, heard
+from kvoffload_async.tiers.remote.client import (
+    Bytes,
+    RefusedError,
+    RemoteClient,
+    Value,
+    ValueExistsError,
+    heard,
+)
 from kvoffload_async.tiers.remote.settings import read_file
 from kvoffload_async.types import (
     OffloadKey,
@@ -191,8 +197,8 @@ _FULL: Final = (
 """Compared case-insensitively; some servers report an exceeded quota with status 403."""
 _TOO_SLOW: Final = ("timed out", "timeout")
 _EMPTY: Final = memoryview(b"")
-_NO_SUCH_RANGE: Final = ("status code: 416", "InvalidRange", "range was invalid")
-"""Errors for a range read of an empty object; names are digits, and may match any number."""
+_MOST_PUTS: Final = 2
+"""Attempts at a conditional write that the store refuses although it has no object."""
 
 
 _users: Final[set[int]] = set()
@@ -304,7 +310,7 @@ class ObjectConnection:
 
 
 class ObjectClient(RemoteClient):
-    """Stores one or several blocks per object: conditional put, get, get of the first bytes."""
+    """Stores one block per object: head, conditional put, get."""
 
     location: ClassVar[str] = "object store"
     answers_many: ClassVar[bool] = False
@@ -314,8 +320,6 @@ class ObjectClient(RemoteClient):
         store: ObjectStore,
         namespace: str,
         description: Mapping[str, Any],
-        packs: Packs | None = None,
-        chains: Chains | None = None,
         *,
         reopen: Callable[[], Awaitable[ObjectStore]] | None = None,
     ) -> None:
@@ -325,16 +329,12 @@ class ObjectClient(RemoteClient):
             store: Bucket and prefix.
             namespace: 32 hexadecimal digits.
             description: Describes the namespace for people.
-            packs: Decodes the tables of packs; None: probes do not read objects.
-            chains: Updated with the contents of the objects read.
             reopen: Returns a new store of the same bucket, with the present credentials.
         """
         self._store = store
         self._reopen = reopen
         self._is_refused = False
         self._namespace = namespace
-        self._packs = packs
-        self._chains = Chains() if chains is None else chains
         self._description = json.dumps(description, sort_keys=True, indent=2).encode()
         self._has_warned = False
 
@@ -351,8 +351,9 @@ class ObjectClient(RemoteClient):
         await self._look_at(description_name_of(self._namespace))
 
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that name an existing object; records the objects' other blocks."""
-        return frozenset([key for key in keys if await self._is_there(key)])
+        """Return the keys that have an object; an empty one counts as absent."""
+        found = {key: await self._look_at(self._name(key)) for key in keys}
+        return frozenset(key for key, meta in found.items() if meta is not None and meta["size"])
 
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
@@ -362,13 +363,8 @@ class ObjectClient(RemoteClient):
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
-        for key, value in zip(keys, values, strict=True):
-            await self.create(key, value)
-        return [None] * len(keys)
-
-    async def create(self, key: OffloadKey, value: Bytes) -> bool:
-        """Store an object under a block's name; False if the store refuses, as one exists."""
-        return await self._create(self._name(key), value.data)
+        pairs = zip(keys, values, strict=True)
+        return [await self._create(self._name(key), value.data) for key, value in pairs]
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
         """Remove an object if its version is unchanged.
@@ -428,16 +424,26 @@ class ObjectClient(RemoteClient):
     def _name(self, key: OffloadKey) -> str:
         return name_of(self._namespace, key)
 
-    async def _create(self, name: str, content: bytes | memoryview) -> bool:
-        try:
-            await obstore.put_async(self._store, name, content, mode="create", use_multipart=False)
-        except exceptions.AlreadyExistsError:
-            found = await self._look_at(name)
-            # S3 also answers 409 while it processes another request for the object.
-            if found is None or found["size"]:
-                return False  # usually the first writer has won, with the same bytes
-            return await self._overwrite(name, found, content)
-        return True
+    async def _create(self, name: str, content: bytes | memoryview) -> TierError | None:
+        """Store an object unless there is one; return the error or None."""
+        for _ in range(_MOST_PUTS):
+            try:
+                await obstore.put_async(
+                    self._store, name, content, mode="create", use_multipart=False
+                )
+            except exceptions.AlreadyExistsError:
+                found = await self._look_at(name)
+                if found is None:
+                    continue  # S3 answers 409, too, while it processes a request for the object
+                if found["size"]:
+                    return ValueExistsError(name)
+                if not await self._overwrite(name, found, content):
+                    continue
+            return None
+        return TierUnavailableError(
+            f"{name}: the store refused twice to create this object, as if there were one (status "
+            "409 or 412), but said that there is none"
+        )
 
     async def _overwrite(self, name: str, found: ObjectMeta, content: bytes | memoryview) -> bool:
         """Replace an object if its version is unchanged."""
@@ -466,28 +472,6 @@ class ObjectClient(RemoteClient):
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(_NOT_DELETED)
-
-    async def _is_there(self, key: OffloadKey) -> bool:
-        name = self._name(key)
-        if self._packs is None:
-            found = await self._look_at(name)
-            return found is not None and found["size"] > 0
-        most_bytes = head_bytes(len(key))
-        try:
-            answer = await obstore.get_async(self._store, name, options={"range": (0, most_bytes)})
-            head = await read_at_most(self._store, answer, most_bytes)
-        except FileNotFoundError:
-            head = _EMPTY
-        except exceptions.BaseError as error:
-            if not any(sign in str(error)[:_MAX_JUDGED_CHARS] for sign in _NO_SUCH_RANGE):
-                raise
-            head = _EMPTY
-        if head is not None and not len(head):
-            self._chains.lost_object(key)
-            return False
-        table = None if head is None else self._packs.table(key, head)
-        self._chains.saw_object((key,) if table is None else table.keys)
-        return True
 
     async def _look_at(self, name: str) -> ObjectMeta | None:
         """Return the object's metadata, or None if it does not exist."""

@@ -38,7 +38,6 @@ from kvoffload_async.tiers.object.client import (
     read_at_most,
     text_of,
 )
-from kvoffload_async.tiers.object.packs import PackHeader, is_newer_pack, is_pack
 from kvoffload_async.tiers.remote.client import Header, is_newer
 from kvoffload_async.types import OffloadKey
 
@@ -54,8 +53,8 @@ _WRONG_HEADER = (Verdict.CORRUPT, "its header is not that block's")
 
 def judge_object(
     value: memoryview, key: OffloadKey | None, namespace: str, integrity_key: IntegrityKey | None
-) -> list[Judged]:
-    """Verify each block of an object; an undecodable object counts as one block.
+) -> Judged:
+    """Verify the block of an object.
 
     Args:
         value: The object.
@@ -63,17 +62,15 @@ def judge_object(
         namespace: Namespace in which it was found.
         integrity_key: The key for keyed checksums.
     """
-    if is_newer(value) or is_newer_pack(value):
-        return [(Verdict.NEWER, "")]
-    header = PackHeader.parse(value) if is_pack(value) else Header.parse(value)
+    if is_newer(value):
+        return Verdict.NEWER, ""
+    header = Header.parse(value)
     if header is None or header.namespace != namespace:
-        return [_WRONG_HEADER]
+        return _WRONG_HEADER
     used_key = integrity_key if header.is_keyed else None
     if header.is_keyed and (used_key is None or used_key.id != header.key_id):
-        return [(Verdict.OTHER_KEY, "")]
-    if isinstance(header, PackHeader):
-        return _judge_pack(header, value, key, used_key)
-    return [_judge_block(header, value, key, used_key)]
+        return Verdict.OTHER_KEY, ""
+    return _judge_block(header, value, key, used_key)
 
 
 def _judge_block(
@@ -87,25 +84,6 @@ def _judge_block(
     if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
         return Verdict.CORRUPT, "wrong checksum"
     return Verdict.VERIFIED, ""
-
-
-def _judge_pack(
-    header: PackHeader,
-    value: memoryview,
-    key: OffloadKey | None,
-    integrity_key: IntegrityKey | None,
-) -> list[Judged]:
-    digester = create_digester(header.layout, integrity_key)
-    if header.keys[0] != key or not header.verifies(value, digester):
-        return [_WRONG_HEADER]
-    if len(value) != header.value_bytes:
-        return [(Verdict.CORRUPT, f"{len(value)} bytes")]
-    return [
-        (Verdict.VERIFIED, "")
-        if digester.digest(block, header.block(value, number)) == header.digests[number]
-        else (Verdict.CORRUPT, f"block {number} of {len(header.keys)}: wrong checksum")
-        for number, block in enumerate(header.keys)
-    ]
 
 
 _PREFIXES: Final = 1 << 12
@@ -122,7 +100,7 @@ _PASSED_OVER: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class FoundObject:
-    """An object of a namespace; `key` is that of its first block, None for other objects."""
+    """An object of a namespace; `key` is that of its block, None for other objects."""
 
     name: str
     size_bytes: int
@@ -393,10 +371,8 @@ class ObjectMaintenance(StoreMaintenance):
                 yield await self._remove(item, "too much", options, removed)
             else:
                 rest.append(item)
-        seen: set[str] = set()
         for item, verdict, reason in await self._verdicts(rest) if options.corrupt else ():
-            if verdict is Verdict.CORRUPT and item.name not in seen:
-                seen.add(item.name)
+            if verdict is Verdict.CORRUPT:
                 removed.corrupt_objects += 1
                 yield await self._remove(item, reason, options, removed)
             elif verdict is Verdict.UNREADABLE:
@@ -418,28 +394,28 @@ class ObjectMaintenance(StoreMaintenance):
     async def _verdicts(
         self, page: Sequence[FoundObject]
     ) -> list[tuple[FoundObject, Verdict, str]]:
-        """Read objects, a few concurrently, and verify each of their blocks."""
+        """Read objects, a few concurrently, and verify their blocks."""
         gate, threads = asyncio.Semaphore(_READS_AT_ONCE), anyio.CapacityLimiter(_READS_AT_ONCE)
 
-        async def judge(item: FoundObject) -> list[Judged]:
+        async def judge(item: FoundObject) -> Judged:
             if item.size_bytes > _MAX_READ_BYTES:
-                return [(Verdict.UNREADABLE, f"{item.size_bytes} bytes exceed the read limit")]
+                return Verdict.UNREADABLE, f"{item.size_bytes} bytes exceed the read limit"
             async with gate:
                 try:
                     found = await obstore.get_async(self._store, item.name)
                     value = await read_at_most(self._store, found, item.size_bytes)
                 except FileNotFoundError:
-                    return [(Verdict.GONE, "")]
+                    return Verdict.GONE, ""
                 except (exceptions.BaseError, OSError) as error:
-                    return [(Verdict.UNREADABLE, _text_of(error))]
+                    return Verdict.UNREADABLE, _text_of(error)
                 if value is None:
-                    return [(Verdict.UNREADABLE, "it is longer than listed")]
+                    return Verdict.UNREADABLE, "it is longer than listed"
                 call = partial(judge_object, value, item.key, self._namespace, self._key)
                 return await anyio.to_thread.run_sync(call, limiter=threads)
 
         async with asyncio.TaskGroup() as group:
             tasks = {item: group.create_task(judge(item)) for item in page if item.key is not None}
-        return [(item, *judged) for item, task in tasks.items() for judged in task.result()]
+        return [(item, *task.result()) for item, task in tasks.items()]
 
 
 def _prefix_of(name: str) -> int:

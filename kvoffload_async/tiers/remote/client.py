@@ -77,12 +77,12 @@ class Header:
         return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
 
 
-def is_newer(value: memoryview, kind: bytes = MAGIC) -> bool:
-    """Return whether a value of a kind, by default an envelope, is of a newer release."""
+def is_newer(value: memoryview) -> bool:
+    """Return whether a value is an envelope of a newer release."""
     if len(value) < _FIXED.size:
         return False
     magic, version = _FIXED.unpack_from(value)[:2]
-    return bool(magic == kind and version > VERSION)
+    return bool(magic == MAGIC and version > VERSION)
 
 
 def namespace_of(layout: str, integrity_key: IntegrityKey | None) -> str:
@@ -207,6 +207,10 @@ class RefusedError(TierUnavailableError):
     """The server rejects this client (wrong password, missing permission); retries do not help."""
 
 
+class ValueExistsError(TierError):
+    """Another host has stored the value first; this one may not have been sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """The value of a key.
@@ -267,7 +271,10 @@ class RemoteClient(ABC):
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
-        """Store values that do not exist yet; return for each the error or None."""
+        """Store values that do not exist yet; return for each the error or None.
+
+        A value that exists is a `ValueExistsError` if the server may have refused it unread.
+        """
 
     @abstractmethod
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:

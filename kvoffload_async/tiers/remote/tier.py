@@ -41,6 +41,7 @@ from kvoffload_async.tiers.remote.client import (
     RefusedError,
     RemoteClient,
     Value,
+    ValueExistsError,
     namespace_of,
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
@@ -290,13 +291,13 @@ class RemoteTier(AsyncTier):
         failures = await self._run_job(job, self._loads, self._load_portion)
         if self._renewal is not None:
             loaded = (key for i, key in enumerate(job.keys) if i not in failures)
-            self._renewal.used(self._names_of(loaded))
+            self._renewal.used(loaded)
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Record a use of blocks, ordered head to tail."""
         if self._renewal is not None:
-            self._renewal.used(self._names_of(keys))
+            self._renewal.used(keys)
 
     async def close(self) -> None:
         """Close all connections; idempotent."""
@@ -348,7 +349,7 @@ class RemoteTier(AsyncTier):
             if server in down:
                 failures.update(dict.fromkeys(portion, down[server]))
                 return
-            num_bytes = self._bytes_of(job, portion)
+            num_bytes = len(portion) * self._envelopes.block_bytes
             try:
                 async with asyncio.timeout_at(start_by_s) as timer:
                     with await window.limiter.acquire(num_bytes):
@@ -396,11 +397,17 @@ class RemoteTier(AsyncTier):
         missing = [keys[i] for i in indices]
         put, departure = partial(client.put, missing, values), self._stores.began()
         outcomes = await self._calls.run(put, deadline_s, server=client.server_of(missing[0]))
-        self._stores.ended(departure, sum(value.nbytes for value in values))
+        sent = [
+            value.nbytes
+            for value, error in zip(values, outcomes, strict=True)
+            if not isinstance(error, ValueExistsError)
+        ]
+        self._stores.ended(departure, sum(sent))
+        self._counters.present_blocks += len(indices) - len(sent)
         failures = {
             i: self._redacted(client, keys[i], error)
             for i, error in zip(indices, outcomes, strict=True)
-            if error is not None
+            if error is not None and not isinstance(error, ValueExistsError)
         }
         stored = [keys[i] for i in indices if i not in failures]
         self._memory.appeared(stored)
@@ -488,15 +495,6 @@ class RemoteTier(AsyncTier):
         except TierError as error:
             self._counters.unremoved += 1
             self._warn(self._unremoved, f"corrupt {block_text(key)} was not removed: {error}")
-
-    def _bytes_of(self, job: JobMetadata, portion: Portion) -> int:
-        """Return the maximum number of bytes transferred for some blocks of a job."""
-        del job
-        return len(portion) * self._envelopes.block_bytes
-
-    def _names_of(self, keys: Iterable[OffloadKey]) -> Iterable[OffloadKey]:
-        """Return the keys that name the values with these blocks."""
-        return keys
 
     def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[Portion]:
         block_bytes = self._envelopes.block_bytes

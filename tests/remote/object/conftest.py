@@ -34,12 +34,11 @@ def connection(tmp_path):
 
 @pytest.fixture
 def host(connection):
-    """Makes hosts on a directory that pack all they can, unless told otherwise."""
+    """Makes hosts on a directory."""
     made = []
 
     def make(slot_bytes=BLOCK_BYTES, **options):
-        tier = tier_on(connection, **{"pack_bytes": 64 * BLOCK_BYTES} | options)
-        made.append(TierHarness(tier, 64, slot_bytes))
+        made.append(TierHarness(tier_on(connection, **options), 64, slot_bytes))
         return made[-1]
 
     yield make

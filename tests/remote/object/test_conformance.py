@@ -8,7 +8,6 @@ from kvoffload_async.tiers.object.client import ObjectConnection
 
 
 class TestObjectTierInADirectory(TierConformance):
-    pack_bytes = 0
     fault_seeds = range(2)
     traffic_runs = 10
 
@@ -19,7 +18,7 @@ class TestObjectTierInADirectory(TierConformance):
     @pytest.fixture
     def tier(self, connection):
         self.connection = connection
-        return lambda: tier_on(connection, pack_bytes=self.pack_bytes)
+        return lambda: tier_on(connection)
 
     def damage(self, tier, key):
         return damage(self.connection, key)
@@ -32,12 +31,3 @@ class TestObjectTierOnS3(TestObjectTierInADirectory):
     @pytest.fixture
     def connection(self, server, prefix):
         return server.connection(prefix)
-
-
-class TestPackingObjectTierInADirectory(TestObjectTierInADirectory):
-    pack_bytes = 1 << 20
-
-
-@pytest.mark.servers
-class TestPackingObjectTierOnS3(TestObjectTierOnS3):
-    pack_bytes = 1 << 20

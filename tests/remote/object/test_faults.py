@@ -19,7 +19,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
-from kvoffload_async.tiers.remote.client import RefusedError
+from kvoffload_async.tiers.remote.client import RefusedError, ValueExistsError
 
 K = [key_of(number) for number in range(64)]
 BLOCK_BYTES = 65536
@@ -291,6 +291,7 @@ def test_the_first_writer_wins_where_two_write_at_once(connection):
     with open_on(connection) as harness:
         obstore.put(connection.open(), harness.tier._client._name(K[0]), b"first")
         client, value = harness.tier._client, harness.tier._envelopes.wrap(K[0], harness.rows[0])
-        assert harness.run(client.put(K[:1], [value])) == [None]
+        (error,) = harness.run(client.put(K[:1], [value]))
+        assert isinstance(error, ValueExistsError)
         (found,) = harness.run(client.get(K[:1], 1 << 20))
         assert bytes(found.data) == b"first"

@@ -83,10 +83,7 @@ def test_a_tier_whose_server_never_ends_its_list_does_not_open():
 
 
 @pytest.mark.parametrize("status", [409, 412])
-@pytest.mark.parametrize("pack_bytes", [0, 4 * BLOCK_BYTES])
-def test_a_conditional_write_refused_for_an_object_that_is_not_there_blames_no_other_host(
-    status, pack_bytes
-):
+def test_a_conditional_write_refused_for_an_object_that_is_not_there_blames_no_other_host(status):
     def answer(request):
         if request.command == "PUT" and request.path.endswith(".json"):
             request.reply(200)
@@ -98,7 +95,7 @@ def test_a_conditional_write_refused_for_an_object_that_is_not_there_blames_no_o
             request.reply(404)
 
     with ScriptedServer(answer) as server:
-        tier = tier_on(s3_at(server), **QUICK | {"max_retries": 1}, pack_bytes=pack_bytes)
+        tier = tier_on(s3_at(server), **QUICK | {"max_retries": 1})
         with TierHarness(tier, 4, BLOCK_BYTES) as harness:
             error = harness.store(K[:1])[0]
             assert "refused twice" in str(error)

@@ -3,19 +3,17 @@
 import obstore
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.packs import is_chunk_boundary
 from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 
 BLOCK_BYTES = 4096
-# No block in the middle leads a pack, so that what belongs together is one object.
-K = [key for key in map(key_of, range(200)) if not is_chunk_boundary(key, 64)][:64]
+K = [key_of(number) for number in range(64)]
 QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 
-def tier_on(connection, pack_bytes=0, **options):
+def tier_on(connection, **options):
     remote = RemoteSettings(**{"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | options)
-    return ObjectTier(ObjectSettings(connection=connection, pack_bytes=pack_bytes, remote=remote))
+    return ObjectTier(ObjectSettings(connection=connection, remote=remote))
 
 
 def names_in(connection):
@@ -33,9 +31,9 @@ def damage(connection, key):
     return bool(names)
 
 
-def head(harness, chain, before=()):
+def head(harness, chain):
     """Look for a chain, as every request does before it computes, or loads, anything."""
-    (length,) = harness.run(harness.tier.longest_prefixes([chain], [before]))
+    (length,) = harness.run(harness.tier.longest_prefixes([chain]))
     return length
 
 
