@@ -15,8 +15,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import ExampleSecondaryTierManager, SecondaryTierManager
 from kvoffload_async.facade.tier_group import UnopenedTier, pauses_s
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.tiers.example import ExampleTier

@@ -17,13 +17,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
 
-from kvoffload_async.abc.tier import Direction, IoRunner
+from kvoffload_async.abc.tier import Direction, IoRunner, KVIdentity, TierPlace
 from kvoffload_async.config import (
     Options,
+    TierOptions,
     at_least,
     one_of,
     option,
@@ -49,6 +50,7 @@ from kvoffload_async.tiers.mooncake.cells import Geometry, Parts, SharedCells
 from kvoffload_async.tiers.mooncake.helper import JOIN, LENGTH, frame
 
 _MAX_REPLICAS: Final = 64
+_MAX_LEAVE_S: Final = 5.0
 _HOST_AND_PORT: Final = re.compile(r"[^\s:/]+:\d{1,5}")
 _COMMAND: Final = (sys.executable, "-P", helper.__file__)
 
@@ -128,6 +130,23 @@ class HelperSettings(Options):
 @dataclass(frozen=True, kw_only=True)
 class MooncakeOptions(MooncakeConnection, HelperSettings, IntegrityOptions):
     """All options of a `mooncake` tier."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        identity.require_model()
+        common = TierOptions.take(options)
+        settings = cls.take(
+            options,
+            response_timeout_s=common.probe_timeout_s,
+            start_timeout_s=common.open_timeout_s,
+            leave_timeout_s=min(_MAX_LEAVE_S, common.close_timeout_s / 2),
+        )
+        Geometry.of(settings.buffer_bytes, identity.block_bytes)
+        return settings
+
+    def places(self, identity: KVIdentity) -> list[TierPlace]:
+        name, memory_bytes = f"mooncake://{self.master}", self.segment_bytes + self.buffer_bytes
+        return [TierPlace(name, memory_bytes, is_exclusive=False, key="master", is_memory=True)]
 
 
 MOST_NAMES: Final = 4096
@@ -251,7 +270,7 @@ class Helper:
         )
         self._transport = transport
         how = {
-            **asdict(self._connection),
+            **{f.name: getattr(self._connection, f.name) for f in fields(MooncakeConnection)},
             "buffer_fd": self.cells.file,
             "buffer_bytes": self.cells.num_bytes,
             "calls": 2 * geometry.parts + _PAYLOAD_FREE_CALLS + 1,  # and a check

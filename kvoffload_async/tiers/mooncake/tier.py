@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import (
     AsyncTier,
     Direction,
+    KVIdentity,
     TierBounds,
     TierCapabilities,
     TierEnvironment,
@@ -23,6 +24,7 @@ from kvoffload_async.errors import (
     TierError,
     TierFullError,
     TierUnavailableError,
+    Trouble,
     drop_tracebacks,
 )
 from kvoffload_async.tiers.files.digests import IntegrityKey
@@ -33,9 +35,11 @@ from kvoffload_async.tiers.mooncake.process import (
     HelperSettings,
     HelperSupervisor,
     MooncakeConnection,
+    MooncakeOptions,
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of
+from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 
 _NO_HANDLE: Final = -200
@@ -132,11 +136,23 @@ class _Part:
 
 
 class MooncakeTier(AsyncTier):
-    """Stores each block in the memory of one or more clients of a Mooncake Store.
+    """Blocks in a Mooncake Store, which pools memory of its clients.
 
-    The client runs in a helper process, which shares only a buffer with the engine. Blocks are
-    copied through the buffer, and verified in their destination.
+    The client library runs in a helper process, which can access only a bounce buffer. Blocks are
+    copied through the buffer, and verified in their destination. The store has its own capacity
+    and eviction. A block for which it has no room is not stored.
     """
+
+    declares = MooncakeOptions
+    requires: ClassVar = {"mooncake": "run pip install 'kvoffload-async[mooncake]'"}
+    remedies: ClassVar = {
+        **REMEDIES,
+        CorruptBlockError: "not served; if this recurs, check the memory of the store's clients",
+        TierFullError: "no blocks are stored until there is space: raise segment_bytes on the "
+        "hosts of the store",
+        Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
+        "faster: raise buffer_bytes",
+    }
 
     def __init__(
         self,
@@ -153,6 +169,11 @@ class MooncakeTier(AsyncTier):
         self._counters = MooncakeCounters()
         self._supervisor: HelperSupervisor | None = None
         self._place: _Place | None = None
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        own = MooncakeOptions.of(options, identity)
+        return cls(own, own.integrity_key, own)
 
     async def open(self, env: TierEnvironment) -> None:
         """Start the helper and join the store.

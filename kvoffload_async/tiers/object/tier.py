@@ -24,14 +24,17 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import starmap
 from math import ceil, log2
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
-from kvoffload_async.abc.tier import Direction, TierEnvironment
+from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import Direction, KVIdentity, TierEnvironment
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
     TierError,
+    TierFullError,
     TierUnavailableError,
+    Trouble,
     drop_tracebacks,
 )
 from kvoffload_async.tiers.object.packs import (
@@ -41,10 +44,11 @@ from kvoffload_async.tiers.object.packs import (
     is_chunk_boundary,
     is_pack,
 )
+from kvoffload_async.tiers.object.settings import ObjectOptions
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RemoteClient, Value
 from kvoffload_async.tiers.remote.lookups import Lookups
-from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.remote.settings import REMEDIES, RemoteSettings
 from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 
@@ -224,7 +228,7 @@ KEYS_BEFORE: Final = 4 * MOST_BLOCKS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectSettings:
-    """Settings of an `object` tier; see the facade's `ObjectTierManager`.
+    """Settings of an `object` tier, made from its options.
 
     Attributes:
         connection: Connection to the object store.
@@ -257,11 +261,25 @@ class PackCounters:
 
 
 class ObjectTier(RemoteTier):
-    """Stores blocks as objects in S3, Google Cloud Storage, Azure, or a directory.
+    """Objects of blocks in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
+
+    Credentials that are not configured come from the environment or from the machine's role. Only a
+    lifecycle rule of the bucket limits its size; see docs/howto/object.md.
 
     Blocks known to be consecutive are stored as one object, a pack, up to the next pack boundary.
     It is named after its first block; see docs/remote-tiers.md.
     """
+
+    declares = ObjectOptions
+    requires: ClassVar = {"obstore": "run pip install 'kvoffload-async[object]'"}
+    remedies: ClassVar = {
+        **REMEDIES,
+        CorruptBlockError: "not served; if this recurs, check the store: kvoffload store verify",
+        TierFullError: "no blocks are stored until there is space: raise the quota of the bucket, "
+        "or let a lifecycle rule delete old objects",
+        Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
+        "faster: raise connections and bytes_in_flight",
+    }
 
     def __init__(self, settings: ObjectSettings) -> None:
         """Configure the tier; nothing is connected before `open`."""
@@ -274,6 +292,22 @@ class ObjectTier(RemoteTier):
         super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
         if self._pack_bytes:
             self.capabilities = replace(self.capabilities, keys_before=KEYS_BEFORE)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        own = ObjectOptions.of(options, identity)
+        connection, redact = own.connect()
+        remote = replace(own, redact=redact)
+        return cls(ObjectSettings(connection=connection, pack_bytes=own.pack_bytes, remote=remote))
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Imported on demand, because the library is an extra.
+        from kvoffload_async.tiers.object.maintenance import (  # noqa: PLC0415
+            ObjectMaintenance,
+        )
+
+        return ObjectMaintenance
 
     async def open(self, env: TierEnvironment) -> None:
         identity = env.identity
