@@ -227,10 +227,10 @@ class TierConformance:
         options = [] if cls.declares is None else cls.declares.described()
         unsaid = [option.name for option in options if not option.summary]
         expect("options without a description below the field", unsaid, [])
-        declared: Iterable[object] = cls.remedies
-        others = [s for s in declared if not (isinstance(s, Trouble) or _is(s, TierError))]
+        advised: Iterable[tuple[object, object]] = cls.remedies.items()
+        others = [s for s, _ in advised if not (isinstance(s, Trouble) or _is(s, TierError))]
         expect("remedies for neither a Trouble nor a TierError", others, [])
-        wordless = [text for text in cls.remedies.values() if not isinstance(text, str) or not text]
+        wordless = [text for _, text in advised if not text or not isinstance(text, str)]
         expect("remedies without a text", wordless, [])
         stores = cls.maintenance()
         is_kind = stores is None or _is(stores, StoreMaintenance)

@@ -8,7 +8,7 @@ WITNESSES = """
     import os
     import signal
     from kvoffload_async.facade.secondary import ExampleSecondaryTierManager, SecondaryTierManager
-        from kvoffload_async.errors import TierUnavailableError
+    from kvoffload_async.errors import TierUnavailableError
     from kvoffload_async.tiers.example import ExampleTier
 
     opened = []

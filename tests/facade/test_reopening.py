@@ -304,7 +304,7 @@ def test_a_thread_that_hangs_after_an_opening_is_known_until_it_ends(mount):
         return
     with RuntimeHost() as host:
         view = memoryview(bytearray(64)).cast("B", (1, 64))
-        tier = SecondaryTierFactory.get_tier_class("mounted")()
+        tier = SecondaryTierFactory.get_tier_class("mounted").tier_class()
         with pytest.raises(TierTimeoutError):
             SecondaryTierManager(None, view, "t", tier, runtime=host.bridge, open_timeout_s=0.1)
         assert host.bridge.opening_hangs("t")

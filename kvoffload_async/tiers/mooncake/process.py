@@ -104,8 +104,8 @@ class MooncakeConnection(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HelperSettings(Options):
-    """The options of a helper process, and values derived from others.
+class MooncakeSettings(MooncakeConnection, IntegrityOptions):
+    """The options of a `mooncake` tier, and values derived from others.
 
     Attributes:
         response_timeout_s: Seconds in which the store answers a call or a check made during the
@@ -125,11 +125,6 @@ class HelperSettings(Options):
     start_timeout_s: float = 30.0
     leave_timeout_s: float = 5.0
     command: tuple[str, ...] = _COMMAND
-
-
-@dataclass(frozen=True, kw_only=True)
-class MooncakeOptions(MooncakeConnection, HelperSettings, IntegrityOptions):
-    """All options of a `mooncake` tier."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
@@ -190,8 +185,7 @@ class Helper:
 
     def __init__(
         self,
-        connection: MooncakeConnection,
-        settings: HelperSettings,
+        settings: MooncakeSettings,
         row_bytes: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -205,7 +199,6 @@ class Helper:
         self.why_ended = ""
         self._failure_kind = TierUnavailableError
         self.is_joined = False
-        self._connection = connection
         self._settings = settings
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, _Call] = {}
@@ -270,7 +263,7 @@ class Helper:
         )
         self._transport = transport
         how = {
-            **{f.name: getattr(self._connection, f.name) for f in fields(MooncakeConnection)},
+            **{f.name: getattr(self._settings, f.name) for f in fields(MooncakeConnection)},
             "buffer_fd": self.cells.file,
             "buffer_bytes": self.cells.num_bytes,
             "calls": 2 * geometry.parts + _PAYLOAD_FREE_CALLS + 1,  # and a check
@@ -519,15 +512,13 @@ class HelperSupervisor:
 
     def __init__(
         self,
-        connection: MooncakeConnection,
-        settings: HelperSettings,
+        settings: MooncakeSettings,
         row_bytes: int,
         io: IoRunner,
     ) -> None:
         """Start no helper yet."""
         self.starts = 0
         self.ends = 0
-        self._connection = connection
         self._settings = settings
         self._row_bytes = row_bytes
         self._io = io
@@ -583,7 +574,7 @@ class HelperSupervisor:
         loop = asyncio.get_running_loop()
 
         def begin() -> None:  # may continue after a cancellation, so it stores the helper here
-            self._helper = Helper(self._connection, self._settings, self._row_bytes, loop)
+            self._helper = Helper(self._settings, self._row_bytes, loop)
 
         helper: Helper | None = None
         try:
@@ -609,7 +600,7 @@ class HelperSupervisor:
             drop_tracebacks(error)
         else:
             self._pause_s = 0.0
-            logger.warning("mooncake: a new helper has joined %s", self._connection.master)
+            logger.warning("mooncake: a new helper has joined %s", self._settings.master)
         finally:
             self._next_start_s = loop.time() + self._pause_s
             self._starting = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Final, Self
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import (
     AsyncTier,
     Direction,
-    KVIdentity,
     TierBounds,
     TierCapabilities,
     TierEnvironment,
@@ -32,10 +31,8 @@ from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES, Parts
 from kvoffload_async.tiers.mooncake.process import (
     MOST_NAMES,
     Helper,
-    HelperSettings,
     HelperSupervisor,
-    MooncakeConnection,
-    MooncakeOptions,
+    MooncakeSettings,
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of
@@ -143,7 +140,7 @@ class MooncakeTier(AsyncTier):
     and eviction. A block for which it has no room is not stored.
     """
 
-    declares = MooncakeOptions
+    declares = MooncakeSettings
     requires: ClassVar = {"mooncake": "run pip install 'kvoffload-async[mooncake]'"}
     remedies: ClassVar = {
         **REMEDIES,
@@ -154,26 +151,14 @@ class MooncakeTier(AsyncTier):
         "faster: raise buffer_bytes",
     }
 
-    def __init__(
-        self,
-        connection: MooncakeConnection,
-        integrity_key: IntegrityKey | None = None,
-        settings: HelperSettings | None = None,
-    ) -> None:
+    def __init__(self, settings: MooncakeSettings) -> None:
         """Configure the tier; the store is joined in `open`."""
         self.capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
         self.bounds = TierBounds(concurrent_blocks=64)
-        self._connection = connection
-        self._settings = settings or HelperSettings()
-        self._integrity_key = integrity_key
+        self._settings = settings
         self._counters = MooncakeCounters()
         self._supervisor: HelperSupervisor | None = None
         self._place: _Place | None = None
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
-        own = MooncakeOptions.of(options, identity)
-        return cls(own, own.integrity_key, own)
 
     async def open(self, env: TierEnvironment) -> None:
         """Start the helper and join the store.
@@ -183,9 +168,9 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        self._supervisor = HelperSupervisor(self._connection, self._settings, row_bytes, env.io)
+        self._supervisor = HelperSupervisor(self._settings, row_bytes, env.io)
         await self._supervisor.open()
-        self._place = _Place(env, self._integrity_key)
+        self._place = _Place(env, self._settings.integrity_key)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the stored keys; makes one call per few thousand keys."""
@@ -222,7 +207,7 @@ class MooncakeTier(AsyncTier):
         return asdict(self._counters) | helpers
 
     def describe(self) -> str:
-        return f"mooncake at {self._connection.master}"
+        return f"mooncake at {self._settings.master}"
 
     # -- internal -------------------------------------------------------------------------------
 
