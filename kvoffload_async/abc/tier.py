@@ -263,7 +263,7 @@ class TierSettings(Options):
         """
         return cls.take(options)
 
-    def places(self, identity: KVIdentity) -> Iterable[TierPlace]:
+    def locations(self, identity: KVIdentity) -> Iterable[TierPlace]:
         """Return the storage locations; raises ConfigError if no block fits."""
         return ()
 
@@ -408,7 +408,9 @@ class AsyncTier(ABC):
         Raises:
             ConfigError: The options cannot work; the message names key, value and remedy.
         """
-        return () if cls.declares is None else cls.declares.of(options, identity).places(identity)
+        if cls.declares is None:
+            return ()
+        return cls.declares.of(options, identity).locations(identity)
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:

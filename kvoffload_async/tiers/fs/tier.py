@@ -124,7 +124,7 @@ class FsSettings(DiskSettings):
             return None
         return SpaceSettings(self.capacity_bytes, self.high_watermark, self.low_watermark)
 
-    def places(self, identity: KVIdentity) -> list[TierPlace]:
+    def locations(self, identity: KVIdentity) -> list[TierPlace]:
         has_limit = self.capacity_bytes is not None and identity.block_bytes > 0
         check = partial(self.check_room, identity.block_bytes) if has_limit else None
         return [TierPlace(self.root_dir, self.capacity_bytes, check=check)]

@@ -139,7 +139,7 @@ class MooncakeSettings(MooncakeConnection, IntegrityOptions):
         Geometry.of(settings.buffer_bytes, identity.block_bytes)
         return settings
 
-    def places(self, identity: KVIdentity) -> list[TierPlace]:
+    def locations(self, identity: KVIdentity) -> list[TierPlace]:
         name, memory_bytes = f"mooncake://{self.master}", self.segment_bytes + self.buffer_bytes
         return [TierPlace(name, memory_bytes, is_exclusive=False, key="master", is_memory=True)]
 

@@ -141,7 +141,7 @@ class MooncakeTier(AsyncTier):
     """
 
     declares = MooncakeSettings
-    requires: ClassVar = {"mooncake": "run pip install 'kvoffload-async[mooncake]'"}
+    requires: ClassVar = {"mooncake": "install kvoffload-async[mooncake]"}
     remedies: ClassVar = {
         **REMEDIES,
         CorruptBlockError: "not served; if this recurs, check the memory of the store's clients",

@@ -123,7 +123,7 @@ class ObjectOptions(RemoteSettings, StoreOptions):
     connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
     """Concurrent calls with payload, in each direction."""
 
-    def places(self, identity: KVIdentity) -> list[TierPlace]:
+    def locations(self, identity: KVIdentity) -> list[TierPlace]:
         self.connect()
         self.warn_of_large_blocks("object", identity.block_bytes)
         return [TierPlace(self.url, is_exclusive=False, key="url")]

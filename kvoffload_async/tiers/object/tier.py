@@ -261,7 +261,7 @@ class PackCounters:
 
 
 class ObjectTier(RemoteTier):
-    """Objects of blocks in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
+    """Blocks as objects in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
     Credentials that are not configured come from the environment or from the machine's role. Only a
     lifecycle rule of the bucket limits its size; see docs/howto/object.md.
@@ -271,7 +271,7 @@ class ObjectTier(RemoteTier):
     """
 
     declares = ObjectOptions
-    requires: ClassVar = {"obstore": "run pip install 'kvoffload-async[object]'"}
+    requires: ClassVar = {"obstore": "install kvoffload-async[object]"}
     remedies: ClassVar = {
         **REMEDIES,
         CorruptBlockError: "not served; if this recurs, check the store: kvoffload store verify",

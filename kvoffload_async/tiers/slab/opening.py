@@ -130,7 +130,7 @@ class SlabSettings(DiskSettings):
         threads = settings.wanted_threads or suitable_threads(waits_for_device=settings.direct_io)
         return replace(settings, io_threads=threads, stripes=threads)
 
-    def places(self, identity: KVIdentity) -> list[TierPlace]:
+    def locations(self, identity: KVIdentity) -> list[TierPlace]:
         if identity.block_bytes:
             self.budget(identity.block_bytes)
         return [TierPlace(self.root_dir, self.capacity_bytes)]

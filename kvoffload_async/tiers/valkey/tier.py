@@ -74,7 +74,7 @@ class ValkeySettings(RemoteSettings):
         password = address.password
         return replace(settings, redact=Redactor([password] if password else []))
 
-    def places(self, identity: KVIdentity) -> list[TierPlace]:
+    def locations(self, identity: KVIdentity) -> list[TierPlace]:
         self.warn_of_large_blocks("valkey", identity.block_bytes)
         return [TierPlace(self.address.shown, is_exclusive=False, key="url")]
 
@@ -87,7 +87,7 @@ class ValkeyTier(RemoteTier):
     """
 
     declares = ValkeySettings
-    requires: ClassVar = {"redis": "run pip install 'kvoffload-async[valkey]'"}
+    requires: ClassVar = {"redis": "install kvoffload-async[valkey]"}
     remedies: ClassVar = {
         **REMEDIES,
         CorruptBlockError: "not served; if this recurs, check the memory of the server",
