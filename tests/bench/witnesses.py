@@ -7,8 +7,7 @@ SMALL = (
 WITNESSES = """
     import os
     import signal
-    from kvoffload_async.facade.example import ExampleSecondaryTierManager
-    from kvoffload_async.facade.secondary import SecondaryTierManager
+    from kvoffload_async.facade.secondary import ExampleSecondaryTierManager, SecondaryTierManager
     from kvoffload_async.errors import TierUnavailableError
     from kvoffload_async.tiers.example import ExampleTier
 
