@@ -370,8 +370,9 @@ def _check(
 ) -> tuple[TierLocation, ...]:
     """Check options with known names; return the locations of its blocks."""
     allowed = options_of(cls)
+    declares = cls.tier_class is not None and cls.tier_class.declares is not None
     for key in sorted(allowed.keys() - options.keys()):
-        if allowed[key] is REQUIRED:
+        if allowed[key] is REQUIRED and not declares:  # a declared option has a remedy of its own
             raise ConfigError(f"{key}: missing; this tier does not work without it")
     identity = identity_of(cls.common_options(options), config, block_bytes)
     try:

@@ -113,7 +113,7 @@ def test_its_check_names_key_value_and_remedy_before_anything_starts(view, value
 
 
 def test_without_a_default_it_must_be_given(view):
-    with pytest.raises(ConfigError, match="colour: missing"):
+    with pytest.raises(ConfigError, match="colour: missing; give the name of a colour"):
         SecondaryTierFactory.check_config({"type": "toy"})
     with pytest.raises(ConfigError, match="colour: missing; give the name of a colour"):
         ToyManager(None, view)
