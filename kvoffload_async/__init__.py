@@ -70,12 +70,15 @@ from kvoffload_async.facade.connector.protocol import (
 )
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
 from kvoffload_async.facade.maintenance import find_stores
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import (
+    ExampleSecondaryTierManager,
+    FileSystemTierManager,
+    SecondaryTierManager,
+    SlabTierManager,
+)
 from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tiering import TieringOffloadingManager

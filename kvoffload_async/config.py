@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import json
 import os
 import re
 import reprlib
@@ -498,3 +499,81 @@ class OffloadConfig(Options):
             _reject("config", raw, "an object of keys and values")
         reject_unknown(raw, cls.declared(), "config")
         return cls.take(raw)
+
+
+_SUITABLE_THREADS: Final = 4
+
+
+def suitable_threads(*, waits_for_device: bool = False) -> int:
+    """Return the default number of a tier's copying threads, measured by `thread_counts.py`.
+
+    If they often wait for the device, 4 on any number of CPUs: a thread that waits needs none.
+    Otherwise one per usable CPU, but 2 to 4: while the page cache serves requests, more threads
+    only contend with each other, and reading one file from the disk they break its read-ahead.
+    Above 4 CPUs nothing changes: four calls at once keep a device busy, and four threads that copy
+    and hash take as much of the memory's bandwidth as the host of a model can spare.
+    """
+    if waits_for_device:
+        return _SUITABLE_THREADS
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except OSError:  # refused, see `system_calls`
+        usable = os.cpu_count() or 1
+    return max(2, min(_SUITABLE_THREADS, usable))
+
+
+def parse_run_config(value: object, key: str) -> dict[str, Any]:
+    """Return a copy of a run configuration; raises ConfigError if JSON cannot represent it."""
+    if not isinstance(value, Mapping) or not value:
+        raise ConfigError(f"{key}: {shown(value)} is not valid; it must be an object with a key")
+    try:
+        json.dumps(dict(value), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {shown(value)} cannot be written as JSON ({error})") from error
+    if "model_name" in value:
+        parse_name(value["model_name"], f"{key}: model_name")
+    return dict(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions(Options):
+    """The options that every tier takes."""
+
+    io_timeout_s: float = option(parse_seconds, 30.0)
+    """Seconds from the submission of a job until it is reported as failed."""
+    probe_timeout_s: float = option(parse_seconds, 2.0)
+    """Seconds until an unanswered existence probe counts as "absent"."""
+    open_timeout_s: float = option(parse_seconds, 30.0)
+    """Seconds for opening the tier; `slab` has 10 s more for each million blocks that fit."""
+    close_timeout_s: float = option(parse_seconds, 30.0)
+    """Seconds for `shutdown`, unless the call gives another timeout."""
+    n_read_threads: int | None = option(or_none(at_least(1, MAX_THREADS)), None)
+    """I/O threads that prefer loads; None: 3 for `fs`, else one less
+    than the usable CPUs, 1 to 3."""
+    n_write_threads: int = option(at_least(1, MAX_THREADS), 1)
+    """I/O threads that prefer stores."""
+    enable_kv_events: bool = option(parse_bool, default=False)
+    """Record events for `take_events`."""
+    min_blocks: int = option(at_least(1), 1)
+    """Minimum number of blocks that a request must miss in the primary and in all nearer tiers for
+    this tier to be asked. Raise it if loading fewer blocks takes longer than computing them."""
+    prefill_blocks_per_s: float | None = option(or_none(parse_rate), None)
+    """Blocks that the accelerator computes per second of prefill. If given, this tier is asked only
+    for so many missed blocks that loading them, at recently measured latency and bandwidth, takes
+    less time than computing them; None: only `min_blocks` decides."""
+    model: str | None = option(or_none(parse_name), None)
+    """Name of the model whose blocks these are; by default the engine's `model`."""
+    fingerprint: str | None = option(or_none(parse_label), None)
+    """Identifies the content of the model's weights and everything else that KV bytes depend on; by
+    default the engine's `fingerprint`."""
+    namespace: str | None = option(or_none(parse_label), None)
+    """Separates blocks from those of other namespaces."""
+    rank: int = option(at_least(0), 0)
+    """Rank of the engine, if several engines have different bytes under the same key."""
+    run_config: Mapping[str, Any] | None = option(or_none(parse_run_config), None)
+    """Everything that the layout of a block's bytes depends on; by default the engine's geometry
+    and the slot size. `model`, `fingerprint` and `namespace` are added to it."""
+
+    def read_threads(self, *, waits_for_device: bool = False) -> int:
+        """Return `n_read_threads` or its default: one thread less than `suitable_threads`."""
+        return self.n_read_threads or suitable_threads(waits_for_device=waits_for_device) - 1

@@ -9,10 +9,11 @@ third-party libraries are mapped to these classes once, where they enter the pac
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Final
 
 from kvoffload_async.limits import thread_limits
 
@@ -64,21 +65,35 @@ class InvalidatedError(OffloadError):
 class TierError(OffloadError):
     """A storage tier failed to move a block of a job."""
 
+    remedy: ClassVar[str] = ""
+    """What helps with any tier, for log lines; see `remedy_of`."""
+
 
 class TierUnavailableError(TierError):
     """The tier, or its device or service, failed as a whole; not caused by one block."""
+
+    remedy = "the engine continues without these blocks; fix the cause above"
 
 
 class TierTimeoutError(TierUnavailableError):
     """A job missed its deadline, or the tier did not open before it."""
 
+    remedy = "check its storage; if it is only slow, raise io_timeout_s"
+
+
+_SERVER: Final = "check the server and the network; if it is only slow, raise "
+
 
 class CallTimeoutError(TierTimeoutError):
     """A call to the tier's server missed its own deadline, the tier's `call_timeout_s`."""
 
+    remedy = _SERVER + "the deadline of its calls"
+
 
 class ServerHangError(TierTimeoutError):
     """The tier's server answered neither a call nor a check within `probe_timeout_s`."""
+
+    remedy = _SERVER + "probe_timeout_s"
 
 
 class ShardUnavailableError(TierUnavailableError):
@@ -92,17 +107,25 @@ class TierBusyError(TierError, BusyError):
 class JobNotStartedError(TierBusyError):
     """The job, or a block of it, still waited at its deadline, behind others that were served."""
 
+    remedy = "the tier works, but more slowly than jobs arrive: make it faster"
+
 
 class RepeatedKeyError(TierError, StateError):
     """The job contains a key twice; no block was moved."""
+
+    remedy = "a bug of the caller: name each key once"
 
 
 class UnknownSlotError(TierError, StateError):
     """The job names a slot that the primary tier does not have; no block was moved."""
 
+    remedy = "a bug of the caller: name slots of the primary"
+
 
 class TierFullError(TierError):
     """The tier had no space for the block and could not free any."""
+
+    remedy = "no blocks are stored until there is space: enlarge its storage"
 
 
 class TierClosedError(TierError):
@@ -116,9 +139,50 @@ class BlockMissingError(TierError):
 class CorruptBlockError(TierError):
     """The stored bytes differ from those written: checksum mismatch or short read."""
 
+    remedy = "not served; if this recurs, check the storage"
+
 
 class JobCancelledError(TierError):
     """The job's task was cancelled."""
+
+
+class Trouble(enum.Enum):
+    """A situation of a tier that is not the error of a job; the value helps with any tier."""
+
+    TOO_SLOW = "raise cpu_bytes_to_use, set write_back to wait, or make the tier faster"
+    """It is in order, but blocks were evicted from the primary before it had room for them."""
+    SUSPENDED = "its stores are suspended: fix the error that the line of the suspension names"
+    """As above, while its stores were suspended."""
+    NOT_OPEN = "it is not open: fix the error that its opening names"
+    """As above, while the tier was not open."""
+    HANGING = "copies past their deadline still run: check whether its storage answers"
+    """As above, while copies past their deadline still ran."""
+    STORES_FAILED = "fix the errors of its stores, which have lines of their own"
+    """Blocks were given up after failed stores."""
+    CLOSED_TOO_SOON = "to store more of them, raise shutdown_timeout_s"
+    """The shutdown ended before pending blocks were stored."""
+    PROBE_TIMEOUT = "its blocks count as absent; if the tier is only slow, raise probe_timeout_s"
+    """An existence probe was not answered before its deadline."""
+
+
+Situation = Trouble | type[TierError]
+Remedies = Mapping[Situation, str]
+"""Situation, or class of an error and of its subclasses -> what helps, for log lines."""
+
+
+def remedy_of(situation: Trouble | TierError, own: Remedies) -> str:
+    """Return what helps in a situation; empty if nothing is known to.
+
+    Args:
+        situation: The situation; an error stands for its class, then for its base classes.
+        own: The tier's remedies, which take precedence over those for any tier.
+    """
+    if isinstance(situation, Trouble):
+        return own.get(situation, situation.value)
+    for cls in type(situation).__mro__:
+        if issubclass(cls, TierError) and (text := own.get(cls) or vars(cls).get("remedy")):
+            return str(text)
+    return ""
 
 
 class TransportError(OffloadError):

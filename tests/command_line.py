@@ -67,8 +67,8 @@ FAULTY_TIERS = """
 
     class Interrupting(ExampleTier):
         '''Somebody presses Ctrl-C while it starts.'''
-        def __init__(self):
-            super().__init__()
+        def __init__(self, settings):
+            super().__init__(settings)
             signal.raise_signal(signal.SIGINT)
 
     class Jammed(ExampleTier):

@@ -1,4 +1,4 @@
-"""The table of remedies: what a log line tells to do helps in its situation."""
+"""Remedies: what a log line tells to do helps in its situation."""
 
 import re
 from pathlib import Path
@@ -22,16 +22,18 @@ from kvoffload_async.errors import (
     TierError,
     TierFullError,
     TierTimeoutError,
+    TierUnavailableError,
+    Trouble,
+    remedy_of,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_factory import options_of
-from kvoffload_async.facade.tier_options import identity_of
-from kvoffload_async.remedies import ANY, REMEDIES, Trouble, remedy
+from kvoffload_async.facade.tier_options import identity_of, options_of
 
 COMMAND = "kvoffload store verify"
 THIRD_PARTY = "of-a-third-party"
 TYPES = [*SecondaryTierFactory.names(), THIRD_PARTY]
 ENGINE_OPTIONS = {option.name for option in OffloadConfig.described()}
+KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, TierError)]
 NO_REMEDY = {TierError, BlockMissingError, TierBusyError, TierClosedError, JobCancelledError}
 REQUIRED_OPTIONS = {
     "fs": {"root_dir": "/srv/kv"},
@@ -45,6 +47,19 @@ REQUIRED_OPTIONS = {
 def class_of(tier_type):
     is_own = tier_type != THIRD_PARTY
     return SecondaryTierFactory.get_tier_class(tier_type) if is_own else SecondaryTierManager
+
+
+def remedies_of(tier_type):
+    tier_class = class_of(tier_type).tier_class
+    return {} if tier_class is None else tier_class.remedies
+
+
+def remedy(tier_type, situation):
+    return remedy_of(situation, remedies_of(tier_type))
+
+
+def situations():
+    return [*Trouble, *(kind("why") for kind in KINDS)]
 
 
 def all_options():
@@ -61,7 +76,7 @@ def refusal_of(tier_type, name):
         return None
     given = {"model": "org/model", **REQUIRED_OPTIONS.get(tier_type, {}), name: known[name]}
     try:
-        cls.check_options(given, identity_of(cls.take_options(tier_type, given), None, 4096))
+        cls.check_options(given, identity_of(cls.common_options(given), None, 4096))
     except ConfigError as error:
         return str(error) if str(error).startswith(name) else None
     return None
@@ -75,8 +90,8 @@ def options_in(text):
 @pytest.mark.parametrize("tier_type", TYPES)
 def test_every_remedy_names_only_options_that_the_tier_or_the_engine_takes(tier_type):
     named = set()
-    for texts in REMEDIES.values():
-        text = texts.get(tier_type, texts[ANY])
+    for situation in situations():
+        text = remedy(tier_type, situation)
         unknown = set(re.findall(r"\w+_\w+", text)) - all_options()
         assert not unknown, text
         for name in options_in(text) - ENGINE_OPTIONS:
@@ -94,16 +109,21 @@ def test_the_walk_would_notice_an_option_of_another_tier():
     assert refusal_of("slab", "call_timeout_s")
 
 
-def test_every_entry_is_of_a_type_that_exists_and_every_situation_has_a_text_for_the_others():
-    assert set(Trouble) <= set(REMEDIES)
-    for texts in REMEDIES.values():
-        assert ANY in texts
-        assert set(texts) <= {ANY, *SecondaryTierFactory.names()}
+@pytest.mark.parametrize("tier_type", TYPES)
+def test_every_situation_has_a_remedy_unless_it_is_no_fault(tier_type):
+    assert set(remedies_of(tier_type)) <= {*Trouble, *KINDS}
+    without = {s for s in situations() if not remedy(tier_type, s)}
+    assert {type(situation) for situation in without} == NO_REMEDY
 
 
-def test_every_error_of_a_tier_has_a_remedy_unless_it_is_no_fault():
-    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, TierError)]
-    assert {kind for kind in kinds if not remedy("fs", kind("why"))} == NO_REMEDY
+def test_a_remedy_of_a_tier_holds_for_the_subclasses_of_its_error_that_have_none_of_their_own():
+    class OwnError(TierTimeoutError):
+        pass
+
+    own = {TierTimeoutError: "own"}
+    assert remedy_of(OwnError("why"), own) == remedy_of(TierTimeoutError("why"), own) == "own"
+    assert remedy_of(CallTimeoutError("why"), own) == CallTimeoutError.remedy
+    assert remedy_of(ShardUnavailableError("why"), own) == TierUnavailableError.remedy
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from os import stat_result
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.config import Options
+from kvoffload_async.errors import ConfigError, Remedies
 from kvoffload_async.types import JobId, JobMetadata, Locality, Medium, OffloadKey
 
 T = TypeVar("T")
@@ -121,6 +124,16 @@ class KVIdentity:
         text = json.dumps(distinguishing, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
+    def require_model(self) -> None:
+        """Raise ConfigError if no model is named, for a tier whose blocks outlive the process."""
+        if self.model is None:
+            raise ConfigError(
+                "model: missing; blocks on disk outlive the process, and without the name of their "
+                "model those of another with equal sizes would be served as its own: "
+                'add "model": "org/name" to the tier, or to the whole configuration, or '
+                '"run_config": {"model_name": "org/name", ...} to the tier'
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class TierLocation:
@@ -134,6 +147,9 @@ class TierLocation:
             children.
         key: The option that names the location, for messages.
         is_memory: Whether `capacity_bytes` is memory of this machine; known for a directory.
+        check: Raises ConfigError if the blocks do not fit on a directory's filesystem; called with
+            the status of the directory, or of its nearest parent that exists. Asking a filesystem
+            may hang, so the framework does it, on a thread and with a deadline.
     """
 
     path: str
@@ -141,6 +157,7 @@ class TierLocation:
     is_exclusive: bool = True
     key: str = "root_dir"
     is_memory: bool = False
+    check: Callable[[stat_result], object] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +243,28 @@ class TierEnvironment(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class TierSettings(Options):
+    """Base of a class that declares the options of one kind of tier."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        """Return the settings of a tier; changes nothing, not even on disk.
+
+        Args:
+            options: All options of the tier as the user gave them, with those of `TierOptions`.
+            identity: The identity that `AsyncTier.open` will receive.
+
+        Raises:
+            ConfigError: The options cannot work; the message names key, value and remedy.
+        """
+        return cls.take(options)
+
+    def locations(self, identity: KVIdentity) -> Iterable[TierLocation]:
+        """Return the storage locations; raises ConfigError if no block fits."""
+        return ()
+
+
 class AsyncTier(ABC):
     """Block storage with five coroutines.
 
@@ -240,12 +279,27 @@ class AsyncTier(ABC):
     An exception from `store` or `load` fails every block of the job. Errors of third-party
     libraries are mapped onto `TierError` here.
 
-    Thread: loop.
+    The class is what is registered, so it also declares the tier's options, required libraries,
+    remedies and maintenance. A tier needs none of them, only `capabilities` and the coroutines.
+
+    Thread: loop; class methods: any.
     """
 
+    declares: ClassVar[type[TierSettings] | None] = None
+    """Declares the tier's options; the constructor takes an instance. None: the constructor's
+    parameters are the options."""
+    requires: ClassVar[Mapping[str, str]] = {}
+    """Library that must be installed -> how to install it; import it in `open` or later."""
+    remedies: ClassVar[Remedies] = {}
+    """What helps if this tier fails, for log lines. Texts for any tier are the fallback."""
     capabilities: TierCapabilities
     bounds: TierBounds = TierBounds()
     """May depend on the primary's geometry, and may therefore be set in `open`."""
+    waits_for_device: bool = False
+    """Whether its I/O threads often wait for a device, so that it has more of them than CPUs."""
+    io_threads: int | None = None
+    """Number of I/O threads that the tier's own options set, all but one of which prefer loads;
+    None: `n_read_threads` and `n_write_threads` set it."""
 
     def opening_s(self, block_bytes: int) -> float:
         """Return the seconds by which opening a large store may exceed the usual limit."""
@@ -320,26 +374,36 @@ class AsyncTier(ABC):
         """
 
     @classmethod
+    def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        """Create the tier; changes nothing yet. Arguments and errors as for `check_options`."""
+        create: Callable[..., Self] = cls
+        declares = cls.declares
+        return create(**options) if declares is None else create(declares.of(options, identity))
+
+    @classmethod
     def check_options(
         cls, options: Mapping[str, Any], identity: KVIdentity
     ) -> Iterable[TierLocation]:
-        """Check the constructor's options before any side effect; return the storage locations.
+        """Check the options before any side effect; return the storage locations.
 
         Changes nothing, not even on disk. Called whenever a configuration is checked, and before a
-        tier is created. Option names and required options have been checked; values have not.
+        tier is created. Option names and required options have been checked; values have not. A
+        class that `declares` its options leaves this to `TierSettings`.
 
         Args:
-            options: Arguments for the constructor.
+            options: The arguments of the constructor, or the options for `TierSettings.of`.
             identity: The identity that `open` will receive.
 
         Raises:
             ConfigError: The options cannot work; the message names key, value and remedy.
         """
-        return ()
+        if cls.declares is None:
+            return ()
+        return cls.declares.of(options, identity).locations(identity)
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
-        """Return the maintenance class for this tier's stores, or None."""
+        """Return the maintenance class for this tier's stores, or None; import its module here."""
         return None
 
     def gauges(self) -> Mapping[str, float]:

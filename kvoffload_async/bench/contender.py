@@ -22,7 +22,8 @@ from typing import Any, Final, Protocol, Self
 from kvoffload_async.config import REQUIRED, OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.registry import load_class
 from kvoffload_async.runtime.machine import temporary_directory
 from kvoffload_async.types import (

@@ -22,7 +22,7 @@ from kvoffload_async.cli.ending import Interrupt, finish
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.output import check_writable, publish
 from kvoffload_async.cli.progress import Gauge, progress_bar
-from kvoffload_async.runtime.io_pool import suitable_threads
+from kvoffload_async.config import suitable_threads
 
 _TITLES: Final = {
     "store": "Store",

@@ -13,16 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.cli.host_config import HostConfig
-from kvoffload_async.config import REQUIRED, Option, without_secrets
+from kvoffload_async.config import REQUIRED, Option, TierOptions, without_secrets
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tier_factory import (
-    EngineTierOptions,
-    SecondaryTierFactory,
-    options_of,
-)
-from kvoffload_async.facade.tier_options import TierOptions
+from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
+from kvoffload_async.facade.tier_options import options_of
 
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
@@ -59,27 +55,28 @@ def _entry(name: str) -> TierEntry:
         cls = SecondaryTierFactory.get_tier_class(name)
     except (ImportError, AttributeError, ConfigError) as error:
         return TierEntry(name, f"cannot be used: {error}", is_usable=False)
-    lines = (inspect.getdoc(cls) or "").splitlines()
+    lines = (inspect.getdoc(cls.tier_class or cls) or "").splitlines()
     return TierEntry(name, lines[0] if lines else "", tuple(_own_options(cls)))
 
 
-def _own_options(cls: type) -> Iterator[Option]:
-    """Yield the options of a tier class that not every tier takes."""
+def _own_options(cls: type[SecondaryTierManager]) -> Iterator[Option]:
+    """Yield the options of a tier that not every tier takes."""
     summaries = _summaries(cls)
     for name, default in options_of(cls).items():
         if name not in options_of(SecondaryTierManager):
             yield Option(name, default, summaries.get(name, ""))
 
 
-def _summaries(cls: type) -> dict[str, str]:
+def _summaries(cls: type[SecondaryTierManager]) -> dict[str, str]:
     """Return the description of each option: declared, or in the `Args` of class or constructor."""
     found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
+    tier_class = cls.tier_class
+    for base in (*reversed(cls.__mro__), *reversed(tier_class.__mro__ if tier_class else ())):
         for owner in (base, base.__dict__.get("__init__")):
             _, _, arguments = (inspect.getdoc(owner) or "").partition("\nArgs:\n")
             found |= {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(arguments)}
-    if issubclass(cls, SecondaryTierManager):
-        found |= {option.name: option.summary for option in cls.declares.described()}
+    if tier_class is not None and tier_class.declares is not None:
+        found |= {option.name: option.summary for option in tier_class.declares.described()}
     return found
 
 

@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 
 from kvoffload_async.config import OffloadConfig, parse_size_bytes, reject_unknown, shown
 from kvoffload_async.errors import ConfigError, InputError
-from kvoffload_async.facade.tier_factory import naming_tier
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.sglang.settings import EXTRA as SGLANGS_EXTRA
 from kvoffload_async.integrations.sglang.settings import HiCacheOptions
@@ -308,7 +309,7 @@ def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("module_path", "backpressure"):  # vLLM's
         options.pop(key, None)
     take_identity_options(kind, options, tier["type"])
-    if kind in {"fs", "slab"}:
+    if "locality" in options_of(SecondaryTierFactory.get_tier_class(kind)):
         _check(options, {"locality": _LOCALITY})
     elif options.get("locality") is not None:
         raise ConfigError(f"locality: blocks of {kind} are always REMOTE; leave it out")

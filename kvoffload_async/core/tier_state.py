@@ -37,6 +37,7 @@ from kvoffload_async.core.ledger import (
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
+    Remedies,
     StateError,
     TierClosedError,
 )
@@ -97,6 +98,7 @@ class TierState:
         is_silent: Whether others waited for room while no copy ended for too long, and none has
             ended since. Set by `Room`.
         may_probe: Whether a step's end may start a probe.
+        remedies: What helps if the tier fails, for log lines.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class TierState:
         medium: Medium = Medium.STORAGE,
         locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,
+        remedies: Remedies | None = None,
     ) -> None:
         """Start empty.
 
@@ -122,6 +125,7 @@ class TierState:
             medium: Storage medium of the tier.
             locality: Whether the tier is local or remote.
             backpressure: Drops cascades to the tier while it is slow.
+            remedies: The tier's remedies, for log lines.
         """
         self.name = name
         self.index = index
@@ -131,6 +135,7 @@ class TierState:
         self.medium = medium
         self.locality = locality
         self.backpressure = backpressure
+        self.remedies: Remedies = remedies or {}
         self.cascading_blocks = self.promotion_slots = 0
         self.counters = TierCounters()
         self.observed = TierObservations()
@@ -337,7 +342,7 @@ class TierState:
         self.index, self.cost_gated = opened.index, opened.cost_gated
         self.event_log, self.observed = opened.event_log, opened.observed
         self.medium, self.locality = opened.medium, opened.locality
-        self.backpressure = opened.backpressure
+        self.backpressure, self.remedies = opened.backpressure, opened.remedies
         self.is_available = True
 
     def close(self) -> None:

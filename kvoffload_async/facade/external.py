@@ -26,10 +26,10 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
+    remedy_of,
     text_of,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.remedies import remedy
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
@@ -145,6 +145,7 @@ class ExternalLink:
             medium=manager.medium,
             locality=manager.locality,
             backpressure=manager.backpressure_detector,
+            remedies=manager.remedies,
         )
 
     # -- calls of the manager -------------------------------------------------------------------
@@ -309,7 +310,7 @@ class ExternalLink:
                 f"{'load' if job.is_promotion else 'store'} of {len(job.keys)} blocks for request "
                 f"{job.req_context.req_id} (job {job.job_id}) within {timeout_s} s"
             )
-            logger.error("%s (%s)", error, remedy(self.state.name, error))
+            logger.error("%s (%s)", error, remedy_of(error, self.state.remedies))
             self.state.handle(JobOverdue(job.job_id, error))
 
     # -- internal -------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _kinds() -> tuple[list[type[StoreMaintenance]], Mapping[str, str]]:
     unusable: dict[str, str] = {}
     for name in SecondaryTierFactory.names():
         try:
-            kind = SecondaryTierFactory.get_maintenance(name)
+            kind = SecondaryTierFactory.get_tier_class(name).maintenance()
         except (ImportError, AttributeError, ConfigError) as error:
             unusable[name] = str(error)
             continue

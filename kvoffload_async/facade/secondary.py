@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from functools import cache
+from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity, TierLocation
-from kvoffload_async.config import Options
+from kvoffload_async.config import TierOptions
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.readings import take_tier
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import StateError, naming_shortage
+from kvoffload_async.errors import Remedies, StateError, naming_shortage
 from kvoffload_async.facade.manager import counted
 from kvoffload_async.facade.tier_options import (
-    TierOptions,
+    ManagerOptions,
+    arguments_for,
     config_of,
     identity_of,
+    options_of,
     reject_unknown_options,
     signature_of,
 )
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
-from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.runtime.owned import Closing, guard_forks
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
+from kvoffload_async.tiers.example import ExampleTier
+from kvoffload_async.tiers.fs.tier import FsTier
+from kvoffload_async.tiers.slab.tier import SlabTier
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -99,12 +103,8 @@ def create_state(
         medium=capabilities.medium,
         locality=capabilities.locality,
         backpressure=backpressure,
+        remedies=tier.remedies,
     )
-
-
-def read_threads(wanted: int | None, *, waits_for_device: bool = False) -> int:
-    """Return the number of I/O threads that prefer loads; None: all but one of the default."""
-    return suitable_threads(waits_for_device=waits_for_device) - 1 if wanted is None else wanted
 
 
 def owner_name(tier_type: str, seen: Counter[str]) -> str:
@@ -115,6 +115,8 @@ def owner_name(tier_type: str, seen: Counter[str]) -> str:
 
 class SecondaryTierManager:
     """One secondary tier with a synchronous interface: submit jobs, poll for results.
+
+    A subclass with a `tier_class` creates its tier, from the options that the class declares.
 
     Only the constructor, `drain_jobs` and `shutdown` block, each with a timeout. Every accepted
     job gets exactly one `JobResult`, also after a failure, a timeout or a shutdown.
@@ -142,49 +144,59 @@ class SecondaryTierManager:
     locality: Locality = Locality.LOCAL
     backpressure_detector: Backpressure | None = None
     io_timeout_s: float = TierOptions.io_timeout_s
-    declares: ClassVar[type[Options]] = Options
-    """Declares the options that the constructor takes besides those of `TierOptions`."""
-    waits_for_device: ClassVar[bool] = False
-    """Whether the tier's I/O threads often wait for a device; see `suitable_threads`."""
+    remedies: ClassVar[Remedies] = {}
+    """What helps if an external manager fails; see `AsyncTier.remedies`."""
+    tier_class: ClassVar[type[AsyncTier] | None] = None
+    """Class of the tier that the constructor creates; None: the constructor is given the tier."""
     __signature__: ClassVar[inspect.Signature | None] = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if vars(cls).keys() & {"__init__", "declares"}:
+        if vars(cls).keys() & {"__init__", "tier_class"}:
             cls.__signature__ = None  # the options of the base do not apply
-        if "declares" in vars(cls):
-            cls.__signature__ = signature_of(cls, cls.declares, TierOptions)
+        if "tier_class" in vars(cls):
+            cls.__signature__ = signature_of(cls, cls.tier_class)
 
     def __init__(
         self,
         offloading_spec: object,
         primary_kv_view: memoryview,
-        tier_type: str,
-        tier: AsyncTier,
+        tier_type: str = "",
+        tier: AsyncTier | None = None,
         **options: Any,  # noqa: ANN401 - their classes declare the types
     ) -> None:
-        """Open the tier; blocks.
+        """Create the tier if it is not given, and open it; blocks.
 
         Args:
             offloading_spec: The spec that the tier belongs to. Its `runtime` is shared, if it has
                 one; otherwise the tier starts threads of its own.
             primary_kv_view: The primary's buffer, shape `[num_slots, slot_bytes]`, item size
                 1 byte, C-contiguous.
-            tier_type: The name under which the tier was configured.
-            tier: The tier to wrap; owned by the manager.
-            **options: The options of every tier; see docs/reference/configuration.md.
+            tier_type: The name under which the tier was configured; by default the class's.
+            tier: The tier to wrap; owned by the manager. By default a new one of `tier_class`.
+            **options: The options of every tier and, unless it is given, those of the tier; see
+                docs/reference/configuration.md.
 
         Raises:
-            ConfigError: The tier rejects its options; everything started is stopped again.
+            ConfigError: An option is unknown or invalid, a library is not installed, or the tier
+                rejects its options; everything started is stopped again.
             TierUnavailableError: The tier's directory or server cannot be reached, or threads,
                 descriptors or memory are exhausted.
             TierTimeoutError: It did not open in time.
         """
-        common = self.take_options(tier_type, options)
+        self.tier_type = tier_type = tier_type or self.tier_type
+        names = ManagerOptions.declared().keys() | options_of(self.tier_class).keys()
+        reject_unknown_options(options, names, self.tier_class, tier_type)
+        common = self.common_options(options)
         shape = primary_kv_view.shape
         if shape is None or len(shape) != 2 or primary_kv_view.itemsize != 1:  # noqa: PLR2004 - 2-D
             raise StateError("primary_kv_view must have shape [num_slots, slot_bytes], in bytes")
-        self.tier_type = tier_type
+        identity = identity_of(common, config_of(offloading_spec), shape[1])
+        if tier is None:
+            if self.tier_class is None:
+                raise StateError(f"{type(self).__name__} has no tier_class: give it a tier")
+            arguments = arguments_for(self.tier_class, options)
+            tier = self.tier_class.from_options(arguments, identity)
         self.tier = tier
         self.medium = tier.capabilities.medium
         self.locality = tier.capabilities.locality
@@ -199,11 +211,13 @@ class SecondaryTierManager:
             enable_kv_events=common.enable_kv_events,
             backpressure=common.backpressure_detector,
         )
-        identity = identity_of(common, config_of(offloading_spec), shape[1])
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
         host = None
-        loads = read_threads(common.n_read_threads, waits_for_device=self.waits_for_device)
-        stores = common.n_write_threads
+        if tier.io_threads is None:
+            loads = common.read_threads(waits_for_device=tier.waits_for_device)
+            stores = common.n_write_threads
+        else:
+            loads, stores = tier.io_threads - 1, 1
         with ExitStack() as undo:
             with naming_shortage(
                 f"n_read_threads: {loads}, n_write_threads: {stores}: the threads of tier "
@@ -243,28 +257,27 @@ class SecondaryTierManager:
         return self.link.state
 
     @classmethod
-    def take_options(cls, tier_type: str, options: Mapping[str, Any]) -> TierOptions:
-        """Return the options common to all tiers, from the constructor's options.
+    def common_options(cls, options: Mapping[str, Any]) -> ManagerOptions:
+        """Return the options common to all tiers; raises ConfigError if a value is invalid.
 
-        Raises:
-            UnknownOptionError: The constructor does not take an option.
-            ConfigError: A value is invalid.
+        An option of the tier with the name of a common one is the tier's alone.
         """
-        names = TierOptions.declared() | cls.declares.declared()
-        reject_unknown_options(options, names, cls.declares, tier_type)
-        return TierOptions.take(options)
+        own = options_of(cls.tier_class)
+        return ManagerOptions.take({key: options[key] for key in options if key not in own})
 
     @classmethod
     def check_options(
         cls, options: Mapping[str, Any], identity: KVIdentity
     ) -> Iterable[TierLocation]:
-        """Check a subclass's options, without side effects; see `AsyncTier.check_options`."""
-        return ()
+        """Check the tier's options, without side effects; see `AsyncTier.check_options`."""
+        if cls.tier_class is None:
+            return ()
+        return cls.tier_class.check_options(arguments_for(cls.tier_class, options), identity)
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance] | None:
         """Return the maintenance class of the tier's stores, or None."""
-        return None
+        return None if cls.tier_class is None else cls.tier_class.maintenance()
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -399,77 +412,40 @@ class SecondaryTierManager:
         return self.link.close(timeout_s)
 
 
-SecondaryTierManager.__signature__ = signature_of(SecondaryTierManager, TierOptions)
-
-S = TypeVar("S")
+SecondaryTierManager.__signature__ = signature_of(SecondaryTierManager, None)
 
 
-class DeclaredTierManager(SecondaryTierManager, Generic[S]):
-    """A manager that creates its tier from the options that `declares` declares.
+class ExampleSecondaryTierManager(SecondaryTierManager):
+    """The manager of the tier `example`."""
 
-    `S` is the class of the tier's settings, which are built from the options.
-    """
+    tier_type = "example"
+    tier_class = ExampleTier
+    tier: ExampleTier
 
-    kind: ClassVar[str]
-    """Default of `tier_type`."""
+    def get_num_blocks(self) -> int:
+        """Return how many blocks are kept."""
+        return self.tier.get_num_blocks()
 
-    def __init__(
-        self,
-        offloading_spec: object,
-        primary_kv_view: memoryview,
-        tier_type: str = "",
-        **options: Any,  # noqa: ANN401 - their classes declare the types
-    ) -> None:
-        """Create and open the tier; blocks.
 
-        Args:
-            offloading_spec: See `SecondaryTierManager`.
-            primary_kv_view: See `SecondaryTierManager`.
-            tier_type: See `SecondaryTierManager`; by default the tier's own.
-            **options: The options of this tier and of every tier; see
-                docs/reference/configuration.md.
+class FileSystemTierManager(SecondaryTierManager):
+    """The manager of the tier `fs`. The constructor creates its directory."""
 
-        Raises:
-            ConfigError: An option is invalid or unknown, or the tier rejects its options.
-            TierUnavailableError: The tier's directory or server cannot be reached.
-            TierTimeoutError: It did not open in time.
-        """
-        tier_type = tier_type or self.kind
-        common = self.take_options(tier_type, options)
-        row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        identity = identity_of(common, config_of(offloading_spec), row_bytes)
-        settings = self.settings_of(options, identity)
-        options |= self.implied_options(settings)
-        tier = self.create_tier(settings)
-        super().__init__(offloading_spec, primary_kv_view, tier_type, tier, **options)
+    tier_type = "fs"
+    tier_class = FsTier
 
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> list[TierLocation]:
-        """Check every option without creating or connecting anything."""
-        settings = cls.settings_of(options, identity)
-        cls.warn_of(settings, identity)
-        return cls.locations_of(settings, identity)
 
-    @classmethod
-    @abstractmethod
-    def settings_of(cls, options: Mapping[str, Any], identity: KVIdentity) -> S:
-        """Return the tier's settings; raises ConfigError."""
+class SlabTierManager(SecondaryTierManager):
+    """The manager of the tier `slab`. The constructor opens the store and reads its index."""
 
-    @classmethod
-    @abstractmethod
-    def create_tier(cls, settings: S) -> AsyncTier:
-        """Return a new tier, which is not open yet."""
+    tier_type = "slab"
+    tier_class = SlabTier
 
-    @classmethod
-    def locations_of(cls, settings: S, identity: KVIdentity) -> list[TierLocation]:
-        """Return the tier's storage locations; raises ConfigError if the blocks do not fit."""
-        return []
 
-    @classmethod
-    def warn_of(cls, settings: S, identity: KVIdentity) -> None:
-        """Log a warning about settings that are valid, but slow."""
-
-    @classmethod
-    def implied_options(cls, settings: S) -> dict[str, Any]:
-        """Return options of every tier whose values follow from the tier's own settings."""
-        return {}
+@cache
+def manager_of(tier_class: type[AsyncTier]) -> type[SecondaryTierManager]:
+    """Return the class of the managers of a tier class."""
+    for manager in (ExampleSecondaryTierManager, FileSystemTierManager, SlabTierManager):
+        if manager.tier_class is tier_class:
+            return manager
+    members = {"tier_class": tier_class, "__module__": tier_class.__module__}
+    return type(f"{tier_class.__name__}Manager", (SecondaryTierManager,), members)

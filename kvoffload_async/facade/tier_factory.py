@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -10,7 +9,6 @@ from enum import StrEnum
 from math import inf
 from typing import Any, ClassVar, Final
 
-from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier, TierLocation
 from kvoffload_async.config import (
     REQUIRED,
@@ -38,12 +36,12 @@ from kvoffload_async.errors import (
     shortage_remedy,
     text_of,
 )
-from kvoffload_async.facade.locations import check_locations
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.locations import check_locations, examine
+from kvoffload_async.facade.secondary import SecondaryTierManager, manager_of
 from kvoffload_async.facade.tier_options import (
-    TierOptions,
     config_of,
     identity_of,
+    options_of,
     reject_unknown_options,
 )
 from kvoffload_async.registry import Registry, load_class
@@ -150,8 +148,8 @@ class EngineTierOptions(Options):
 class SecondaryTierFactory:
     """Creates secondary tiers from their configuration; the registry is class-level.
 
-    A tier's class is a `SecondaryTierManager`, an `AsyncTier`, which is then wrapped into one, or a
-    class of another contract that `register_adapter` added. Keys of a tier's configuration:
+    A tier's class is an `AsyncTier`, for which a manager's class is made, a `SecondaryTierManager`,
+    or a class of another contract that `register_adapter` added. Keys of a tier's configuration:
 
     * `type`: the registered name, or with `module_path` the class's name in that module;
     * `module_path`: the module of an out-of-tree tier;
@@ -190,18 +188,46 @@ class SecondaryTierFactory:
         return cls._registry.names()
 
     @classmethod
-    def get_tier_class(cls, name: str) -> type:
-        """Import and return the class registered under a name; raises the import's errors."""
+    def get_tier_class(cls, name: str) -> type[SecondaryTierManager]:
+        """Import the class registered under a name; return that of its managers.
+
+        Raises:
+            ConfigError: The name is unknown, or the class is not one of a tier.
+            ImportError: The tier's module cannot be imported.
+            AttributeError: Its module has no such class.
+        """
         return cls._checked(name, cls._registry.load(name))
 
     @classmethod
-    def get_maintenance(cls, name: str) -> type[StoreMaintenance] | None:
-        """Return the class for maintenance of a registered tier's stores; None without one.
+    def class_of(cls, tier_config: Mapping[str, Any]) -> type[SecondaryTierManager]:
+        """Return the class of the managers of a configured tier; errors as `get_tier_class`."""
+        tier_type, module_path = tier_config.get("type"), tier_config.get("module_path")
+        if not tier_type:
+            raise ConfigError("Secondary tier configuration must include 'type'")
+        for key, name in (("type", tier_type), ("module_path", module_path)):
+            if name is not None and not isinstance(name, str):
+                raise ConfigError(f"{key}: {shown(name)} is not valid; it must be a name")
+        if module_path is None:
+            return cls.get_tier_class(tier_type)
+        return cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
 
-        Raises the same errors as `get_tier_class`.
+    @classmethod
+    def is_private(cls, tier_config: Mapping[str, Any]) -> bool:
+        """Return whether only one process can use the tier's contents, as its class declares.
+
+        Errors as `get_tier_class`.
         """
-        loaded: type[AsyncTier | SecondaryTierManager] = cls.get_tier_class(name)
-        return loaded.maintenance()
+        capabilities = getattr(cls.class_of(tier_config).tier_class, "capabilities", None)
+        return capabilities is not None and bool(capabilities.exclusive)
+
+    @classmethod
+    def host_defaults(cls, tier_config: Mapping[str, Any]) -> dict[str, str]:
+        """Return other defaults for a tier under a host, whose model may change at any start.
+
+        Errors as `get_tier_class`.
+        """
+        options = options_of(cls.class_of(tier_config))
+        return {"on_mismatch": "replace"} if "on_mismatch" in options else {}
 
     @classmethod
     def validate(cls) -> None:
@@ -266,44 +292,33 @@ class SecondaryTierFactory:
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
         locations = _check(loaded, options, config_of(offloading_spec), row_bytes)
         check_locations([("", location) for location in locations])
-        common: dict[str, Any] = {
-            "offloading_spec": offloading_spec,
-            "primary_kv_view": primary_kv_view,
-            "tier_type": tier_type,
-        }
-        if issubclass(loaded, SecondaryTierManager):
-            return loaded(**common, **options)
-        own = options_of(loaded)
-        tier: AsyncTier = loaded(**{key: options[key] for key in options if key in own})
-        shared = {key: value for key, value in options.items() if key not in own}
-        return SecondaryTierManager(**common, tier=tier, **shared)
+        return loaded(
+            offloading_spec=offloading_spec,
+            primary_kv_view=primary_kv_view,
+            tier_type=tier_type,
+            **options,
+        )
 
     @classmethod
-    def _resolve(cls, config: dict[str, Any]) -> tuple[type[Any], str, dict[str, Any]]:
-        tier_type = config.pop("type", None)
-        if not tier_type:
-            raise ConfigError("Secondary tier configuration must include 'type'")
-        module_path = config.pop("module_path", None)
-        for key, name in (("type", tier_type), ("module_path", module_path)):
-            if name is not None and not isinstance(name, str):
-                raise ConfigError(f"{key}: {shown(name)} is not valid; it must be a name")
-        if module_path is None:
-            loaded = cls.get_tier_class(tier_type)
-        else:
-            loaded = cls._checked(tier_type, load_class(module_path, tier_type, "module_path"))
+    def _resolve(
+        cls, config: dict[str, Any]
+    ) -> tuple[type[SecondaryTierManager], str, dict[str, Any]]:
+        loaded = cls.class_of(config)
+        tier_type = config.pop("type")
+        config.pop("module_path", None)
         given = {key: config.pop(key) for key in EngineTierOptions.declared() if key in config}
         names = options_of(loaded).keys() | EngineTierOptions.declared().keys()
-        if issubclass(loaded, AsyncTier):
-            names |= options_of(SecondaryTierManager).keys()
-        reject_unknown_options(config, names, getattr(loaded, "declares", Options), tier_type)
+        reject_unknown_options(config, names, loaded.tier_class, tier_type)
         if (detector := _detector_of(EngineTierOptions.take(given))) is not None:
             config["backpressure_detector"] = detector
         return loaded, tier_type, config
 
     @classmethod
-    def _checked(cls, name: str, loaded: type) -> type:
-        if issubclass(loaded, AsyncTier | SecondaryTierManager):
+    def _checked(cls, name: str, loaded: type) -> type[SecondaryTierManager]:
+        if issubclass(loaded, SecondaryTierManager):
             return loaded
+        if issubclass(loaded, AsyncTier):
+            return manager_of(loaded)
         for contract, adapt in cls._adapters.items():
             if issubclass(loaded, contract):
                 return adapt(loaded)
@@ -313,15 +328,18 @@ class SecondaryTierFactory:
         )
 
 
-for _name, _module, _class in (
-    ("example", "example", "ExampleSecondaryTierManager"),
-    ("fs", "disk", "FileSystemTierManager"),
-    ("slab", "disk", "SlabTierManager"),
-    ("valkey", "remote", "ValkeyTierManager"),
-    ("mooncake", "remote", "MooncakeTierManager"),
-    ("object", "remote", "ObjectTierManager"),
-):
-    SecondaryTierFactory.register_tier(_name, f"kvoffload_async.facade.{_module}", _class)
+BUILT_IN: Final = {
+    "example": ("example", "ExampleTier"),
+    "fs": ("fs.tier", "FsTier"),
+    "mooncake": ("mooncake.tier", "MooncakeTier"),
+    "object": ("object.tier", "ObjectTier"),
+    "slab": ("slab.tier", "SlabTier"),
+    "valkey": ("valkey.tier", "ValkeyTier"),
+}
+"""Name of each tier of this package -> its module in `tiers`, and its class there."""
+
+for _name, (_module, _class) in BUILT_IN.items():
+    SecondaryTierFactory.register_tier(_name, f"kvoffload_async.tiers.{_module}", _class)
 
 
 def reuse_capacity(tier_config: Mapping[str, Any], row_bytes: int) -> float | None:
@@ -344,49 +362,36 @@ _TYPES: dict[type, tuple[tuple[type, ...], str]] = {
 }
 
 
-_NO_OPTIONS: Final = {"offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime", "ops"}
-"""Parameters of managers that are not options of a configuration."""
-
-
-def options_of(cls: type) -> dict[str, Any]:
-    """Return the default, or `REQUIRED`, of each option of a tier class and of its bases."""
-    found: dict[str, Any] = {}
-    for base in cls.__mro__:
-        parameters = inspect.signature(base).parameters.values()
-        for parameter in parameters:
-            if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}:
-                found.setdefault(parameter.name, parameter.default)
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    return {name: default for name, default in found.items() if name not in _NO_OPTIONS}
-
-
 def _check(
-    cls: type[Any], options: Mapping[str, Any], config: OffloadConfig | None, block_bytes: int
+    cls: type[SecondaryTierManager],
+    options: Mapping[str, Any],
+    config: OffloadConfig | None,
+    block_bytes: int,
 ) -> tuple[TierLocation, ...]:
-    """Check options with known names; return the locations of the tier's blocks."""
-    own = options_of(cls)
-    for key in sorted(own.keys() - options.keys()):
-        if own[key] is REQUIRED:
+    """Check options with known names; return the locations of its blocks."""
+    allowed = options_of(cls)
+    declares = cls.tier_class is not None and cls.tier_class.declares is not None
+    for key in sorted(allowed.keys() - options.keys()):
+        if allowed[key] is REQUIRED and not declares:  # a declared option has a remedy of its own
             raise ConfigError(f"{key}: missing; this tier does not work without it")
-    is_async = issubclass(cls, AsyncTier)
-    common = {key: options[key] for key in options if not (is_async and key in own)}
-    identity = identity_of(TierOptions.take(common), config, block_bytes)
-    seen = {key: options[key] for key in options if key in own or not is_async}
+    identity = identity_of(cls.common_options(options), config, block_bytes)
     try:
-        locations = tuple(cls.check_options(seen, identity))
+        locations = tuple(cls.check_options(options, identity))
     except (ConfigError, TierUnavailableError):
         raise
     except Exception as error:
         raise ConfigError(
-            f"type: {cls.__qualname__} cannot check its options, as it raises "
+            f"type: {(cls.tier_class or cls).__qualname__} cannot check its options, as it raises "
             f"{type(error).__name__} ({error}); correct its check_options"
         ) from error
+    for location in locations:
+        if location.check is not None:
+            location.check(examine(location).status)
     for key, value in options.items():
-        allowed = _TYPES.get(type(own.get(key)))
+        kinds = _TYPES.get(type(allowed.get(key)))
         # Not isinstance, because bool is a subclass of int.
-        if allowed is not None and type(value) not in allowed[0]:
-            raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {allowed[1]}")
+        if kinds is not None and type(value) not in kinds[0]:
+            raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {kinds[1]}")
     return locations
 
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvoffload_async.abc.tier import KVIdentity
+from kvoffload_async.abc.tier import AsyncTier, KVIdentity
 from kvoffload_async.config import (
-    MAX_THREADS,
     OffloadConfig,
     Options,
-    at_least,
+    TierOptions,
     instance_of,
     option,
     or_none,
-    parse_bool,
-    parse_label,
-    parse_name,
-    parse_rate,
-    parse_seconds,
     reject_unknown,
-    shown,
 )
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.errors import ConfigError, UnknownNameError
@@ -34,57 +27,10 @@ class UnknownOptionError(UnknownNameError, TypeError):
     """A tier has no option of this name."""
 
 
-def parse_run_config(value: object, key: str) -> dict[str, Any]:
-    """Return a copy of a run configuration; raises ConfigError if JSON cannot represent it."""
-    if not isinstance(value, Mapping) or not value:
-        raise ConfigError(f"{key}: {shown(value)} is not valid; it must be an object with a key")
-    try:
-        json.dumps(dict(value), sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {shown(value)} cannot be written as JSON ({error})") from error
-    if "model_name" in value:
-        parse_name(value["model_name"], f"{key}: model_name")
-    return dict(value)
-
-
 @dataclass(frozen=True, kw_only=True)
-class TierOptions(Options):
-    """The options that every tier takes."""
+class ManagerOptions(TierOptions):
+    """The options of every tier, and what only Python code can give a manager."""
 
-    io_timeout_s: float = option(parse_seconds, 30.0)
-    """Seconds from the submission of a job until it is reported as failed."""
-    probe_timeout_s: float = option(parse_seconds, 2.0)
-    """Seconds until an unanswered existence probe counts as "absent"."""
-    open_timeout_s: float = option(parse_seconds, 30.0)
-    """Seconds for opening the tier; `slab` has 10 s more for each million blocks that fit."""
-    close_timeout_s: float = option(parse_seconds, 30.0)
-    """Seconds for `shutdown`, unless the call gives another timeout."""
-    n_read_threads: int | None = option(or_none(at_least(1, MAX_THREADS)), None)
-    """I/O threads that prefer loads; None: 3 for `fs`, else one less
-    than the usable CPUs, 1 to 3."""
-    n_write_threads: int = option(at_least(1, MAX_THREADS), 1)
-    """I/O threads that prefer stores."""
-    enable_kv_events: bool = option(parse_bool, default=False)
-    """Record events for `take_events`."""
-    min_blocks: int = option(at_least(1), 1)
-    """Minimum number of blocks that a request must miss in the primary and in all nearer tiers for
-    this tier to be asked. Raise it if loading fewer blocks takes longer than computing them."""
-    prefill_blocks_per_s: float | None = option(or_none(parse_rate), None)
-    """Blocks that the accelerator computes per second of prefill. If given, this tier is asked only
-    for so many missed blocks that loading them, at recently measured latency and bandwidth, takes
-    less time than computing them; None: only `min_blocks` decides."""
-    model: str | None = option(or_none(parse_name), None)
-    """Name of the model whose blocks these are; by default the engine's `model`."""
-    fingerprint: str | None = option(or_none(parse_label), None)
-    """Identifies the content of the model's weights and everything else that KV bytes depend on; by
-    default the engine's `fingerprint`."""
-    namespace: str | None = option(or_none(parse_label), None)
-    """Separates blocks from those of other namespaces."""
-    rank: int = option(at_least(0), 0)
-    """Rank of the engine, if several engines have different bytes under the same key."""
-    run_config: Mapping[str, Any] | None = option(or_none(parse_run_config), None)
-    """Everything that the layout of a block's bytes depends on; by default the engine's geometry
-    and the slot size. `model`, `fingerprint` and `namespace` are added to it."""
     runtime: Bridge | None = option(or_none(instance_of(Bridge)), None, is_internal=True)
     """Runs the tier instead of the spec's runtime."""
     backpressure_detector: Backpressure | None = option(
@@ -94,18 +40,23 @@ class TierOptions(Options):
 
 
 def reject_unknown_options(
-    given: Iterable[str], names: Iterable[str], declared: type[Options], tier_type: str
+    given: Iterable[str],
+    names: Iterable[str],
+    tier_class: type[AsyncTier] | None,
+    tier_type: str,
 ) -> None:
     """Raise UnknownOptionError for the first given option that a tier does not have.
 
     Args:
         given: Keys of the given options.
         names: Keys of all options of the tier.
-        declared: Declares the tier's own options; internal ones are accepted, but not shown in
-            the message.
+        tier_class: Class of the tier, if it is known; its internal options are accepted, but not
+            shown in the message.
         tier_type: Name of the tier in the message.
     """
-    fields = TierOptions.declared() | declared.declared()
+    fields = ManagerOptions.declared()
+    if tier_class is not None and tier_class.declares is not None:
+        fields |= tier_class.declares.declared()
     internal = {key for key, field in fields.items() if field.metadata["is_internal"]}
     public = [key for key in given if key not in internal]
     reject_unknown(
@@ -113,18 +64,62 @@ def reject_unknown_options(
     )
 
 
-def signature_of(cls: type, *declared: type[Options]) -> inspect.Signature:
-    """Return a constructor's signature in which the declared options replace `**options`."""
-    own = inspect.signature(cls).parameters.values()
-    taken = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
-    for options in declared:
-        for key, field in options.declared().items():
-            if not field.metadata["is_internal"]:
-                default = field.metadata["default"]
-                taken.append(
-                    inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default)
-                )
-    return inspect.Signature(taken)
+_NO_OPTIONS: Final = {"offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime", "ops"}
+"""Parameters of constructors that are not options of a configuration."""
+
+
+def options_of(cls: type | None) -> dict[str, Any]:
+    """Return the default, or `REQUIRED`, of each option of a tier's or a manager's class."""
+    if cls is None:
+        return {}
+    if issubclass(cls, AsyncTier) and cls.declares is not None:
+        return _defaults_of(cls.declares)
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        parameters = inspect.signature(base).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}:
+                found.setdefault(parameter.name, parameter.default)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return {name: default for name, default in found.items() if name not in _NO_OPTIONS}
+
+
+def arguments_for(tier_class: type[AsyncTier], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options that a tier's class is created from.
+
+    Raises:
+        ConfigError: A library that it requires is not installed.
+    """
+    for library, remedy in tier_class.requires.items():
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(
+                f"type: {tier_class.__name__} needs the library {library}, which is not "
+                f"installed; {remedy}"
+            )
+    if tier_class.declares is not None:
+        return options
+    own = options_of(tier_class)
+    return {key: options[key] for key in options if key in own}
+
+
+def signature_of(cls: type, tier_class: type[AsyncTier] | None) -> inspect.Signature:
+    """Return a manager's signature in which the options of its tier replace `**options`."""
+    own = {
+        parameter.name: parameter
+        for parameter in inspect.signature(cls).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    for name, default in [*options_of(tier_class).items(), *_defaults_of(TierOptions).items()]:
+        own.setdefault(
+            name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        )
+    return inspect.Signature(list(own.values()))
+
+
+def _defaults_of(declared: type[Options]) -> dict[str, Any]:
+    fields = declared.declared().items()
+    return {k: f.metadata["default"] for k, f in fields if not f.metadata["is_internal"]}
 
 
 def config_of(spec: object) -> OffloadConfig | None:
@@ -179,14 +174,3 @@ def identity_of(options: TierOptions, config: OffloadConfig | None, block_bytes:
         run_config=fields,
         generation=getattr(config, "generation", None),
     )
-
-
-def require_model(identity: KVIdentity) -> None:
-    """Raise ConfigError if no model is named for blocks that outlive the process."""
-    if identity.model is None:
-        raise ConfigError(
-            "model: missing; blocks on disk outlive the process, and without the name of their "
-            "model those of another with equal sizes would be served as its own: "
-            'add "model": "org/name" to the tier, or to the whole configuration, or '
-            '"run_config": {"model_name": "org/name", ...} to the tier'
-        )

@@ -22,12 +22,19 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.readings import Snapshot, read_planner, take_snapshot
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
+from kvoffload_async.errors import (
+    ClosedError,
+    ConfigError,
+    OffloadError,
+    StateError,
+    Trouble,
+    remedy_of,
+    text_of,
+)
 from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_group import TierGroup, UnopenedTier
-from kvoffload_async.remedies import Trouble, remedy
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import Closing, guard_forks, warn_unclosed
 from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
@@ -96,7 +103,7 @@ class LossWarnings:
             sum(since.values()),
             now_s - self._told_s[index],
             "; ".join(
-                f"{count} {_LOSSES[reason]} ({remedy(tier.name, _cause_of(reason, tier))})"
+                f"{count} {_LOSSES[reason]} ({remedy_of(_cause_of(reason, tier), tier.remedies)})"
                 for reason, count in since.items()
             ),
             self._planner.cascades.queues[index].count,

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import (
@@ -37,7 +36,6 @@ _Bell = queue.SimpleQueue[None]
 """Signalled once per call and once per requested helper; a thread consumes one signal per turn."""
 
 
-_MOST_THREADS: Final = 4
 _STOP_S = 1.0
 """Seconds for idle threads to end."""
 
@@ -54,24 +52,6 @@ class _Call:
     """Number of threads running it, if shared."""
     result: Any = None
     error: BaseException | None = None
-
-
-def suitable_threads(*, waits_for_device: bool = False) -> int:
-    """Return the default number of a tier's copying threads, measured by `thread_counts.py`.
-
-    If they often wait for the device, 4 on any number of CPUs: a thread that waits needs none.
-    Otherwise one per usable CPU, but 2 to 4: while the page cache serves requests, more threads
-    only contend with each other, and reading one file from the disk they break its read-ahead.
-    Above 4 CPUs nothing changes: four calls at once keep a device busy, and four threads that copy
-    and hash take as much of the memory's bandwidth as the host of a model can spare.
-    """
-    if waits_for_device:
-        return _MOST_THREADS
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except OSError:  # refused, see `system_calls`
-        usable = os.cpu_count() or 1
-    return max(2, min(_MOST_THREADS, usable))
 
 
 class IoPool:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import AsyncTier
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -27,6 +28,7 @@ from kvoffload_async.errors import (
     StateError,
     TierClosedError,
     TierError,
+    Trouble,
     UnknownSlotError,
 )
 from kvoffload_async.testing._expectations import (
@@ -216,6 +218,24 @@ class TierConformance:
             line = harness.tier.describe()
             expect("lines of describe()", len(line.splitlines()), 1)
 
+    @promise(
+        "the class declares each option with a description, the remedies of errors and situations, "
+        "and the maintenance of its stores."
+    )
+    def test_the_class_declares_options_remedies_and_maintenance(self, tier: TierFactory) -> None:
+        cls = type(tier())
+        options = [] if cls.declares is None else cls.declares.described()
+        unsaid = [option.name for option in options if not option.summary]
+        expect("options without a description below the field", unsaid, [])
+        advised: Iterable[tuple[object, object]] = cls.remedies.items()
+        others = [s for s, _ in advised if not (isinstance(s, Trouble) or _is(s, TierError))]
+        expect("remedies for neither a Trouble nor a TierError", others, [])
+        wordless = [text for _, text in advised if not text or not isinstance(text, str)]
+        expect("remedies without a text", wordless, [])
+        stores = cls.maintenance()
+        is_kind = stores is None or _is(stores, StoreMaintenance)
+        expect("whether maintenance() is None or a StoreMaintenance", is_kind, True)
+
     # -- behind the manager ---------------------------------------------------------------------
 
     @promise(
@@ -398,6 +418,10 @@ class TierConformance:
             answer = harness.manager.lookup(key, ctx)
         harness.manager.on_request_finished(ctx)
         return answer
+
+
+def _is(value: object, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
 
 
 async def _all(operation: _Operation, jobs: Sequence[JobMetadata]) -> list[BlockFailures]:

@@ -132,7 +132,7 @@ class TierActor:
         self._next_deadline: asyncio.TimerHandle | None = None
         self._reconciler = Reconciler(name, tier, env.announcements, env.post)
         self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
-        self._log = JobLog(name)
+        self._log = JobLog(name, tier.remedies)
         self._closing = False
         self._closing_tier: asyncio.Task[Exception | None] | None = None
         self._has_cancelled = False

@@ -13,14 +13,15 @@ from kvoffload_async.errors import (
     BlockMissingError,
     BusyError,
     JobNotStartedError,
+    Remedies,
     TierClosedError,
     TierError,
     TierFullError,
     TierTimeoutError,
     drop_tracebacks,
+    remedy_of,
     text_of,
 )
-from kvoffload_async.remedies import remedy
 from kvoffload_async.tiers._environment import log_trace
 from kvoffload_async.types import JobMetadata
 
@@ -40,9 +41,10 @@ class JobLog:
     Thread: loop.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, remedies: Remedies) -> None:
         """Start without jobs; `name` is the tier's `type`."""
         self._name = name
+        self._remedies = remedies
         self._limited = {TierFullError: LogRate(), JobNotStartedError: LogRate()}
         self._overdue: set[int] = set()
 
@@ -98,7 +100,7 @@ class JobLog:
         )
 
     def _remedy(self, error: TierError) -> str:
-        text = remedy(self._name, error)
+        text = remedy_of(error, self._remedies)
         return f" ({text})" if text else ""
 
 

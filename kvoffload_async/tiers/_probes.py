@@ -20,10 +20,11 @@ from kvoffload_async.errors import (
     TierError,
     TierTimeoutError,
     TierUnavailableError,
+    Trouble,
     drop_tracebacks,
+    remedy_of,
     text_of,
 )
-from kvoffload_async.remedies import Trouble, remedy
 from kvoffload_async.tiers._environment import Announcements, Watch, error_of, guarded
 from kvoffload_async.types import OffloadKey
 
@@ -190,7 +191,7 @@ class Probes:
         error = TierTimeoutError(
             f"{self._name}: probe {generation} timed out after {self._timeout_s} s"
         )
-        logger.warning("%s (%s)", error, remedy(self._name, Trouble.PROBE_TIMEOUT))
+        logger.warning("%s (%s)", error, remedy_of(Trouble.PROBE_TIMEOUT, self._tier.remedies))
         self._answer(generation, _NOTHING, error)
 
     def _ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:

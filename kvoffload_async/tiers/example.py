@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.abc.events import BlockFailures
-from kvoffload_async.abc.tier import AsyncTier, Direction, TierCapabilities, TierEnvironment
-from kvoffload_async.config import Options, at_least, option
-from kvoffload_async.errors import BlockMissingError, TierClosedError
+from kvoffload_async.abc.tier import (
+    AsyncTier,
+    Direction,
+    TierCapabilities,
+    TierEnvironment,
+    TierSettings,
+)
+from kvoffload_async.config import at_least, option
+from kvoffload_async.errors import BlockMissingError, TierClosedError, Trouble
 from kvoffload_async.types import JobMetadata, Medium, OffloadKey, block_text
 
 logger = logging.getLogger(__name__)
@@ -21,7 +28,7 @@ _Rows = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleSettings(Options):
+class ExampleSettings(TierSettings):
     """The options of an `example` tier."""
 
     custom_param: int = option(at_least(0), 0)
@@ -29,17 +36,19 @@ class ExampleSettings(Options):
 
 
 class ExampleTier(AsyncTier):
-    """Keeps a copy of every block stored.
+    """Keeps copies of blocks in a dictionary, without a limit, until the process ends.
 
     Each job is one call of the I/O runner: the copies run off the loop thread, and numpy releases
     the GIL while copying.
     """
 
+    declares = ExampleSettings
+    remedies: ClassVar = {Trouble.TOO_SLOW: "raise cpu_bytes_to_use, or set write_back to wait"}
     capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU)
 
-    def __init__(self, custom_param: int = 0) -> None:
-        """Start empty; `custom_param` is only logged."""
-        logger.info("example tier: custom_param=%d", custom_param)
+    def __init__(self, settings: ExampleSettings | None = None) -> None:
+        """Start empty."""
+        logger.info("example tier: custom_param=%d", (settings or ExampleSettings()).custom_param)
         self._blocks: dict[OffloadKey, _Rows] = {}
         self._rows: _Rows | None = None
         self._env: TierEnvironment | None = None

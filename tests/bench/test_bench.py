@@ -8,8 +8,7 @@ import pytest
 from bench.witnesses import SMALL
 
 from kvoffload_async.block_io.choice import implementation
-from kvoffload_async.facade.disk import FileSystemTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import FileSystemTierManager, SecondaryTierManager
 
 PASSES = {"store", "load", "store_one_job", "load_one_job"}
 KINDS = ["native", "plain"] if implementation().name == "native" else ["plain"]

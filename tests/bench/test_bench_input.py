@@ -5,7 +5,7 @@ import pytest
 from kvoffload_async.bench import contender, plan
 
 UNPLAYABLE = """
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
+from kvoffload_async.facade.secondary import ExampleSecondaryTierManager
 
 class Unplayable(ExampleSecondaryTierManager):
     def __init__(self, *arguments, **options):

@@ -26,10 +26,11 @@ import pytest
 import xxhash
 
 from kvoffload_async.abc.tier import Direction
-from kvoffload_async.facade.disk import FileSystemTierManager
+from kvoffload_async.config import suitable_threads
+from kvoffload_async.facade.secondary import FileSystemTierManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.io_pool import IoPool, suitable_threads
+from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.fs.layout import Namespace

@@ -20,8 +20,11 @@ from functools import partial
 import pytest
 
 from kvoffload_async import TieringOffloadingSpec
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
+from kvoffload_async.facade.secondary import (
+    ExampleSecondaryTierManager,
+    FileSystemTierManager,
+    SlabTierManager,
+)
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import LookupResult, ReqContext

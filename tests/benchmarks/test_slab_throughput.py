@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from kvoffload_async.abc.tier import TierBounds
+from kvoffload_async.config import suitable_threads
 from kvoffload_async.registry import create_policy
-from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.testing.harness import TierHarness, key_of, make_job
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 

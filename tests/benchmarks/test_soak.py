@@ -37,7 +37,7 @@ from planner_invariants import check_quiescent
 
 from kvoffload_async import OffloadEngine, TieringOffloadingSpec
 from kvoffload_async.errors import BusyError, TransportError
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
+from kvoffload_async.facade.secondary import FileSystemTierManager, SlabTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.replay.device import FramePool
 from kvoffload_async.replay.drivers import DriverOptions

@@ -29,8 +29,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import (
+    FileSystemTierManager,
+    SecondaryTierManager,
+    SlabTierManager,
+)
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of, make_job
 

@@ -126,6 +126,8 @@ class TestCatalogue:
         monkeypatch.setattr(SecondaryTierFactory, "names", lambda: list(names))
 
         class Undocumented:
+            tier_class = None
+
             def __init__(self, must, may="x"):
                 pass
 

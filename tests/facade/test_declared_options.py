@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from faulty_files import FaultyFileOps
@@ -11,16 +12,20 @@ from kvoffload_async import (
     FileSystemTierManager,
     SecondaryTierFactory,
     SecondaryTierManager,
+    StoreMaintenance,
+    TierUnavailableError,
 )
+from kvoffload_async.abc.tier import TierSettings
 from kvoffload_async.cli.catalogue import common_options, tier_entries
-from kvoffload_async.config import REQUIRED, OffloadConfig, Options, at_least, option, parse_name
-from kvoffload_async.facade.secondary import DeclaredTierManager
+from kvoffload_async.config import REQUIRED, OffloadConfig, at_least, option, parse_name
+from kvoffload_async.facade.maintenance import maintenance_kinds
 from kvoffload_async.facade.tier_options import UnknownOptionError
+from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToySettings(Options):
+class ToySettings(TierSettings):
     """Options of the toy tier.
 
     Attributes:
@@ -34,32 +39,40 @@ class ToySettings(Options):
     """Depth of the blocks."""
     label: str = ""
 
+    @classmethod
+    def of(cls, options, identity):
+        return cls.take(options, label="derived")
+
+
+class ToyMaintenance(StoreMaintenance):
+    tier_type = "toy"
+
 
 class ToyTier(ExampleTier):
+    """A toy."""
+
+    declares = ToySettings
+    requires: ClassVar = {"json": "part of Python"}
+    remedies: ClassVar = {TierUnavailableError: "wind it up, or lower toy_depth"}
+
+    @classmethod
+    def maintenance(cls):
+        return ToyMaintenance
+
     def __init__(self, settings):
         super().__init__()
         self.settings = settings
 
 
-class ToyManager(DeclaredTierManager):
-    """A toy."""
-
-    kind = "toy"
-    declares = ToySettings
-
-    @classmethod
-    def settings_of(cls, options, identity):
-        return ToySettings.take(options, label="derived")
-
-    @classmethod
-    def create_tier(cls, settings):
-        return ToyTier(settings)
+class ToyManager(SecondaryTierManager):
+    tier_type = "toy"
+    tier_class = ToyTier
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     registry = SecondaryTierFactory._registry
-    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "toy": lambda: ToyManager})
+    monkeypatch.setattr(registry, "_loaders", {**registry._loaders, "toy": lambda: ToyTier})
 
 
 def toy(**options):
@@ -84,7 +97,7 @@ def test_a_subclass_with_a_constructor_of_its_own_has_its_own_signature():
         def __init__(self, offloading_spec, primary_kv_view, *, level, **options):
             super().__init__(offloading_spec, primary_kv_view, toy_depth=level, **options)
 
-        declares = ToySettings
+        tier_class = ToyTier
 
     assert list(inspect.signature(Fixed).parameters)[2:] == ["shade"]
     assert {"level", "colour", "rank"} <= inspect.signature(Deeper).parameters.keys()
@@ -100,7 +113,7 @@ def test_its_check_names_key_value_and_remedy_before_anything_starts(view, value
 
 
 def test_without_a_default_it_must_be_given(view):
-    with pytest.raises(ConfigError, match="colour: missing"):
+    with pytest.raises(ConfigError, match="colour: missing; give the name of a colour"):
         SecondaryTierFactory.check_config({"type": "toy"})
     with pytest.raises(ConfigError, match="colour: missing; give the name of a colour"):
         ToyManager(None, view)
@@ -149,6 +162,34 @@ def test_an_internal_option_is_for_python_only_and_shown_nowhere(view, tmp_path)
     manager.shutdown()
     with pytest.raises(ConfigError, match="ops: 1 is not valid; it must be a FileOps"):
         SecondaryTierFactory.check_config({**fs, "ops": 1})
+
+
+def test_a_library_that_it_requires_and_that_is_missing_is_named_before_anything_starts(
+    view, monkeypatch, threads_left
+):
+    monkeypatch.setattr(ToyTier, "requires", {"no_such_library": "run pip install toys"})
+    message = "type: ToyTier needs the library no_such_library, .* installed; run pip install toys"
+    with pytest.raises(ConfigError, match=message):
+        SecondaryTierFactory.check_config(toy())
+    with pytest.raises(ConfigError, match=message):
+        ToyManager(None, view, colour="red")
+    assert not threads_left()
+
+
+def test_its_remedies_are_in_the_log_of_its_errors(view, monkeypatch, caplog):
+    async def fail(*_args):
+        raise TierUnavailableError("run down")
+
+    monkeypatch.setattr(ToyTier, "store", fail)
+    manager = SecondaryTierFactory.create_secondary_tier(toy(), view, None)
+    manager.submit_store(make_job(1, [key_of(1)], [0], is_promotion=False))
+    assert manager.drain_jobs(30.0)
+    manager.shutdown()
+    assert "run down (wind it up, or lower toy_depth)" in caplog.text
+
+
+def test_its_maintenance_is_found():
+    assert ToyMaintenance in maintenance_kinds()
 
 
 def test_every_option_is_described():

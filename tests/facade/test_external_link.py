@@ -27,6 +27,7 @@ PLAIN = {
     "medium": Medium.STORAGE,
     "locality": Locality.LOCAL,
     "backpressure_detector": None,
+    "remedies": {},
     "io_timeout_s": 30.0,
 }
 

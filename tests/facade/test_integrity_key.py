@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvoffload_async import ConfigError, SecondaryTierFactory, TieringOffloadingSpec
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
-from kvoffload_async.facade.tier_options import TierOptions, identity_of
+from kvoffload_async.config import TierOptions
+from kvoffload_async.facade.secondary import FileSystemTierManager, SlabTierManager
+from kvoffload_async.facade.tier_options import identity_of
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.tiers.fs.outcome import Verify
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids, make_offload_key
@@ -42,7 +43,8 @@ def tier(kind, root, **options):
 
 
 def settings_of(manager, options):
-    return manager.settings_of(options, identity_of(TierOptions.take(options), None, BLOCK))
+    identity = identity_of(TierOptions.take(options), None, BLOCK)
+    return manager.tier_class.declares.of(options, identity)
 
 
 def refusal(kind, view, root, **options):

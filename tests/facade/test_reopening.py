@@ -15,8 +15,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import ExampleSecondaryTierManager, SecondaryTierManager
 from kvoffload_async.facade.tier_group import UnopenedTier, pauses_s
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.tiers.example import ExampleTier
@@ -305,7 +304,7 @@ def test_a_thread_that_hangs_after_an_opening_is_known_until_it_ends(mount):
         return
     with RuntimeHost() as host:
         view = memoryview(bytearray(64)).cast("B", (1, 64))
-        tier = SecondaryTierFactory.get_tier_class("mounted")()
+        tier = SecondaryTierFactory.get_tier_class("mounted").tier_class()
         with pytest.raises(TierTimeoutError):
             SecondaryTierManager(None, view, "t", tier, runtime=host.bridge, open_timeout_s=0.1)
         assert host.bridge.opening_hangs("t")

@@ -17,8 +17,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import (
     TierClosedError,
 )
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import ExampleSecondaryTierManager, SecondaryTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import ManagerHarness, make_job
 from kvoffload_async.tiers.example import ExampleTier

@@ -12,9 +12,12 @@ from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.block_io import native_io
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import ClosedError, TierUnavailableError
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import (
+    ExampleSecondaryTierManager,
+    FileSystemTierManager,
+    SecondaryTierManager,
+    SlabTierManager,
+)
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer

@@ -111,14 +111,14 @@ def test_a_check_that_fails_is_the_classs_own_fault_and_no_traceback():
         spec_of(tier(5))
 
 
-def test_an_engine_and_a_tier_on_its_own_are_checked_alike():
+def test_an_engine_and_a_tier_on_its_own_are_checked_alike(tmp_path):
     with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]: colour"):
         OffloadEngine({**CONFIG, "secondary_tiers": [tier("grey")]}, lambda _view: None)
     buffer = PrimaryBuffer(4, 4096, prefault=False)
     with pytest.raises(ConfigError, match=r"^colour: 'grey'"):
         SecondaryTierFactory.create_secondary_tier(tier("grey"), buffer.view, None)
     with pytest.raises(ConfigError, match=r"^capacity_bytes: 4611686018427387904 do not fit"):
-        SecondaryTierFactory.create_secondary_tier(tier(place="/tmp/x"), buffer.view, None)
+        SecondaryTierFactory.create_secondary_tier(tier(place=str(tmp_path)), buffer.view, None)
     assert buffer.release()
     assert CheckedTier.opened == 0
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload_async import ConfigError, SecondaryTierFactory, SecondaryTierManager
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
+from kvoffload_async.facade.secondary import ExampleSecondaryTierManager
 from kvoffload_async.facade.tier_factory import parse_backpressure
 
 # -- creating tiers -----------------------------------------------------------------------------
@@ -98,7 +98,8 @@ def test_an_out_of_tree_async_tier_is_wrapped_and_keeps_the_options_it_knows(cre
     tier = create(
         {"type": "PlainTier", "module_path": module, "colour": "blue", "close_timeout_s": 2}
     )
-    assert type(tier) is SecondaryTierManager
+    assert isinstance(tier, SecondaryTierManager)
+    assert type(tier).tier_class is type(tier.tier)
     assert tier.tier.colour == "blue"
 
 

@@ -11,7 +11,7 @@ from fs.places import Place as FsPlace
 from slab.stores import SlabStore
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
+from kvoffload_async.facade.secondary import FileSystemTierManager, SlabTierManager
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
 

@@ -17,8 +17,7 @@ from kvoffload_async import (
     make_offload_key,
 )
 from kvoffload_async.errors import BlockMissingError
-from kvoffload_async.facade.disk import FileSystemTierManager
-from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.secondary import FileSystemTierManager, SecondaryTierManager
 from kvoffload_async.testing.harness import ManagerHarness, key_of
 
 DEADLINE_S = 60.0

@@ -18,7 +18,7 @@ from kvoffload_async.cli.app import app
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
-from kvoffload_async.facade.remote import ObjectTierManager
+from kvoffload_async.tiers.object.settings import ObjectOptions
 from kvoffload_async.tiers.valkey.address import Address
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
@@ -225,10 +225,9 @@ def test_a_server_that_is_not_there_is_unavailable_and_no_secret_is_said(config,
 
 def test_a_secret_is_hidden_however_the_name_of_its_option_is_written():
     store_options = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": SECRET}
-    settings = ObjectTierManager.settings_of(
-        OBJECT | {"store_options": store_options}, KVIdentity(model="org/model")
-    )
-    assert settings.remote.redact(f"said {SECRET}") == "said ***"
+    options = OBJECT | {"store_options": store_options}
+    _, redact = ObjectOptions.of(options, KVIdentity(model="org/model")).connect()
+    assert redact(f"said {SECRET}") == "said ***"
 
 
 def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from runtime.gates import DEADLINE_S, Gate, start
 
 from kvoffload_async.abc.tier import Direction
+from kvoffload_async.config import suitable_threads
 from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
-from kvoffload_async.runtime.io_pool import suitable_threads
 from kvoffload_async.runtime.loop import LoopThread
 
 LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.METADATA

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from servers.process import ServerProcess, free_ports
 
-from kvoffload_async.tiers.mooncake.process import MooncakeConnection
+from kvoffload_async.tiers.mooncake.process import MooncakeSettings
 
 SEGMENT_BYTES = 64 << 20
 
@@ -83,7 +83,7 @@ class MooncakeMaster(ServerProcess):
         return {"master": f"127.0.0.1:{self.port}", "metadata_url": url, "segment_bytes": 0}
 
     def connection(self, **options):
-        return MooncakeConnection(**{**self.options, **options})
+        return MooncakeSettings(**{**self.options, **options})
 
     def __enter__(self):
         self.start()

@@ -1,12 +1,14 @@
 """The conformance suite finds tiers that break the contract: each of these fails it by name."""
 
 import inspect
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from kvoffload_async.abc.tier import Direction, TierCapabilities
-from kvoffload_async.errors import BlockMissingError, ConfigError, CorruptBlockError
+from kvoffload_async.abc.tier import Direction, TierCapabilities, TierSettings
+from kvoffload_async.config import at_least, option
+from kvoffload_async.errors import BlockMissingError, ConfigError, CorruptBlockError, Trouble
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.tiers.example import ExampleTier
 
@@ -98,7 +100,32 @@ class CorruptsItsNeighbours(ExampleTier):
         return {i: CorruptBlockError("bad") for i in range(len(job.keys))} if bad else failures
 
 
+class Undescribed(ExampleTier):
+    @dataclass(frozen=True, kw_only=True)
+    class declares(TierSettings):
+        depth: int = option(at_least(1), 3)
+
+
+class AdvisesOnOtherErrors(ExampleTier):
+    remedies = {OSError: "check the disk"}  # noqa: RUF012
+
+
+class AdvisesNothing(ExampleTier):
+    remedies = {Trouble.TOO_SLOW: ""}  # noqa: RUF012
+
+
+class MaintainsNothing(ExampleTier):
+    @classmethod
+    def maintenance(cls):
+        return dict
+
+
+DECLARES = "test_the_class_declares_options_remedies_and_maintenance"
 BROKEN = [
+    (Undescribed, DECLARES),
+    (AdvisesOnOtherErrors, DECLARES),
+    (AdvisesNothing, DECLARES),
+    (MaintainsNothing, DECLARES),
     (WrongBytes, "test_a_stored_block_loads_with_equal_bytes"),
     (AllOrNothing, "test_a_missing_block_fails_alone_and_as_missing"),
     (SilentlyMissing, "test_a_missing_block_fails_alone_and_as_missing"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvoffload_async.facade.disk import FileSystemTierManager, SlabTierManager
+from kvoffload_async.facade.secondary import FileSystemTierManager, SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.files.ops import FileOps, warn_of_capacity

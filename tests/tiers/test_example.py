@@ -5,7 +5,7 @@ import pytest
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing import FaultyTier, InlineIo, TierConformance, TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.example import ExampleTier
+from kvoffload_async.tiers.example import ExampleSettings, ExampleTier
 
 
 class TestExampleTier(TierConformance):
@@ -48,7 +48,7 @@ def test_it_refuses_work_before_it_is_open():
 
 def test_its_option_is_logged_and_checked(caplog):
     caplog.set_level("INFO")
-    ExampleTier(custom_param=7)
+    ExampleTier(ExampleSettings(custom_param=7))
     assert "custom_param=7" in caplog.text
 
 

@@ -7,6 +7,7 @@ import pytest
 from facade.worlds import k
 from tiers.actors import IO_TIMEOUT_S
 
+from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.errors import (
     CallTimeoutError,
     CorruptBlockError,
@@ -102,7 +103,8 @@ def test_a_job_that_fails_is_one_line_with_a_remedy(worlds, caplog, error, remed
     ],
 )
 def test_the_remedy_is_that_of_the_tiers_type(caplog, tier_type, error, remedy):
-    JobLog(tier_type).ended(
+    remedies = SecondaryTierFactory.get_tier_class(tier_type).tier_class.remedies
+    JobLog(tier_type, remedies).ended(
         make_job(7, [k(1)], [0], is_promotion=True), {0: error}, None, seconds=1.0, now_s=0.0
     )
     ((_, text),) = logged(caplog)

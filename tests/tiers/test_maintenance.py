@@ -284,10 +284,10 @@ def test_what_a_check_raises_comes_out(store, monkeypatch):
 
 def test_a_kind_is_found_by_the_tiers_type():
     for name in OPTIONS:
-        kind = SecondaryTierFactory.get_maintenance(name)
+        kind = SecondaryTierFactory.get_tier_class(name).maintenance()
         assert kind.tier_type == name
         assert kind in maintenance_kinds()
-    assert SecondaryTierFactory.get_maintenance("example") is None
+    assert SecondaryTierFactory.get_tier_class("example").maintenance() is None
 
 
 def test_several_kinds_in_a_directory_are_all_found(tmp_path):

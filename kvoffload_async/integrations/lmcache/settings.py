@@ -21,6 +21,7 @@ from kvoffload_async.config import (
 )
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.plugged import check_tiers
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.lmcache.keys import StoreId
 
 _DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
@@ -92,7 +93,7 @@ class AdapterOptions(Options):
 
     def _tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
         own: dict[str, Any] = {
-            **({"on_mismatch": "replace"} if tier["type"] == "slab" else {}),
+            **SecondaryTierFactory.host_defaults(tier),
             **tier,
             "enable_kv_events": True,
             "run_config": {

@@ -11,15 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.sglang.pages import PoolPages
 
 logger = logging.getLogger(__name__)
-
-_PRIVATE: Final = ("example", "slab")
-"""Tiers whose contents only one process can use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def identified(
         kv_cache_dtype: SGLang's setting; the pool contains FP8 values of every kind as bytes.
     """
     shard = Shard.of(config)
-    is_private = tier.get("type") in _PRIVATE
+    is_private = SecondaryTierFactory.is_private(tier)
     return {
         **tier,
         "enable_kv_events": True,  # so that pages can be listed, and cleared
@@ -115,7 +113,7 @@ def check_sharing(tier: Mapping[str, Any], config: Any) -> None:  # noqa: ANN401
         ConfigError: They cannot.
     """
     holders = Shard.of(config).holders
-    if holders > 1 and tier.get("type") in _PRIVATE:
+    if holders > 1 and SecondaryTierFactory.is_private(tier):
         raise ConfigError(
             f"type: {tier['type']!r} is for one process, but {holders} TP ranks load the pages of "
             "an MLA model, and one of them stores these; use a tier that processes share, such as "

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from kvoffload_async.abc.tier import CloseReport, Direction
+from kvoffload_async.config import TierOptions
 from kvoffload_async.errors import ClosedError, StateError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.facade.host_rows import HostRows, RowCopies
 from kvoffload_async.facade.plugged import Ended, ListPosition, PluggedTiers, statistics_of
-from kvoffload_async.facade.tier_options import TierOptions
 from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
 from kvoffload_async.runtime.buffer import row_stride_bytes
 from kvoffload_async.runtime.owned import Closing, guard_forks

@@ -11,17 +11,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from kvoffload_async.integrations.vllm.options import NAMES_UNDER_VLLM
 from kvoffload_async.integrations.vllm.version import require_vllm
 
 _HOMES = {
-    "FsTier": "kvoffload_async.integrations.vllm.tiers",
+    **dict.fromkeys(NAMES_UNDER_VLLM, "kvoffload_async.integrations.vllm.tiers"),
     "HostTieringOffloadingSpec": "kvoffload_async.integrations.vllm.host_tiering",
     "KVOffloadConnector": "kvoffload_async.integrations.vllm.connector",
     "KVOffloadSpec": "kvoffload_async.integrations.vllm.spec",
-    "MooncakeTier": "kvoffload_async.integrations.vllm.tiers",
-    "ObjectTier": "kvoffload_async.integrations.vllm.tiers",
-    "SlabTier": "kvoffload_async.integrations.vllm.tiers",
-    "ValkeyTier": "kvoffload_async.integrations.vllm.tiers",
 }
 
 

@@ -31,15 +31,15 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
-from kvoffload_async.abc.tier import AsyncTier
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.integrations.vllm import settings
 from kvoffload_async.integrations.vllm.convert import file_mapper_of
 from kvoffload_async.integrations.vllm.options import IdentityOptions
+from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.surroundings import Surroundings
-from kvoffload_async.registry import load_class
 
 _FROM_FILES: Final = frozenset(
     {
@@ -252,6 +252,46 @@ class Identity:
     rank: int
     unknown: str = ""
 
+    def complete(
+        self,
+        name: str,
+        tier: Mapping[str, Any],
+        options: IdentityOptions,
+        content: ModelContent,
+        *,
+        replica: int,
+    ) -> tuple[dict[str, Any], list[ProcessFolder]]:
+        """Return a tier's configuration with identity and location of its blocks.
+
+        If the model's content is unknown, the blocks are of this process: in a folder of its own,
+        which is returned as well, or under names of their own.
+
+        Args:
+            name: Name of the tier in log lines.
+            tier: Configuration of a tier of this package.
+            options: Its identity options.
+            content: The model's content.
+            replica: Number of the data-parallel replica.
+        """
+        if "root_dir" not in tier:
+            if self.unknown:
+                content.warn_of_unknown(name, "names of their own")
+            return {**tier, "run_config": of_this_process(self), "rank": self.rank}, []
+        trust = options.trust_vllm_directory
+        if trust:
+            warn_of_capacity(name, tier)
+        folders = [ProcessFolder(tier["root_dir"])] if self.unknown else []
+        for folder in folders:
+            content.warn_of_unknown(name, folder.path)
+        return {
+            **SecondaryTierFactory.host_defaults(tier),
+            **({"trust_vllm_directory": True} if trust else {}),
+            **tier,
+            "root_dir": folders[0].path if folders else tier["root_dir"],
+            "run_config": self.run_config,
+            "rank": replica if SecondaryTierFactory.is_private(tier) else self.rank,
+        }, folders
+
 
 class ModelContent:
     """The fingerprint of a connector's model, computed once on demand."""
@@ -373,13 +413,10 @@ _PROCESS: Final = uuid.uuid4().hex
 
 def takes_identity(tier: Mapping[str, Any]) -> bool:
     """Return whether a validated tier is external and accepts an identity."""
-    path, name = tier.get("module_path"), tier["type"]
-    cls = SecondaryTierFactory.get_tier_class(name) if path is None else load_class(path, name)
-    is_own = cls.__module__.partition(".")[0] == _OWN
-    own_keys = options_of(cls)
-    if issubclass(cls, AsyncTier):
-        return not is_own and "run_config" not in own_keys
-    return not is_own and "run_config" in own_keys
+    manager = SecondaryTierFactory.class_of(tier)
+    if manager.__module__.partition(".")[0] == _OWN:
+        return False
+    return "run_config" in options_of(manager).keys() - options_of(manager.tier_class).keys()
 
 
 def identified(

@@ -19,7 +19,8 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+from kvoffload_async.facade.tier_factory import BUILT_IN, SecondaryTierFactory
+from kvoffload_async.facade.tier_options import options_of
 
 EXTRA: Final = "kv_connector_extra_config"
 
@@ -45,11 +46,7 @@ DECIDED_OF_TIERS: Final = ("model", "rank", "run_config")
 """Keys of a tier that vLLM's configuration determines."""
 
 NAMES_UNDER_VLLM: Final = {
-    "FsTier": "fs",
-    "MooncakeTier": "mooncake",
-    "ObjectTier": "object",
-    "SlabTier": "slab",
-    "ValkeyTier": "valkey",
+    class_name: name for name, (_, class_name) in BUILT_IN.items() if name != "example"
 }
 """Name of each tier under vLLM's own spec -> its name under `KVOffloadSpec`."""
 

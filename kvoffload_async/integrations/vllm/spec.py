@@ -31,13 +31,10 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tie
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
-    Identity,
     ModelContent,
     identified,
     identify,
-    of_this_process,
     takes_identity,
-    warn_of_capacity,
 )
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.options import (
@@ -185,25 +182,12 @@ class KVOffloadSpec(base.OffloadingSpec):
                 yield identified(tier, self, layout, self._content)
                 continue
             identity = identify(self, options, layout, self._content)
-            if "root_dir" not in tier:
-                if identity.unknown:
-                    self._content.warn_of_unknown(tier["type"], "names of their own")
-                run_config = of_this_process(identity)
-                yield {**tier, "run_config": run_config, "rank": identity.rank}
-                continue
-            if options.trust_vllm_directory:
-                warn_of_capacity(tier["type"], tier)
-            is_slab = tier["type"] == "slab"
-            rank = self.config.parallel.data_parallel_index if is_slab else identity.rank
-            directory = self._own_directory(tier, identity)
-            yield {
-                **({"on_mismatch": "replace"} if is_slab else {}),
-                **({"trust_vllm_directory": True} if options.trust_vllm_directory else {}),
-                **tier,
-                "root_dir": directory,
-                "run_config": identity.run_config,
-                "rank": rank,
-            }
+            found, folders = identity.complete(
+                *(tier["type"], tier, options, self._content),
+                replica=self.config.parallel.data_parallel_index,
+            )
+            self._process_folders += folders
+            yield found
 
     def remove_process_folders(self) -> None:
         """Remove the folders of this process; idempotent."""
@@ -334,15 +318,6 @@ class KVOffloadSpec(base.OffloadingSpec):
         if identity is None:
             return options
         return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
-
-    def _own_directory(self, tier: Mapping[str, Any], identity: Identity) -> str:
-        """Return a tier's directory: a private one if the model's content is unknown."""
-        if not identity.unknown:
-            return str(tier["root_dir"])
-        folder = ProcessFolder(tier["root_dir"])
-        self._process_folders.append(folder)
-        self._content.warn_of_unknown(tier["type"], folder.path)
-        return folder.path
 
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
         """Return the digest of this worker's tensors."""

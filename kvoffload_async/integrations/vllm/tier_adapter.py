@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.config import TierOptions
 from kvoffload_async.errors import ClosedError, ConfigError, TierTimeoutError, naming_shortage
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_factory import options_of
-from kvoffload_async.facade.tier_options import TierOptions
+from kvoffload_async.facade.tier_options import ManagerOptions, options_of
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.runtime.helper_thread import HelperThread, result_of
 from kvoffload_async.types import (
@@ -67,7 +67,7 @@ class AdaptedTierManager(SecondaryTierManager):
         Raises:
             ConfigError: `io_timeout_s` is invalid, or the engine does not run under vLLM.
         """
-        common = TierOptions.take({key: options.pop(key) for key in _OWN if key in options})
+        common = ManagerOptions.take({key: options.pop(key) for key in _OWN if key in options})
         outer = getattr(offloading_spec, "outer", None)
         if outer is None:
             raise ConfigError(
@@ -222,5 +222,9 @@ def adapted(manager_class: type[tiering.SecondaryTierManager]) -> type[AdaptedTi
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default)
         for key, default in options.items()
     ]
-    members = {"manager_class": manager_class, "__signature__": inspect.Signature(parameters)}
+    members = {
+        "manager_class": manager_class,
+        "__module__": manager_class.__module__,
+        "__signature__": inspect.Signature(parameters),
+    }
     return type(manager_class.__name__, (AdaptedTierManager,), members)

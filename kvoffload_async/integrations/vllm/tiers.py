@@ -27,7 +27,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering import base as tiering
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-from kvoffload_async.config import OffloadConfig
+from kvoffload_async.config import OffloadConfig, TierOptions
 from kvoffload_async.core.ledger import refused
 from kvoffload_async.errors import (
     ConfigError,
@@ -40,16 +40,15 @@ from kvoffload_async.facade.plugged import OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
-from kvoffload_async.facade.tier_options import TierOptions
+from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
     ModelContent,
     identify,
-    of_this_process,
-    warn_of_capacity,
 )
 from kvoffload_async.integrations.vllm.options import (
+    NAMES_UNDER_VLLM,
     check_place_of_options,
     take_identity_options,
 )
@@ -90,9 +89,13 @@ class UnusablePlaceError(ConfigError, OSError):
 
 
 class VllmTier(tiering.SecondaryTierManager):
-    """Runs a tier of this package under vLLM's `TieringOffloadingManager`.
+    """Runs a tier of this package under vLLM's `TieringOffloadingManager`; a subclass names it.
 
-    A subclass sets the tier's name and the options that vLLM's configuration determines.
+    Accepts the options of the tier, except those that vLLM determines, plus `namespace`,
+    `fingerprint` and `trust_vllm_directory`; see `identity`. If the model's content is unknown,
+    blocks are used by this process only. Each data-parallel replica has its own store of a tier for
+    one process; a store whose blocks are invalid because the model's weights or settings changed is
+    emptied (`on_mismatch`).
 
     Thread: any, one at a time. vLLM calls under its manager's lock, from different threads.
     """
@@ -100,8 +103,6 @@ class VllmTier(tiering.SecondaryTierManager):
     kind: ClassVar[str]
     """Name of the tier in this package's `SecondaryTierFactory`."""
     medium: ClassVar[base.Medium] = base.Medium.STORAGE
-    fixed_locality: ClassVar[base.Locality | None] = None
-    """Locality of all such tiers; None: configured by the user."""
 
     def __init__(
         self,
@@ -138,17 +139,20 @@ class VllmTier(tiering.SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         check_place_of_options(offloading_spec.config.extra_config)
         self.identity_options = take_identity_options(self.kind, options, tier_type)
-        self._process_folder: ProcessFolder | None = None
+        self._process_folders: list[ProcessFolder] = []
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         TierOptions.take(own)
-        self.locality = self.fixed_locality or convert.locality_of(locality)
-        if self.fixed_locality is not None and locality is not None:
+        self._known = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
+        if "locality" in self._known:
+            self.locality = convert.locality_of(locality)
+            options |= {} if self.locality is None else {"locality": self.locality.value}
+        elif locality is None:
+            self.locality = base.Locality.REMOTE
+        else:
             raise ConfigError(
-                f"locality: {locality!r} is not for {self.kind!r}, whose blocks always are "
-                f"{self.fixed_locality.value}; leave it out"
+                f"locality: {locality!r} is not for {self.kind!r}, whose blocks always are REMOTE; "
+                "leave it out"
             )
-        if self.fixed_locality is None and self.locality is not None:
-            options["locality"] = self.locality.value
         if enable_kv_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
             logger.warning(
                 "%s: enable_kv_events has no effect, as vLLM's kv_events_config has "
@@ -165,7 +169,7 @@ class VllmTier(tiering.SecondaryTierManager):
             self._host = RuntimeHost()
         self._rows = convert.rows_of(primary_kv_view)
         try:
-            config = {"type": self.kind, **options, **self.layout(offloading_spec, options)}
+            config = self.layout(offloading_spec, options)
             given = offloading_spec.config
             geometry = OffloadConfig(
                 cpu_bytes_to_use=0,
@@ -183,7 +187,7 @@ class VllmTier(tiering.SecondaryTierManager):
         except BaseException as error:
             self._host.close()
             self._rows.release()
-            self._remove_process_folder()
+            self._remove_process_folders()
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
                 raise UnusablePlaceError(str(error)) from error
             raise
@@ -193,8 +197,19 @@ class VllmTier(tiering.SecondaryTierManager):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the options that vLLM's configuration determines."""
-        return {}
+        """Return the tier's configuration, with what vLLM's configuration determines."""
+        tier = {"type": self.kind, **options}
+        if "root_dir" in self._known:
+            tier["root_dir"] = _absolute(options.get("root_dir"))
+        identity = self.identify(offloading_spec)
+        if self.identity_options.trust_vllm_directory:
+            _check_common_name(offloading_spec, tier["root_dir"], identity)
+        found, folders = identity.complete(
+            *(self.tier_type, tier, self.identity_options, self._content),
+            replica=offloading_spec.config.parallel.data_parallel_index,
+        )
+        self._process_folders += folders
+        return found
 
     def identify(self, offloading_spec: base.OffloadingSpec) -> Identity:
         """Return the identity of the tier's blocks; called from `layout`."""
@@ -208,14 +223,6 @@ class VllmTier(tiering.SecondaryTierManager):
         layout = layout_of_layers(layers, groups) if layers else announced_layout(surroundings)
         self._content = ModelContent.of(offloading_spec, surroundings)
         return identify(offloading_spec, self.identity_options, layout, self._content)
-
-    def own_directory(self, directory: str, identity: Identity) -> str:
-        """Return the directory to use: a private one if the model's content is unknown."""
-        if not identity.unknown:
-            return directory
-        self._process_folder = ProcessFolder(directory)
-        self._content.warn_of_unknown(self.tier_type, self._process_folder.path)
-        return self._process_folder.path
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -318,7 +325,7 @@ class VllmTier(tiering.SecondaryTierManager):
             )
         self._rows.release()
         self._primary_kv_view = memoryview(b"")
-        self._remove_process_folder()
+        self._remove_process_folders()
         if report.error is not None:
             logger.warning("%s: closing failed: %s", self.tier_type, report.error)
 
@@ -354,10 +361,9 @@ class VllmTier(tiering.SecondaryTierManager):
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _remove_process_folder(self) -> None:
-        folder, self._process_folder = self._process_folder, None
-        if folder is not None:
-            folder.close()
+    def _remove_process_folders(self) -> None:
+        while self._process_folders:
+            self._process_folders.pop().close()
 
     def _submit(self, job: JobMetadata) -> None:
         health = self._state.health
@@ -392,8 +398,7 @@ class VllmTier(tiering.SecondaryTierManager):
 class FsTier(VllmTier):
     """One file per block. Replicas and hosts serving the same model can share a directory.
 
-    Accepts the options of vLLM's own `fs` tier and of this package's, except those that vLLM
-    determines, plus `namespace`, `fingerprint` and `trust_vllm_directory`; see `identity`.
+    Accepts the options of vLLM's own `fs` tier as well.
 
     Attributes:
         file_mapper: `get_file_name(key)` returns the path of a block.
@@ -406,85 +411,17 @@ class FsTier(VllmTier):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the directory and the identity of the tier's blocks."""
-        directory = _absolute(options.get("root_dir"))
-        identity = self.identify(offloading_spec)
-        is_shared = self.identity_options.trust_vllm_directory
-        if is_shared:
-            _check_common_name(offloading_spec, directory, identity)
-            warn_of_capacity(self.tier_type, options)
-        directory = self.own_directory(directory, identity)
+        found = super().layout(offloading_spec, options)
         self.file_mapper = Namespace(
-            directory, identity.run_config, identity.rank, is_vllms=is_shared
+            *(found["root_dir"], found["run_config"], found["rank"]),
+            is_vllms=self.identity_options.trust_vllm_directory,
         )
-        return {
-            "root_dir": directory,
-            "run_config": identity.run_config,
-            "rank": identity.rank,
-            "trust_vllm_directory": is_shared,
-        }
+        return found
 
 
-class SlabTier(VllmTier):
-    """A bounded store in preallocated files on a local disk, opened by one engine at a time.
-
-    Each data-parallel replica has its own store below the same directory. A store whose blocks are
-    invalid because the model's weights or settings changed is emptied (`on_mismatch`).
-    """
-
-    kind: ClassVar[str] = "slab"
-
-    def layout(
-        self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the directory, the identity of the tier's blocks, and this engine's replica."""
-        directory = _absolute(options.get("root_dir"))
-        identity = self.identify(offloading_spec)
-        return {
-            "on_mismatch": options.get("on_mismatch", "replace"),
-            "root_dir": self.own_directory(directory, identity),
-            "run_config": identity.run_config,
-            "rank": offloading_spec.config.parallel.data_parallel_index,
-        }
-
-
-class RemoteTier(VllmTier):
-    """A networked tier, shared by all hosts that serve the same model.
-
-    If the model's content is unknown, blocks are used by this process only and never removed.
-    """
-
-    fixed_locality: ClassVar[base.Locality | None] = base.Locality.REMOTE
-
-    def layout(
-        self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the options that name this identity's blocks."""
-        identity = self.identify(offloading_spec)
-        if identity.unknown:
-            self._content.warn_of_unknown(self.tier_type, "names of their own")
-        return {
-            "run_config": of_this_process(identity),
-            "rank": identity.rank,
-        }
-
-
-class ObjectTier(RemoteTier):
-    """One object per block in S3, Google Cloud Storage or Azure."""
-
-    kind: ClassVar[str] = "object"
-
-
-class MooncakeTier(RemoteTier):
-    """Blocks in a Mooncake Store, accessed through a helper process."""
-
-    kind: ClassVar[str] = "mooncake"
-
-
-class ValkeyTier(RemoteTier):
-    """Blocks in memory of Valkey or Redis servers."""
-
-    kind: ClassVar[str] = "valkey"
+for _name, _kind in NAMES_UNDER_VLLM.items():
+    if _name not in globals():  # it has no class of its own above
+        globals()[_name] = type(_name, (VllmTier,), {"kind": _kind, "__module__": __name__})
 
 
 def _check_common_name(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
+from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.tier import KVIdentity, TierSettings
 from kvoffload_async.config import (
-    Options,
     instance_of,
     one_of,
     option,
@@ -20,6 +21,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.registry import check_tier_policy, create_policy
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.modes import Modes
 from kvoffload_async.tiers.files.ops import FileOps
@@ -37,7 +39,7 @@ def parse_key_file(value: object, key: str) -> IntegrityKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntegrityOptions(Options):
+class IntegrityOptions(TierSettings):
     """The option of every tier that verifies blocks."""
 
     integrity_key: IntegrityKey | None = option(
@@ -101,6 +103,25 @@ class DiskSettings(IntegrityOptions):
     """System calls; tests put a fault layer here."""
     run_config: Mapping[str, Any] = field()
     rank: int = 0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        settings = cls.take(options, run_config=identity.run_config, rank=identity.rank)
+        identity.require_model()
+        check_tier_policy(settings.eviction_policy)
+        return settings
+
+    def create_policy(self, capacity_blocks: int) -> CachePolicy:
+        """Return a new eviction policy."""
+        return create_policy(self.eviction_policy, capacity_blocks)
+
+    def check_verifies(self, verify: str | bool, *, does: bool) -> None:
+        """Raise ConfigError if a tier with an integrity key does not verify all blocks it loads."""
+        if self.integrity_key is not None and not does:
+            raise ConfigError(
+                f"verify: {verify!r} does not go with integrity_key_file: the tier would serve "
+                "blocks that anybody may have made; leave one of them out"
+            )
 
     @property
     def modes(self) -> Modes:

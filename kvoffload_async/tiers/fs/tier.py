@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import (
     AsyncTier,
     Direction,
+    KVIdentity,
     TierBounds,
     TierCapabilities,
     TierEnvironment,
+    TierLocation,
 )
 from kvoffload_async.config import (
+    TierOptions,
     one_of,
     option,
     or_none,
@@ -27,10 +32,13 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import (
+    ConfigError,
+    CorruptBlockError,
     TierClosedError,
     TierError,
     TierFullError,
     TierTimeoutError,
+    Trouble,
 )
 from kvoffload_async.tiers.files.coalescing import SerialExecutor
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
@@ -40,6 +48,7 @@ from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
+from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.tiers.fs.native_files import NativeFiles
 from kvoffload_async.tiers.fs.outcome import (
     LOST_ROOM,
@@ -91,12 +100,39 @@ class FsSettings(DiskSettings):
     """Use the layout of vLLM's own tier, to share its directory."""
     io_threads: int = 3
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        common = TierOptions.take(options)
+        settings = super().of(options, identity)
+        high, low, verify = settings.high_watermark, settings.low_watermark, settings.verify
+        if low > high:
+            raise ConfigError(
+                f"low_watermark: {low} is above high_watermark={high}; it must not be"
+            )
+        settings.check_verifies(str(verify), does=verify is not Verify.OFF)
+        loads = common.read_threads(waits_for_device=FsTier.waits_for_device)
+        return replace(
+            settings,
+            verify=verify if settings.integrity_key is None else Verify.REQUIRED,
+            io_threads=loads + common.n_write_threads,
+        )
+
     @property
     def space(self) -> SpaceSettings | None:
         """The capacity and its watermarks; None without a capacity."""
         if self.capacity_bytes is None:
             return None
         return SpaceSettings(self.capacity_bytes, self.high_watermark, self.low_watermark)
+
+    def locations(self, identity: KVIdentity) -> list[TierLocation]:
+        has_limit = self.capacity_bytes is not None and identity.block_bytes > 0
+        check = partial(self.check_room, identity.block_bytes) if has_limit else None
+        return [TierLocation(self.root_dir, self.capacity_bytes, check=check)]
+
+    def check_room(self, block_bytes: int, folder: os.stat_result) -> None:
+        """Raise ConfigError if the capacity is too small for a block in a folder."""
+        if self.capacity_bytes is not None:
+            Footprint.of(folder, block_bytes).check(self.capacity_bytes)
 
     @property
     def namespace(self) -> Namespace:
@@ -107,24 +143,36 @@ class FsSettings(DiskSettings):
 
 
 class FsTier(AsyncTier):
-    """Stores each block in its own file.
+    """One file per block, in a directory that processes and hosts may share.
 
     A large job runs on several I/O threads; a free thread takes the next few blocks. Each block
     succeeds or fails on its own.
     """
 
+    declares = FsSettings
+    remedies: ClassVar = {
+        CorruptBlockError: "not served; if this recurs, check the disk: kvoffload store verify",
+        TierFullError: "no blocks are stored until there is space: free some on the disk, or lower "
+        "capacity_bytes so that the tier evicts in time",
+        TierTimeoutError: "check the disk or the mount; if it is only slow, raise io_timeout_s",
+        Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
+        "faster: raise n_write_threads, use a faster disk, or slab",
+    }
+    waits_for_device = True  # to create, open and write a file for each block
+
     def __init__(
         self,
         settings: FsSettings,
-        create_policy: Callable[[int], CachePolicy],
+        create_policy: Callable[[int], CachePolicy] | None = None,
         ops: FileOps | None = None,
     ) -> None:
         """Create the tier; does no I/O before `open`.
 
         Args:
             settings: See `FsSettings`.
-            create_policy: Creates the eviction policy for a given number of blocks.
-            ops: The system calls; tests inject faults here.
+            create_policy: Creates the eviction policy for a given number of blocks; by default
+                that of the settings.
+            ops: The system calls, by default those of the settings; tests inject faults here.
         """
         # Without a capacity, blocks are not tracked.
         has_account = settings.space is not None
@@ -137,8 +185,9 @@ class FsTier(AsyncTier):
             discards=True,
         )
         self.bounds = TierBounds()
-        self._settings, self._create_policy = settings, create_policy
-        self._ops = ops or FileOps()
+        self._settings = settings
+        self._create_policy = create_policy or settings.create_policy
+        self._ops = ops or settings.ops or FileOps()
         self._env: TierEnvironment | None = None
         self._rows: memoryview | None = None
         self._row_bytes = 0
@@ -148,6 +197,13 @@ class FsTier(AsyncTier):
         self._calls: SerialExecutor | None = None
         self._has_entered = False
         self._pins: Counter[OffloadKey] = Counter()
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Imported on demand, because it loads anyio.
+        from kvoffload_async.tiers.fs.maintenance.store import FsMaintenance  # noqa: PLC0415
+
+        return FsMaintenance
 
     async def open(self, env: TierEnvironment) -> None:
         """Create the folders, and start walking the namespace; walks continue in the background.

@@ -17,13 +17,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
 
-from kvoffload_async.abc.tier import Direction, IoRunner
+from kvoffload_async.abc.tier import Direction, IoRunner, KVIdentity, TierLocation
 from kvoffload_async.config import (
     Options,
+    TierOptions,
     at_least,
     one_of,
     option,
@@ -49,6 +50,7 @@ from kvoffload_async.tiers.mooncake.cells import Geometry, Parts, SharedCells
 from kvoffload_async.tiers.mooncake.helper import JOIN, LENGTH, frame
 
 _MAX_REPLICAS: Final = 64
+_MAX_LEAVE_S: Final = 5.0
 _HOST_AND_PORT: Final = re.compile(r"[^\s:/]+:\d{1,5}")
 _COMMAND: Final = (sys.executable, "-P", helper.__file__)
 
@@ -102,8 +104,8 @@ class MooncakeConnection(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HelperSettings(Options):
-    """The options of a helper process, and values derived from others.
+class MooncakeSettings(MooncakeConnection, IntegrityOptions):
+    """The options of a `mooncake` tier, and values derived from others.
 
     Attributes:
         response_timeout_s: Seconds in which the store answers a call or a check made during the
@@ -124,10 +126,22 @@ class HelperSettings(Options):
     leave_timeout_s: float = 5.0
     command: tuple[str, ...] = _COMMAND
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        identity.require_model()
+        common = TierOptions.take(options)
+        settings = cls.take(
+            options,
+            response_timeout_s=common.probe_timeout_s,
+            start_timeout_s=common.open_timeout_s,
+            leave_timeout_s=min(_MAX_LEAVE_S, common.close_timeout_s / 2),
+        )
+        Geometry.of(settings.buffer_bytes, identity.block_bytes)
+        return settings
 
-@dataclass(frozen=True, kw_only=True)
-class MooncakeOptions(MooncakeConnection, HelperSettings, IntegrityOptions):
-    """All options of a `mooncake` tier."""
+    def locations(self, identity: KVIdentity) -> list[TierLocation]:
+        name, memory_bytes = f"mooncake://{self.master}", self.segment_bytes + self.buffer_bytes
+        return [TierLocation(name, memory_bytes, is_exclusive=False, key="master", is_memory=True)]
 
 
 MOST_NAMES: Final = 4096
@@ -171,8 +185,7 @@ class Helper:
 
     def __init__(
         self,
-        connection: MooncakeConnection,
-        settings: HelperSettings,
+        settings: MooncakeSettings,
         row_bytes: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -186,7 +199,6 @@ class Helper:
         self.why_ended = ""
         self._failure_kind = TierUnavailableError
         self.is_joined = False
-        self._connection = connection
         self._settings = settings
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, _Call] = {}
@@ -251,7 +263,7 @@ class Helper:
         )
         self._transport = transport
         how = {
-            **asdict(self._connection),
+            **{f.name: getattr(self._settings, f.name) for f in fields(MooncakeConnection)},
             "buffer_fd": self.cells.file,
             "buffer_bytes": self.cells.num_bytes,
             "calls": 2 * geometry.parts + _PAYLOAD_FREE_CALLS + 1,  # and a check
@@ -500,15 +512,13 @@ class HelperSupervisor:
 
     def __init__(
         self,
-        connection: MooncakeConnection,
-        settings: HelperSettings,
+        settings: MooncakeSettings,
         row_bytes: int,
         io: IoRunner,
     ) -> None:
         """Start no helper yet."""
         self.starts = 0
         self.ends = 0
-        self._connection = connection
         self._settings = settings
         self._row_bytes = row_bytes
         self._io = io
@@ -564,7 +574,7 @@ class HelperSupervisor:
         loop = asyncio.get_running_loop()
 
         def begin() -> None:  # may continue after a cancellation, so it stores the helper here
-            self._helper = Helper(self._connection, self._settings, self._row_bytes, loop)
+            self._helper = Helper(self._settings, self._row_bytes, loop)
 
         helper: Helper | None = None
         try:
@@ -590,7 +600,7 @@ class HelperSupervisor:
             drop_tracebacks(error)
         else:
             self._pause_s = 0.0
-            logger.warning("mooncake: a new helper has joined %s", self._connection.master)
+            logger.warning("mooncake: a new helper has joined %s", self._settings.master)
         finally:
             self._next_start_s = loop.time() + self._pause_s
             self._starting = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from kvoffload_async.errors import (
     TierError,
     TierFullError,
     TierUnavailableError,
+    Trouble,
     drop_tracebacks,
 )
 from kvoffload_async.tiers.files.digests import IntegrityKey
@@ -30,12 +31,12 @@ from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES, Parts
 from kvoffload_async.tiers.mooncake.process import (
     MOST_NAMES,
     Helper,
-    HelperSettings,
     HelperSupervisor,
-    MooncakeConnection,
+    MooncakeSettings,
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of
+from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 
 _NO_HANDLE: Final = -200
@@ -132,24 +133,29 @@ class _Part:
 
 
 class MooncakeTier(AsyncTier):
-    """Stores each block in the memory of one or more clients of a Mooncake Store.
+    """Blocks in a Mooncake Store, which pools memory of its clients.
 
-    The client runs in a helper process, which shares only a buffer with the engine. Blocks are
-    copied through the buffer, and verified in their destination.
+    The client library runs in a helper process, which can access only a bounce buffer. Blocks are
+    copied through the buffer, and verified in their destination. The store has its own capacity
+    and eviction. A block for which it has no room is not stored.
     """
 
-    def __init__(
-        self,
-        connection: MooncakeConnection,
-        integrity_key: IntegrityKey | None = None,
-        settings: HelperSettings | None = None,
-    ) -> None:
+    declares = MooncakeSettings
+    requires: ClassVar = {"mooncake": "install kvoffload-async[mooncake]"}
+    remedies: ClassVar = {
+        **REMEDIES,
+        CorruptBlockError: "not served; if this recurs, check the memory of the store's clients",
+        TierFullError: "no blocks are stored until there is space: raise segment_bytes on the "
+        "hosts of the store",
+        Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
+        "faster: raise buffer_bytes",
+    }
+
+    def __init__(self, settings: MooncakeSettings) -> None:
         """Configure the tier; the store is joined in `open`."""
         self.capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
         self.bounds = TierBounds(concurrent_blocks=64)
-        self._connection = connection
-        self._settings = settings or HelperSettings()
-        self._integrity_key = integrity_key
+        self._settings = settings
         self._counters = MooncakeCounters()
         self._supervisor: HelperSupervisor | None = None
         self._state: _OpenState | None = None
@@ -162,9 +168,9 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        self._supervisor = HelperSupervisor(self._connection, self._settings, row_bytes, env.io)
+        self._supervisor = HelperSupervisor(self._settings, row_bytes, env.io)
         await self._supervisor.open()
-        self._state = _OpenState(env, self._integrity_key)
+        self._state = _OpenState(env, self._settings.integrity_key)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the stored keys; makes one call per few thousand keys."""
@@ -201,7 +207,7 @@ class MooncakeTier(AsyncTier):
         return asdict(self._counters) | helpers
 
     def describe(self) -> str:
-        return f"mooncake at {self._connection.master}"
+        return f"mooncake at {self._settings.master}"
 
     # -- internal -------------------------------------------------------------------------------
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvoffload_async.abc.tier import TierEnvironment
+from kvoffload_async.abc.maintenance import StoreMaintenance
+from kvoffload_async.abc.tier import KVIdentity, TierEnvironment
+from kvoffload_async.errors import CorruptBlockError, TierFullError, Trouble
+from kvoffload_async.tiers.object.settings import ObjectOptions
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
-from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.remote.settings import REMEDIES, RemoteSettings
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.types import OffloadKey
 
@@ -53,7 +56,7 @@ async def bisect_prefixes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectSettings:
-    """Settings of an `object` tier; see the facade's `ObjectTierManager`.
+    """Settings of an `object` tier, made from its options.
 
     Attributes:
         connection: Connection to the object store.
@@ -65,7 +68,22 @@ class ObjectSettings:
 
 
 class ObjectTier(RemoteTier):
-    """Stores each block as an object in S3, Google Cloud Storage, Azure, or a directory."""
+    """Blocks as objects in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
+
+    Credentials that are not configured come from the environment or from the machine's role. Only a
+    lifecycle rule of the bucket limits its size; see docs/howto/object.md.
+    """
+
+    declares = ObjectOptions
+    requires: ClassVar = {"obstore": "install kvoffload-async[object]"}
+    remedies: ClassVar = {
+        **REMEDIES,
+        CorruptBlockError: "not served; if this recurs, check the store: kvoffload store verify",
+        TierFullError: "no blocks are stored until there is space: raise the quota of the bucket, "
+        "or let a lifecycle rule delete old objects",
+        Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
+        "faster: raise connections and bytes_in_flight",
+    }
 
     def __init__(self, settings: ObjectSettings) -> None:
         """Configure the tier; nothing is connected before `open`."""
@@ -73,6 +91,22 @@ class ObjectTier(RemoteTier):
         self._description: Mapping[str, Any] = {}
         place = settings.connection.url
         super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        own = ObjectOptions.of(options, identity)
+        connection, redact = own.connect()
+        remote = replace(own, redact=redact)
+        return cls(ObjectSettings(connection=connection, remote=remote))
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Imported on demand, because the library is an extra.
+        from kvoffload_async.tiers.object.maintenance import (  # noqa: PLC0415
+            ObjectMaintenance,
+        )
+
+        return ObjectMaintenance
 
     async def open(self, env: TierEnvironment) -> None:
         identity = env.identity

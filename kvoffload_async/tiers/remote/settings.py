@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, Self
 from urllib.parse import quote, quote_plus
 
+from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.config import (
     HIDDEN,
+    TierOptions,
     at_least,
     number,
     option,
@@ -18,9 +21,11 @@ from kvoffload_async.config import (
     parse_size_bytes,
     without_user_info,
 )
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import CallTimeoutError, ConfigError, Remedies, TierTimeoutError
 from kvoffload_async.tiers.files.ops import read_given
 from kvoffload_async.tiers.files.settings import IntegrityOptions
+
+logger = logging.getLogger(__name__)
 
 _LEAST_CHARS: Final = 3
 _MOST_LATER: Final = 16
@@ -154,6 +159,34 @@ class RemoteSettings(IntegrityOptions):
     job_timeout_s: float = 30.0
     probe_timeout_s: float = 2.0
     redact: Redactor = field(default_factory=Redactor)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        common = TierOptions.take(options)
+        settings = cls.take(
+            options, job_timeout_s=common.io_timeout_s, probe_timeout_s=common.probe_timeout_s
+        )
+        identity.require_model()
+        return settings
+
+    def warn_of_large_blocks(self, tier: str, block_bytes: int) -> None:
+        """Log a warning if less than one block may be in flight."""
+        if block_bytes > self.bytes_in_flight:
+            logger.warning(
+                "tier %s: bytes_in_flight (%d) is less than a block (%d bytes), so only one block "
+                "at a time is stored, and one loaded; raise bytes_in_flight",
+                tier,
+                self.bytes_in_flight,
+                block_bytes,
+            )
+
+
+_SLOW: Final = "check the server and the network; if it is only slow, raise "
+REMEDIES: Final[Remedies] = {
+    CallTimeoutError: _SLOW + "call_timeout_s",
+    TierTimeoutError: _SLOW + "io_timeout_s",
+}
+"""Remedies of every tier with a server and these options."""
 
 
 @dataclass(slots=True)

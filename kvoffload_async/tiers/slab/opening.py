@@ -9,11 +9,12 @@ import contextlib
 import enum
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.tier import KVIdentity, TierLocation
 from kvoffload_async.config import (
     MAX_THREADS,
     at_least,
@@ -22,6 +23,8 @@ from kvoffload_async.config import (
     or_none,
     parse_bool,
     parse_size_bytes,
+    shown,
+    suitable_threads,
 )
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
@@ -114,6 +117,23 @@ class SlabSettings(DiskSettings):
     threads; with `io_threads` it sets how much of one job the device works on at a time."""
     io_threads: int = 3
     stripes: int = 1
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        for name in ("n_read_threads", "n_write_threads"):
+            if name in options:
+                raise ConfigError(
+                    f"{name}: {shown(options[name])} does not go with this tier; give io_threads"
+                )
+        settings = super().of(options, identity)
+        settings.check_verifies(settings.verify, does=settings.verify)
+        threads = settings.wanted_threads or suitable_threads(waits_for_device=settings.direct_io)
+        return replace(settings, io_threads=threads, stripes=threads)
+
+    def locations(self, identity: KVIdentity) -> list[TierLocation]:
+        if identity.block_bytes:
+            self.budget(identity.block_bytes)
+        return [TierLocation(self.root_dir, self.capacity_bytes)]
 
     def budget(self, block_bytes: int) -> Budget:
         """Return the numbers of slots and segments that fit into the capacity.

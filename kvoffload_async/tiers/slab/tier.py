@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 from kvoffload_async.abc.events import BlockFailures
+from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import (
     AsyncTier,
@@ -17,10 +20,13 @@ from kvoffload_async.abc.tier import (
 )
 from kvoffload_async.errors import (
     BlockMissingError,
+    CorruptBlockError,
     TierClosedError,
     TierError,
     TierFullError,
+    TierTimeoutError,
     TierUnavailableError,
+    Trouble,
 )
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, unusable
@@ -49,42 +55,57 @@ _SHRINKS = 8
 
 
 class SlabTier(AsyncTier):
-    """Stores blocks in the slots of preallocated files.
+    """A store of fixed capacity in preallocated files, for a local disk and one process.
 
     Only the loop accesses the index. `BlockIo` copies a job's blocks and computes their checksums;
     I/O threads manage the files and write the journal.
     """
 
+    declares = SlabSettings
+    remedies: ClassVar = {
+        CorruptBlockError: "not served; if this recurs, check the disk: kvoffload store verify",
+        TierFullError: "no blocks are stored until there is space: free some on the disk, or raise "
+        "capacity_bytes",
+        TierTimeoutError: "check the disk; if it is only slow, raise io_timeout_s",
+        Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
+        "faster: raise io_threads, or use a faster disk",
+    }
+    capabilities = TierCapabilities(
+        exclusive=True, persistent=True, announces_removals=True, pins=True, discards=True
+    )
+
     def __init__(
         self,
         settings: SlabSettings,
-        create_policy: Callable[[int], CachePolicy],
+        create_policy: Callable[[int], CachePolicy] | None = None,
         ops: FileOps | None = None,
     ) -> None:
         """Configure the tier; nothing is accessed before `open`.
 
         Args:
             settings: See `SlabSettings`.
-            create_policy: Creates the eviction policy, given the maximum number of blocks.
-            ops: System calls; tests inject faults here.
+            create_policy: Creates the eviction policy, given the maximum number of blocks; by
+                default that of the settings.
+            ops: System calls, by default those of the settings; tests inject faults here.
         """
-        self.capabilities = TierCapabilities(
-            exclusive=True,
-            persistent=True,
-            locality=settings.locality,
-            announces_removals=True,
-            pins=True,
-            discards=True,
-        )
+        self.capabilities = replace(self.capabilities, locality=settings.locality)
         self.bounds = TierBounds()
+        self.io_threads = settings.io_threads
         self._settings = settings
-        self._create_policy = create_policy
-        self._ops = ops or FileOps()
+        self._create_policy = create_policy or settings.create_policy
+        self._ops = ops or settings.ops or FileOps()
         self._env: TierEnvironment | None = None
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
         self._pinned: dict[OffloadKey, list[SlotAddress]] = {}
         """Pinned key -> an address for each pin."""
+
+    @classmethod
+    def maintenance(cls) -> type[StoreMaintenance]:
+        # Imported on demand, because it loads anyio.
+        from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance  # noqa: PLC0415
+
+        return SlabMaintenance
 
     def opening_s(self, block_bytes: int) -> float:
         """Return an upper bound of the time to read a full journal, in seconds."""

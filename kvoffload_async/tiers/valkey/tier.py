@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar, Self
 
+from kvoffload_async.abc.tier import KVIdentity, TierLocation
 from kvoffload_async.config import (
     at_least,
     option,
@@ -15,8 +17,15 @@ from kvoffload_async.config import (
     parse_name,
     parse_url,
 )
+from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
 from kvoffload_async.tiers.remote.client import RemoteClient
-from kvoffload_async.tiers.remote.settings import MAX_CONNECTIONS, RemoteSettings, SecretFile
+from kvoffload_async.tiers.remote.settings import (
+    MAX_CONNECTIONS,
+    REMEDIES,
+    Redactor,
+    RemoteSettings,
+    SecretFile,
+)
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.tiers.valkey.address import Address
 
@@ -49,9 +58,44 @@ class ValkeySettings(RemoteSettings):
     connections: int = option(at_least(1, MAX_CONNECTIONS), 8)
     """Concurrent calls with payload, in each direction."""
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        settings = super().of(options, identity)
+        address = settings.address
+        if settings.is_cluster and address.database:
+            raise ConfigError(
+                f"url: database {address.database} does not go with cluster; leave it out"
+            )
+        for key in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
+            if options.get(key) is not None and not address.has_tls:
+                raise ConfigError(
+                    f"{key}: goes with a URL of valkeys:// or rediss://; correct one of them"
+                )
+        password = address.password
+        return replace(settings, redact=Redactor([password] if password else []))
+
+    def locations(self, identity: KVIdentity) -> list[TierLocation]:
+        self.warn_of_large_blocks("valkey", identity.block_bytes)
+        return [TierLocation(self.address.shown, is_exclusive=False, key="url")]
+
 
 class ValkeyTier(RemoteTier):
-    """Stores each block as a string in a Valkey or Redis server or cluster."""
+    """Blocks in Valkey or Redis, shared by all hosts that use the server or cluster.
+
+    Capacity and eviction are configured in the server (`maxmemory`, `maxmemory-policy`). A block
+    for which it has no room is not stored, which does not count as a fault.
+    """
+
+    declares = ValkeySettings
+    requires: ClassVar = dict.fromkeys(("redis", "hiredis"), "install kvoffload-async[valkey]")
+    remedies: ClassVar = {
+        **REMEDIES,
+        CorruptBlockError: "not served; if this recurs, check the memory of the server",
+        TierFullError: "no blocks are stored until there is space: raise the server's maxmemory, "
+        "or set its maxmemory-policy to one that evicts",
+        Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
+        "faster: raise connections and bytes_in_flight, or add servers",
+    }
 
     def __init__(self, settings: ValkeySettings) -> None:
         """Configure the tier; nothing is connected before `open`."""

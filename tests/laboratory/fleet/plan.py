@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import InputError
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, options_of
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_options import options_of
 
 logger = logging.getLogger(__name__)
 

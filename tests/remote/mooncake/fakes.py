@@ -13,7 +13,7 @@ from servers.process import wait_until
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.mooncake import helper
-from kvoffload_async.tiers.mooncake.process import HelperSettings, MooncakeConnection
+from kvoffload_async.tiers.mooncake.process import MooncakeSettings
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 K = [key_of(number) for number in range(40)]
@@ -40,15 +40,18 @@ class FakeStore:
         self.command = (sys.executable, "-I", "-S", str(LIBRARY), helper.__file__, str(folder))
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
-        self.connection = MooncakeConnection(
-            master=f"127.0.0.1:{port}",
+        self.master = f"127.0.0.1:{port}"
+
+    def settings(self, **options):
+        return MooncakeSettings(
+            master=self.master,
             metadata_url="http://127.0.0.1/metadata",
             segment_bytes=0,
+            **{"command": self.command, "buffer_bytes": 1 << 20, **PATIENT, **options},
         )
 
-    def tier(self, integrity_key=None, **settings):
-        settings = {"command": self.command, "buffer_bytes": 1 << 20, **PATIENT, **settings}
-        return MooncakeTier(self.connection, integrity_key, HelperSettings(**settings))
+    def tier(self, **options):
+        return MooncakeTier(self.settings(**options))
 
     def fail(self, how, content=b""):
         """Let something go wrong from now on."""

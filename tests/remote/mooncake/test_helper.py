@@ -448,7 +448,7 @@ class _ScribblingMac:
 
 def test_what_is_verified_and_what_is_stored_is_the_primarys_not_the_shared_memorys(fake):
     key = Scribbler(bytes(range(32)))
-    with opened(fake.tier(key)) as harness:
+    with opened(fake.tier(integrity_key=key)) as harness:
         Scribbler.tier = harness.tier
         try:
             for key in K[:3]:
@@ -534,7 +534,7 @@ sys.stdin.read()
 
 def joining(fake):
     return {
-        "master": fake.connection.master,
+        "master": fake.master,
         "metadata_url": "http://127.0.0.1/metadata",
         "host": "127.0.0.1",
         "segment_bytes": 0,

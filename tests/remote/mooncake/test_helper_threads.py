@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 from own_threads import Threadless
-from remote.mooncake.fakes import PATIENT, children
+from remote.mooncake.fakes import children
 from tiers.test_forked_children import in_child, stores_and_loads
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.tiers.mooncake.process import Helper, HelperSettings
+from kvoffload_async.tiers.mooncake.process import Helper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -32,12 +32,11 @@ def test_closing_a_tier_starts_no_thread(fake, monkeypatch):
 
 
 def test_a_helper_without_the_thread_that_waits_for_it_is_killed(fake, monkeypatch):
-    settings = HelperSettings(command=fake.command, buffer_bytes=1 << 20, **PATIENT)
     before = children()
 
     async def start():
         with pytest.raises(TierUnavailableError, match=r"thread of a helper cannot.*ulimit -u"):
-            Helper(fake.connection, settings, 4096, asyncio.get_running_loop())
+            Helper(fake.settings(), 4096, asyncio.get_running_loop())
 
     Threadless(monkeypatch, [])
     asyncio.run(start())

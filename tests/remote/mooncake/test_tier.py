@@ -23,7 +23,6 @@ from kvoffload_async.errors import (
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
-from kvoffload_async.tiers.mooncake.process import HelperSettings
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
 
 pytest.importorskip("mooncake.store", reason="needs the extra mooncake", exc_type=ImportError)
@@ -33,7 +32,7 @@ SLOT_BYTES = 4096
 
 
 def opened(master, **options):
-    return TierHarness(MooncakeTier(master.connection(), **options), 64, SLOT_BYTES)
+    return TierHarness(MooncakeTier(master.connection(**options)), 64, SLOT_BYTES)
 
 
 def listening_ports(pid):
@@ -135,8 +134,7 @@ def test_bytes_that_abort_the_library_cost_the_tier_alone(master):
 
 
 def test_a_master_that_freezes_costs_calls_the_response_timeout_and_is_joined_again(own_master):
-    settings = HelperSettings(response_timeout_s=2.0)
-    with opened(own_master, settings=settings) as harness:
+    with opened(own_master, response_timeout_s=2.0) as harness:
         assert harness.store(K[:2]) == {}
         os.kill(own_master._process.pid, signal.SIGSTOP)
         for ask in (harness.contains, harness.load):

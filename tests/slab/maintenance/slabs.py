@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from slab.stores import flip
 
-from kvoffload_async.facade.disk import SlabTierManager
+from kvoffload_async.facade.secondary import SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps
