@@ -104,7 +104,7 @@ class Directory:
             entry.walk = Sum(number=self.draw.randrange(2, 1 << 32))
             position = 0
             while position < NUM_BUCKETS:
-                cpu_s, count = 0.0, 1
+                cpu_s, count, begun = 0.0, 1, position
                 while cpu_s < STEP_S and position < NUM_BUCKETS:
                     first, end = position, min(position + count, NUM_BUCKETS)
                     entry.walk.advance(first, first, end, 0)
@@ -120,7 +120,8 @@ class Directory:
                         cpu_s += took_s
                         position += 1
                     entry.walk.advance(first, position, position, found * self.unit)
-                    count *= GROWTH
+                    affordable = (position - begun) * (STEP_S - cpu_s) / cpu_s
+                    count = max(1, int(min(GROWTH * count, affordable)))
                 yield cpu_s / SHARE - cpu_s
             usage.end_walk(entry, ())
             self.cycles.append(self.excess_bytes)

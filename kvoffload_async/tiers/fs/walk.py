@@ -134,8 +134,8 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
 
 
 _GROWTH = 4
-"""Factor of the number of buckets that a step publishes at once: few changes of the count for a
-small namespace, and few published buckets for a large one, whose changes are in doubt."""
+"""Factor by which a step may publish more buckets at a time than before. All in one would put the
+changes in all of them in doubt, and one at a time would take many changes of the count."""
 
 
 @dataclass(slots=True)
@@ -214,7 +214,9 @@ class NamespaceWalk:
         while cycle.position < NUM_BUCKETS and not is_over():
             end = min(cycle.position + count, NUM_BUCKETS)
             self._visit(cycle, end, step, should_stop, is_over)
-            count *= _GROWTH
+            spent_s = max(1e-9, time.thread_time() - begun_s)
+            affordable = (cycle.position - first) * (budget_s - spent_s) / spent_s
+            count = max(1, int(min(_GROWTH * count, affordable)))
         step.found = {
             key: step.found[key] for key in sorted(step.found, key=step.found.__getitem__)
         }
