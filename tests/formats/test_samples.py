@@ -107,7 +107,7 @@ def test_the_count_of_a_sample_is_read_and_goes_on(sample, root):
     assert usage is not None
     assert usage.is_complete
     assert (usage.sequence, usage.settled_bytes) == (16, 53248)
-    assert [writer.told for writer in usage.writers.values()] == [16]
+    assert [writer.num_changes for writer in usage.writers.values()] == [16]
     assert served(sample, root) == truth(sample)
     after = read_usage(FileOps(), str(path.parent))
     assert after is not None

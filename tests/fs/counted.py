@@ -44,9 +44,9 @@ def granted(usage: UsageFile, unit_bytes: int, count: int, capacity_bytes: int) 
 
 
 def count(usage: UsageFile, changes: list[DiskChange], operation: Operation | None = None) -> None:
-    """Tell the count what an operation has changed, by default one that has just begun."""
+    """Report to the count what an operation has changed, by default one that has just begun."""
     usage.end(operation or Operation(usage.read().marks), changes)
-    usage.tell()
+    usage.report()
 
 
 def walk(usage: UsageFile, found: dict[int, int] | None = None) -> None:

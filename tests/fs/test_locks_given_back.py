@@ -89,7 +89,7 @@ def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place)
     stuck.start()
     assert hang.entered.wait(WAIT_S)
     usage.end(Operation(), [(7, 512)])
-    for call in (usage.read, usage.tell):
+    for call in (usage.read, usage.report):
         with pytest.raises(TimeoutError, match=r"not released for 0.01 s"):
             call()
     ops.heal()

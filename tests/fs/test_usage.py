@@ -1,4 +1,4 @@
-"""The shared count: what is granted, told, kept of the dead, and what survives a crash."""
+"""The shared count: what is granted, reported, kept of the dead, and what survives a crash."""
 
 import errno
 import struct
@@ -29,7 +29,7 @@ __all__ = ["living", "opened"]
 NEWER = b"kvo.use\n" * 2048
 
 
-# -- granting and telling -----------------------------------------------------------------------
+# -- granting and reporting ---------------------------------------------------------------------
 
 
 def test_a_count_that_was_never_taken_grants_nothing_before_a_walk(opened):
@@ -319,27 +319,27 @@ def test_the_largest_count_fits():
     assert again.is_complete
 
 
-def test_what_another_change_has_told_is_not_told_again(opened):
+def test_what_another_change_has_reported_is_not_reported_again(opened):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
     for operation in [usage.begin(10, 1), usage.begin(10, 1)]:
         usage.end(operation, grown(10))
     before = len(ops.calls)
-    usage.tell()
+    usage.report()
     assert usage.read().settled_bytes == 20
-    told = ops.counts(before)["lock"]
-    usage.tell()
-    assert ops.counts(before)["lock"] == told == 2
+    reported = ops.counts(before)["lock"]
+    usage.report()
+    assert ops.counts(before)["lock"] == reported == 2
 
 
-def test_what_could_not_be_told_is_told_by_the_next_call(opened):
+def test_what_could_not_be_reported_is_reported_by_the_next_call(opened):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
     usage.end(usage.begin(10, 1), grown(10))
     ops.fail(errno.EIO, on="pwrite", times=1)
     with pytest.raises(OSError, match="Input/output"):
-        usage.tell()
+        usage.report()
     before = len(ops.calls)
-    usage.tell()
+    usage.report()
     assert ops.counts(before)["pwrite"] == 1
     assert usage.read().settled_bytes == 10

@@ -1,4 +1,4 @@
-"""Changes of the shared count that fail, are cut short, or come together, are each told once."""
+"""Changes of the shared count that fail, are cut short, or come together, are each made once."""
 
 import errno
 import threading
@@ -12,14 +12,14 @@ __all__ = ["living", "opened"]
 
 
 @pytest.mark.parametrize("on", ["lock", "pread_into", "pwrite"])
-def test_a_change_that_failed_is_told_by_the_next_one(opened, on):
+def test_a_change_that_failed_is_reported_by_the_next_one(opened, on):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
     operation = usage.begin(100, 3, MANY)
     ops.fail(errno.EIO, on=on, times=2 if on == "lock" else 1)
     usage.end(operation, grown(200))
     with pytest.raises(OSError, match="injected"):
-        usage.tell()
+        usage.report()
     assert state(usage) == (200, 0, 0)
     assert usage.read().settled_bytes == 200
 
@@ -43,7 +43,7 @@ def test_short_reads_and_writes_of_the_count_are_continued(opened):
 
 
 @pytest.mark.parametrize("written_bytes", [30, 70, 100])
-def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
+def test_a_change_that_was_half_written_is_reported_once(opened, written_bytes):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
     count(usage, grown(555))
@@ -51,7 +51,7 @@ def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
     ops.shorten(written_bytes, on="pwrite", times=1)
     ops.fail(errno.EIO, on="pwrite", times=1)
     with pytest.raises(OSError, match="injected"):
-        usage.tell()
+        usage.report()
     assert usage.read().settled_bytes == 999
     count(usage, grown(1))
     assert usage.read().settled_bytes == 1000
@@ -70,27 +70,27 @@ class Lying(FaultyFileOps):
         return written
 
 
-def test_a_change_that_was_made_though_it_failed_is_told_once(opened):
+def test_a_change_that_was_made_though_it_failed_is_reported_once(opened):
     ops = Lying()
     usage, other = opened(ops=ops), opened("other")
     usage.end(usage.begin(100, 3, MANY), grown(200))
     ops.is_lying = True
     with pytest.raises(OSError, match="injected"):
-        usage.tell()
+        usage.report()
     count(other, grown(7))
     assert state(usage) == (207, 0, 0)
     count(usage, grown(1))
     assert state(usage) == (208, 0, 0)
 
 
-def test_a_change_under_another_id_that_was_made_though_it_failed_is_told_once(opened, living):
+def test_a_change_under_another_id_that_was_made_though_it_failed_is_reported_once(opened, living):
     ops = Lying()
     usage = opened("old", ops)
     living.add("new")
     usage.end(usage.begin(70, 1), grown(70))
     ops.is_lying = True
     with pytest.raises(OSError, match="injected"):
-        usage.tell()
+        usage.report()
     usage.rename_writer("new")
     assert state(usage) == (70, 0, 0)
     assert reserved(usage.read()) == {"new": 0}

@@ -136,7 +136,7 @@ def on_disk(state: State, at: int) -> State:
     return put(state, at, process._replace(step=1), disk=disk, temps=temps)
 
 
-def told(state: State, at: int) -> State:
+def reported(state: State, at: int) -> State:
     process = state.processes[at]
     usage = read(state)
     kind, bucket = process.job[:2]
@@ -159,7 +159,7 @@ def of_process(state: State, at: int) -> Iterator[State]:
     elif process.step < 2:
         yield on_disk(state, at)
     else:
-        yield told(state, at)
+        yield reported(state, at)
     yield put(state, at, process._replace(is_alive=False, marks=()))
 
 

@@ -246,12 +246,12 @@ class Space:
     ) -> None:
         """End an operation, and update the shared count."""
         self._usage.end(operation, changes)
-        await self._tell(run_io)
+        await self._report(run_io)
 
-    async def _tell(self, run_io: RunIo) -> None:
+    async def _report(self, run_io: RunIo) -> None:
         """Update the shared count. On an error, a later update catches up, and no job fails."""
         try:
-            await run_io(self._usage.tell)
+            await run_io(self._usage.report)
         except (OSError, OffloadError) as error:
             logger.warning("the shared count was not updated: %s", str(error))
 
@@ -332,7 +332,7 @@ class Space:
         finally:
             self.blocks.left(victims)
             self._announce_gone(victims)
-            await self._tell(run_io)
+            await self._report(run_io)
 
     def _num_idle(self, most: int) -> int:
         """Return the number of known blocks that are not busy, at most `most`."""

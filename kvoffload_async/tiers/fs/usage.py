@@ -141,14 +141,14 @@ class WriterCount:
     Attributes:
         reserved_bytes: Bytes reserved for blocks being written.
         moving_bytes: Bytes of existing blocks that may be moved or removed at the moment.
-        told: Number of its changes of the count; detects a change that was made although it was
-            reported as failed.
+        num_changes: Number of its changes of the count; detects a change that was made although it
+            was reported as failed.
         walk: Its walk.
     """
 
     reserved_bytes: int = 0
     moving_bytes: int = 0
-    told: int = 0
+    num_changes: int = 0
     walk: Sum = field(default_factory=Sum)
 
 
@@ -240,7 +240,7 @@ class Usage:
         header = (_MAGIC, VERSION, 0, self.sequence, self.changed_bytes, 0, len(self.writers))
         slot = bytearray(_HEADER.pack(*header, *self.total.fields))
         for name, writer in self.writers.items():
-            counts = (writer.reserved_bytes, writer.moving_bytes, writer.told)
+            counts = (writer.reserved_bytes, writer.moving_bytes, writer.num_changes)
             slot += _WRITER.pack(name.encode(), *counts, *writer.walk.fields)
         _CHECKSUM.pack_into(slot, _CHECKSUM_AT, _checksum(memoryview(slot)))
         return slot
@@ -288,10 +288,10 @@ def _parsed_slot(slot: memoryview) -> Usage | None:
         return None
     usage = Usage(sequence, changed_bytes, Sum(*total))
     numbers = [sequence, changed_bytes, *total]
-    for name, reserved_bytes, moving_bytes, told, *walk in _WRITER.iter_unpack(
+    for name, reserved_bytes, moving_bytes, num_changes, *walk in _WRITER.iter_unpack(
         slot[_HEADER.size : end]
     ):
-        writer = WriterCount(reserved_bytes, moving_bytes, told, Sum(*walk))
+        writer = WriterCount(reserved_bytes, moving_bytes, num_changes, Sum(*walk))
         usage.writers[name.rstrip(b"\0").decode(errors="replace")] = writer
         numbers += [reserved_bytes, moving_bytes, *walk]
     return usage if max(numbers) < _MAX_NUMBER else None
@@ -326,9 +326,9 @@ class UnreportedUsage:
         self.writer_id = writer_id
         self._ids = [writer_id]
         """Ids that the entry may have: that of the last change, and those to use since."""
-        self._told = 0
+        self._num_changes = 0
         self._ended: list[Operation] = []
-        self._telling: list[Operation] = []
+        self._reporting: list[Operation] = []
         """Operations of the last change if it failed; it may have been made nevertheless."""
         self._mutex = threading.Lock()
 
@@ -346,7 +346,7 @@ class UnreportedUsage:
     @property
     def is_reported(self) -> bool:
         """Whether the file has everything that ended before this call."""
-        return not (self._ended or self._telling)
+        return not (self._ended or self._reporting)
 
     def rename(self, writer_id: str) -> None:
         """Use another id from the next change on; operations are kept."""
@@ -363,28 +363,28 @@ class UnreportedUsage:
         self.writer_id = ids[-1]
         former = next((usage.writers[i] for i in reversed(ids) if i in usage.writers), None)
         entry = former or WriterCount()
-        if entry.told == (self._told + 1) % WRAP:
-            self._told += 1
-            self._telling = []
+        if entry.num_changes == (self._num_changes + 1) % WRAP:
+            self._num_changes += 1
+            self._reporting = []
         with self._mutex:
             # Together: room that is released counts until the change made in it does.
-            self._telling, self._ended = self._telling + self._ended, []
+            self._reporting, self._ended = self._reporting + self._ended, []
             running = list(self.running)
-        for operation in self._telling:
+        for operation in self._reporting:
             usage.change(operation.changes, operation.before)
         for writer_id in ids:
             usage.writers.pop(writer_id, None)
         return WriterCount(
             sum([operation.reserved_bytes for operation in running]),
             sum([operation.moving_bytes for operation in running]),
-            (self._told + 1) % WRAP,
+            (self._num_changes + 1) % WRAP,
             entry.walk,
         )
 
     def end_change(self) -> None:
         """Record that the change was made. Call with the file's lock held."""
-        self._told += 1
-        self._telling = []
+        self._num_changes += 1
+        self._reporting = []
         del self._ids[: self._ids.index(self.writer_id)]
 
 
@@ -510,7 +510,7 @@ class UsageFile:
         operation.changes = changes
         self._own.end(operation)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Count what has ended, unless another change has done so.
 
         Raises:
