@@ -4,7 +4,7 @@ import pytest
 
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import NUM_BUCKETS, BucketScan, Usage, UsageFile
+from kvoffload_async.tiers.fs.usage import NUM_BUCKETS, Operation, Usage, UsageFile
 
 MANY = 10**9
 
@@ -26,7 +26,7 @@ def opened(place, living):
         living.add(writer_id)
         files.append(usage)
         if is_known and not usage.is_complete:
-            walk(usage, {})
+            walk(usage)
         return usage
 
     yield make
@@ -34,30 +34,34 @@ def opened(place, living):
         usage.close()
 
 
-def grown(added: int = 0, removed: int = 0, bucket: int = 7) -> DiskChange:
-    change = DiskChange()
-    change.add(bucket, added)
-    change.remove(bucket, removed)
-    return change
+def grown(added: int = 0, removed: int = 0, bucket: int = 7) -> list[DiskChange]:
+    return [(bucket, added), (bucket, -removed)]
 
 
-def settle(usage: UsageFile, released_bytes: int, change: DiskChange, operation=None) -> None:
-    """Tell the count what a job has changed."""
-    usage.record(released_bytes, change, operation)
-    usage.tell()
+def granted(usage: UsageFile, unit_bytes: int, count: int, capacity_bytes: int) -> int:
+    """Begin an operation that goes on; return for how many blocks there is room."""
+    return usage.begin(unit_bytes, count, capacity_bytes).reserved_bytes // unit_bytes
 
 
-def seen(before: Usage, found: dict[int, int]) -> list[BucketScan]:
-    return [BucketScan(bucket, size, before.bucket(bucket)[1]) for bucket, size in found.items()]
+def count(usage: UsageFile, changes: list[DiskChange], operation: Operation | None = None) -> None:
+    """Report to the count what an operation has changed, by default one that has just begun."""
+    usage.end(operation or Operation(usage.read().marks), changes)
+    usage.report()
 
 
-def walk(usage: UsageFile, found: dict[int, int]) -> list[BucketScan]:
-    """Walk over all buckets, in which there is what was found; return what is waited for."""
-    everything = dict.fromkeys(range(NUM_BUCKETS), 0) | found
-    operation = usage.begin()
-    return usage.correct(seen(usage.read(), everything), operation)
+def walk(usage: UsageFile, found: dict[int, int] | None = None) -> None:
+    """Walk over all buckets, in which there is what was found."""
+    usage.begin_walk()
+    usage.advance(0, 0, NUM_BUCKETS)
+    usage.advance(0, NUM_BUCKETS, NUM_BUCKETS, sum((found or {}).values()))
+    usage.end_walk()
 
 
 def state(usage: UsageFile) -> tuple[int, int, int]:
     read = usage.read()
-    return read.settled_bytes, read.all_reserved_bytes, read.presumed_bytes
+    return read.settled_bytes, read.reserved_bytes, read.moving_bytes
+
+
+def reserved(usage: Usage) -> dict[str, int]:
+    """Return reserved bytes by writer."""
+    return {name: writer.reserved_bytes for name, writer in usage.writers.items()}

@@ -69,7 +69,7 @@ def traffic(
             keeper = harness.tier._housekeeping
             usage = harness.run(keeper._run(keeper._usage.read))
             done["counted"] = usage.settled_bytes
-            done["reserved"] = usage.all_reserved_bytes
+            done["reserved"] = usage.reserved_bytes
         answer(done | {"phase": "counted"})
         sys.stdin.readline()
     return done

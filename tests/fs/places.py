@@ -176,8 +176,7 @@ def store_key(
 
 def grown_by(outcome: StoreItem) -> int:
     """By how many bytes a store has changed the disk usage."""
-    change = changes_of([outcome])
-    return change.added_bytes - change.removed_bytes
+    return sum(num_bytes for _, num_bytes in changes_of([outcome]))
 
 
 def load(files: BlockFiles, *keys: OffloadKey) -> tuple[dict[int, LoadFailure], list[bytearray]]:

@@ -38,7 +38,7 @@ def check_after_crash(place: Place, capacity_bytes: int = CAPACITY) -> None:
     with place.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
         assert not place.temps(), "a temporary file of a dead writer is left"
         assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
-        assert not any(place.usage().reserved_bytes.values())
+        assert not place.usage().reserved_bytes
         assert harness.store(K[20:23]) == {}
         assert harness.load(K[20:23], [30, 31, 32]) == {}
         assert all(harness.holds(K[20 + i], 30 + i) for i in range(3))

@@ -70,8 +70,8 @@ def check(server: Process, place: Place, number: int, *, torn: bool) -> None:
                 late.store(K[first : first + 3])
                 harness.store(K[first + 3 : first + 6])
                 assert place.disk_bytes() <= CAPACITY
-            assert rescan(late).is_exact
-            assert place.usage().presumed_bytes == 0
+            rescan(late)
+            assert place.usage().moving_bytes == 0
             assert place.counted_bytes() == place.disk_bytes()
         assert place.usage().writers.keys() == {harness.tier._housekeeping._writers.writer_id}
         assert not place.temps()

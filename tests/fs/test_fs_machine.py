@@ -311,9 +311,7 @@ class FsMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_set_aside_while_no_job_runs(self):
         for instance in self.live:
-            usage = instance.harness.tier._housekeeping._usage
-            assert usage._own.reserved_bytes == 0
-            assert not usage._own.running
+            assert not instance.harness.tier._housekeeping._usage._own.running
 
     def teardown(self):
         try:
@@ -321,7 +319,7 @@ class FsMachine(RuleBasedStateMachine):
                 instance.ops.heal()
             if self.live:
                 self.all_keep_house()
-                assert not any(self.place.usage().reserved_bytes.values())
+                assert not self.place.usage().reserved_bytes
             for instance in list(self.live):
                 self._close(instance)
             assert not self.place.temps(), "a temporary file is left at the end"

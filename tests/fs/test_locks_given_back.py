@@ -5,7 +5,6 @@ import threading
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.counted import settle
 from fs.places import BLOCK, Place
 from fs.spaces import rescan, room_for
 from sweeps import shares
@@ -20,8 +19,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.locks import locked
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.outcome import DiskChange
-from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
+from kvoffload_async.tiers.fs.usage import FILE_NAME, Operation, UsageFile
 
 K = [key_of(number) for number in range(12)]
 FULL = room_for(4)
@@ -75,7 +73,7 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(place):
         locked(FileOps(), str(place.folder / FILE_NAME)),
         pytest.raises(TimeoutError, match=r"its lock was not released for 0.01 s: .*\.usage"),
     ):
-        usage.reserve(BLOCK, 1, FULL)
+        usage.begin(BLOCK, 1, FULL)
     assert usage.read().writers.keys() == {"me"}
     usage.close()
     assert not ops.open_fds
@@ -84,20 +82,19 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(place):
 def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place):
     place.folder.mkdir(parents=True)
     ops = FaultyFileOps()
-    grown = DiskChange()
-    grown.add(7, 512)
     usage = UsageFile(ops, str(place.folder), "me", set, lock_timeout_s=0.01)
     usage.open()
     hang = ops.hang(on="pread_into")
     stuck = threading.Thread(target=usage.read)
     stuck.start()
     assert hang.entered.wait(WAIT_S)
-    for call in (usage.read, lambda: settle(usage, 0, grown)):
+    usage.end(Operation(), [(7, 512)])
+    for call in (usage.read, usage.report):
         with pytest.raises(TimeoutError, match=r"not released for 0.01 s"):
             call()
     ops.heal()
     stuck.join(WAIT_S)
-    assert usage.read().bucket(7)[1] == 1
+    assert usage.read().changed_bytes == 512
     usage.close()
 
 

@@ -7,12 +7,11 @@ from kvoffload_async.errors import TierFullError
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
-from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+from kvoffload_async.tiers.fs.usage import Sum, Usage, UsageFile
 
 CAPACITY = 1000
 K = [key_of(number) for number in range(50)]
-FULL = Usage()
-FULL.set(0, CAPACITY + 1)
+FULL = Usage(total=Sum(CAPACITY + 1))
 
 
 class AskedPolicy(LruPolicy):

@@ -6,6 +6,7 @@ from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.outcome import StoreItem
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.usage import Operation
 
 K = [key_of(number) for number in range(4)]
 
@@ -17,12 +18,9 @@ class Granting:
     is_complete = True
     total_bytes = 0
 
-    def begin(self):
-        return 0
-
-    def reserve(self, unit_bytes, count, limit_bytes):
+    def begin(self, unit_bytes, count, _limit_bytes):
         self.granted_blocks += count
-        return count
+        return Operation(reserved_bytes=count * unit_bytes)
 
 
 def space_of(place, capacity_blocks):

@@ -1,24 +1,25 @@
-"""Changes of the shared count that fail, are cut short, or come together, are each told once."""
+"""Changes of the shared count that fail, are cut short, or come together, are each made once."""
 
 import errno
 import threading
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.counted import MANY, grown, living, opened, settle, state
+from fs.counted import MANY, count, grown, living, opened, reserved, state
 from fs.places import BLOCK
 
 __all__ = ["living", "opened"]
 
 
 @pytest.mark.parametrize("on", ["lock", "pread_into", "pwrite"])
-def test_a_change_that_failed_is_told_by_the_next_one(opened, on):
+def test_a_change_that_failed_is_reported_by_the_next_one(opened, on):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
-    usage.reserve(100, 3, MANY)
+    operation = usage.begin(100, 3, MANY)
     ops.fail(errno.EIO, on=on, times=2 if on == "lock" else 1)
+    usage.end(operation, grown(200))
     with pytest.raises(OSError, match="injected"):
-        settle(usage, 300, grown(200))
+        usage.report()
     assert state(usage) == (200, 0, 0)
     assert usage.read().settled_bytes == 200
 
@@ -28,8 +29,8 @@ def test_a_reservation_that_failed_is_none(opened):
     usage = opened(ops=ops)
     ops.fail(errno.EIO, on="pwrite", times=1)
     with pytest.raises(OSError, match="injected"):
-        usage.reserve(100, 3, MANY)
-    assert usage.read().reserved_bytes == {"me": 0}
+        usage.begin(100, 3, MANY)
+    assert reserved(usage.read()) == {"me": 0}
 
 
 def test_short_reads_and_writes_of_the_count_are_continued(opened):
@@ -37,21 +38,22 @@ def test_short_reads_and_writes_of_the_count_are_continued(opened):
     usage = opened(ops=ops)
     ops.shorten(3000, on="pwrite")
     ops.shorten(3000, on="pread_into")
-    settle(usage, 0, grown(123456789))
+    count(usage, grown(123456789))
     assert usage.read().settled_bytes == 123456789
 
 
-@pytest.mark.parametrize("written_bytes", [30, 200, 2000])
-def test_a_change_that_was_half_written_is_told_once(opened, written_bytes):
+@pytest.mark.parametrize("written_bytes", [30, 70, 100])
+def test_a_change_that_was_half_written_is_reported_once(opened, written_bytes):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
-    settle(usage, 0, grown(555))
+    count(usage, grown(555))
+    usage.end(usage.begin(444, 1), grown(444))
     ops.shorten(written_bytes, on="pwrite", times=1)
     ops.fail(errno.EIO, on="pwrite", times=1)
     with pytest.raises(OSError, match="injected"):
-        settle(usage, 0, grown(444))
+        usage.report()
     assert usage.read().settled_bytes == 999
-    settle(usage, 0, grown(1))
+    count(usage, grown(1))
     assert usage.read().settled_bytes == 1000
 
 
@@ -68,29 +70,30 @@ class Lying(FaultyFileOps):
         return written
 
 
-def test_a_change_that_was_made_though_it_failed_is_told_once(opened):
+def test_a_change_that_was_made_though_it_failed_is_reported_once(opened):
     ops = Lying()
     usage, other = opened(ops=ops), opened("other")
-    usage.reserve(100, 3, MANY)
+    usage.end(usage.begin(100, 3, MANY), grown(200))
     ops.is_lying = True
     with pytest.raises(OSError, match="injected"):
-        settle(usage, 300, grown(200))
-    settle(other, 0, grown(7))
+        usage.report()
+    count(other, grown(7))
     assert state(usage) == (207, 0, 0)
-    settle(usage, 0, grown(1))
+    count(usage, grown(1))
     assert state(usage) == (208, 0, 0)
 
 
-def test_a_change_under_another_id_that_was_made_though_it_failed_is_told_once(opened, living):
+def test_a_change_under_another_id_that_was_made_though_it_failed_is_reported_once(opened, living):
     ops = Lying()
     usage = opened("old", ops)
     living.add("new")
+    usage.end(usage.begin(70, 1), grown(70))
     ops.is_lying = True
     with pytest.raises(OSError, match="injected"):
-        settle(usage, 0, grown(70))
+        usage.report()
     usage.rename_writer("new")
     assert state(usage) == (70, 0, 0)
-    assert usage.read().reserved_bytes == {"new": 0}
+    assert reserved(usage.read()) == {"new": 0}
 
 
 # -- several at once ----------------------------------------------------------------------------
@@ -115,17 +118,16 @@ def test_threads_of_one_tier_lose_no_update(opened):
     usage = opened()
 
     def job(_number):
-        operation = usage.begin()
-        assert usage.reserve(BLOCK, 1, MANY) == 1
-        settle(usage, BLOCK, grown(10, 3), operation)
+        operation = usage.begin(BLOCK, 1, MANY)
+        assert operation.reserved_bytes == BLOCK
+        count(usage, grown(10, 3), operation)
 
     run_together(4, job)
     assert state(usage) == (1400, 0, 0)
-    entry = usage.read().writers["me"]
-    assert (entry.reserved_bytes, entry.begun, entry.oldest) == (0, 201, 201)
+    assert not usage._own.running
 
 
 def test_tiers_lose_no_update_to_each_other(opened):
     usages = [opened(f"w{n}") for n in range(4)]
-    run_together(4, lambda n: settle(usages[n], 0, grown(10, 3)))
+    run_together(4, lambda n: count(usages[n], grown(10, 3)))
     assert usages[0].read().settled_bytes == 1400

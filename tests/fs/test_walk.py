@@ -86,7 +86,6 @@ def test_a_cycle_finds_every_block_and_makes_the_count_right(around, place):
     (place.folder / "stranger").write_bytes(b"x" * 10_000)
     step = around.cycle()
     assert set(step.found) == set(K[:50])
-    assert step.is_exact
     assert around.is_right()
 
 
@@ -131,10 +130,9 @@ def test_a_bucket_that_cannot_be_read_is_left_out_and_the_rest_is_right(around, 
     assert set(step.found) == set(K[1:5])
     assert step.unwalked == {K[0][0]}
     assert isinstance(step.error, OSError)
-    assert not step.is_exact
     assert not around.usage.read().is_complete
     around.ops.heal()
-    assert around.cycle().is_exact
+    around.cycle()
     assert around.is_right()
 
 
@@ -146,10 +144,9 @@ def test_entries_of_the_dead_go_when_all_buckets_were_swept_and_not_before(aroun
         around.walk.step(0.0, never)
     assert temps[1].exists()
     assert (place.folder / ".writers" / "9-dead").exists()
-    step = around.cycle()
+    around.cycle()
     assert not temps[1].exists()
     assert not (place.folder / ".writers" / "9-dead").exists()
-    assert step.is_exact
     assert around.is_right()
 
 
@@ -162,7 +159,7 @@ def test_the_entry_of_a_dead_writer_stays_while_something_of_it_may_be_left(arou
     assert temp.exists()
     assert (place.folder / ".writers" / "9-dead").exists()
     around.ops.heal()
-    assert around.cycle().is_exact
+    around.cycle()
     assert not temp.exists()
     assert not (place.folder / ".writers" / "9-dead").exists()
     assert around.is_right()
@@ -192,38 +189,54 @@ def test_what_living_writers_are_writing_is_set_aside_and_what_unknown_ones_left
 def test_folders_are_never_removed_by_a_walk(around, place):
     (place.folder / "ab").mkdir(parents=True)
     (place.folder / "empty").mkdir()
-    assert around.cycle().is_exact
+    around.cycle()
     assert (place.folder / "ab").exists()
     assert (place.folder / "empty").exists()
 
 
-def test_a_cycle_gives_up_what_the_dead_had_reserved_once_it_is_exact(around, place):
-    around.cycle()
+def leave_reserved(around, place):
+    """Leave a dead writer that had reserved three blocks."""
     leave_dead(place)
     dead = UsageFile(FileOps(), str(place.folder), "9-dead", around.writers.living)
     dead.open()
-    dead.reserve(BLOCK, 3, MANY)
+    assert dead.begin(BLOCK, 3, MANY).reserved_bytes == 3 * BLOCK
+
+
+def test_a_cycle_gives_up_what_the_dead_had_reserved_at_its_end(around, place):
+    around.cycle()
+    leave_reserved(around, place)
     place.put(K[0])
     around.walk.step(0.0, never)
-    usage = place.usage()
-    assert (usage.presumed_bytes, usage.all_reserved_bytes) == (3 * BLOCK, 0)
-    assert around.cycle().is_exact
-    assert place.usage().presumed_bytes == 0
+    assert place.usage().reserved_bytes == 3 * BLOCK
+    around.cycle()
+    assert place.usage().reserved_bytes == 0
     assert around.is_right()
 
 
-def test_an_operation_that_never_ends_keeps_a_cycle_from_being_exact_and_not_from_ending(
-    around, place
-):
+def test_a_cycle_that_could_not_walk_over_everything_corrects_nothing(around, place):
     around.cycle()
-    around.usage.begin()
-    leave_dead(place)
-    dead = UsageFile(FileOps(), str(place.folder), "9-dead", around.writers.living)
-    dead.open()
-    dead.reserve(BLOCK, 3, MANY)
-    step = around.cycle()
-    assert not step.is_exact
-    assert place.usage().presumed_bytes == 3 * BLOCK
+    before = place.counted_bytes()
+    leave_reserved(around, place)
+    for key in K[:5]:
+        place.put(key)
+    bad = place.path(K[0]).parent
+    around.ops.fail(errno.EIO, on="walk", when=lambda call: call.path == str(bad))
+    assert around.cycle().unwalked
+    assert place.usage().reserved_bytes == 3 * BLOCK
+    assert place.counted_bytes() == before
+    around.ops.heal()
+    around.cycle()
+    assert around.is_right()
+
+
+def test_an_operation_that_never_ends_keeps_no_cycle_from_correcting_the_count(around, place):
+    around.cycle()
+    around.usage.begin(BLOCK, 2)
+    leave_reserved(around, place)
+    place.put(K[0])
+    around.cycle()
+    assert place.usage().reserved_bytes == 0
+    assert place.counted_bytes() == place.disk_bytes() + 2 * BLOCK
 
 
 def test_what_living_writers_are_writing_is_theirs_to_count_and_nobody_elses_is(around, place):
@@ -303,14 +316,15 @@ def test_under_load_a_count_that_is_wrong_becomes_right(place):
                 number += 1
 
         running = start(harness, jobs())
-        for _ in range(50):
-            if harness.run(rescanned(harness.tier._housekeeping)).is_exact:
-                break
-        else:
-            raise AssertionError("no cycle was exact")
+        for _ in range(2):
+            harness.run(rescanned(harness.tier._housekeeping))
         harness.on_loop(lambda: stopping.append(True))
         harness.run(end_of(running))
-        assert place.counted_bytes() == place.disk_bytes()
+        usage = place.usage()
+        in_doubt_bytes = usage.total.doubt_bytes + 4 * BLOCK
+        assert 0 <= usage.settled_bytes - place.disk_bytes() <= in_doubt_bytes
+        rescan(harness)
+        check(place, harness, room)
 
 
 def test_an_unreadable_count_refuses_new_blocks_until_walks_have_seen_everything(place):

@@ -195,9 +195,9 @@ class BlockFiles:
                     found.add(key)
         return frozenset(found)
 
-    def remove(self, keys: Iterable[OffloadKey]) -> DiskChange:
+    def remove(self, keys: Iterable[OffloadKey]) -> list[DiskChange]:
         """Delete blocks' files; errors are logged."""
-        change = DiskChange()
+        changes: list[DiskChange] = []
         for key in keys:
             path = self._namespace.get_file_name(key)
             try:
@@ -210,5 +210,5 @@ class BlockFiles:
             except OSError as error:
                 logger.warning("an evicted block was not removed: %s", str(error))
                 continue
-            change.remove(bucket_of(key), disk_bytes(status))
-        return change
+            changes.append((bucket_of(key), -disk_bytes(status)))
+        return changes

@@ -151,7 +151,7 @@ class Housekeeping:
             OSError: The namespace or its count cannot be used.
         """
         async with self._walking:
-            await self._walk_for(_OPENING_S, lambda step: step.ends_cycle or step.is_waiting)
+            await self._walk_for(_OPENING_S, lambda step: step.ends_cycle)
         await self._trim()
 
     def start(self, rescan_interval_s: float, check_root: Callable[[], None]) -> None:
@@ -186,7 +186,7 @@ class Housekeeping:
             try:
                 await self._walk_for(
                     _OPENING_S,
-                    lambda step: space.can_evict(count) or step.ends_cycle or step.is_waiting,
+                    lambda step: space.can_evict(count) or step.ends_cycle,
                 )
             except (OSError, OffloadError) as error:
                 logger.warning(

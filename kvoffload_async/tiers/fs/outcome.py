@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.tiers.files.digests import IntegrityKey
@@ -61,49 +60,8 @@ class StoreStatus(enum.Enum):
     FAILED = enum.auto()
 
 
-class DiskChange:
-    """Change of disk usage by an operation, in allocated bytes of files.
-
-    Attributes:
-        buckets: Bucket of the namespace -> (bytes added, bytes removed); see `counts`.
-    """
-
-    __slots__ = ("buckets",)
-
-    def __init__(self) -> None:
-        self.buckets: dict[int, tuple[int, int]] = {}
-
-    @property
-    def added_bytes(self) -> int:
-        """Total bytes added. For inspection."""
-        return sum(added for added, _ in self.buckets.values())
-
-    @property
-    def removed_bytes(self) -> int:
-        """Total bytes removed. For inspection."""
-        return sum(removed for _, removed in self.buckets.values())
-
-    def add(self, bucket: int, num_bytes: int) -> None:
-        """Record bytes added to a bucket."""
-        added, removed = self.buckets.get(bucket, (0, 0))
-        self.buckets[bucket] = (added + num_bytes, removed)
-
-    def remove(self, bucket: int, num_bytes: int) -> None:
-        """Record bytes removed from a bucket."""
-        added, removed = self.buckets.get(bucket, (0, 0))
-        self.buckets[bucket] = (added, removed + num_bytes)
-
-    def __iadd__(self, other: DiskChange) -> Self:
-        if not self.buckets:
-            self.buckets = other.buckets.copy()
-            return self
-        for bucket, (added, removed) in other.buckets.items():
-            own_added, own_removed = self.buckets.get(bucket, (0, 0))
-            self.buckets[bucket] = (own_added + added, own_removed + removed)
-        return self
-
-    def __bool__(self) -> bool:
-        return bool(self.buckets)
+DiskChange = tuple[int, int]
+"""A bucket, and the allocated bytes of a file that was added to it (negative: removed from it)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,14 +127,15 @@ def failures_of(items: Sequence[StoreItem]) -> dict[int, TierError]:
     return failures
 
 
-def changes_of(items: Sequence[StoreItem]) -> DiskChange:
-    """Return the change of disk usage by stores."""
-    change = DiskChange()
+def changes_of(items: Sequence[StoreItem]) -> list[DiskChange]:
+    """Return the changes of the disk by stores."""
+    changes: list[DiskChange] = []
     for item in items:
+        bucket = bucket_of(item.key)
         if item.added_bytes:
-            change.add(bucket_of(item.key), item.added_bytes)
+            changes.append((bucket, item.added_bytes))
         if item.removed_bytes:
-            change.remove(bucket_of(item.key), item.removed_bytes)
-        if item.victim is not None and item.freed_bytes is not None:
-            change.remove(bucket_of(item.victim), item.freed_bytes)
-    return change
+            changes.append((bucket, -item.removed_bytes))
+        if item.victim is not None and item.freed_bytes:
+            changes.append((bucket_of(item.victim), -item.freed_bytes))
+    return changes

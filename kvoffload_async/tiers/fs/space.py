@@ -24,7 +24,7 @@ from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.known import KnownBlocks
 from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreStatus, changes_of
-from kvoffload_async.tiers.fs.usage import Usage, UsageFile
+from kvoffload_async.tiers.fs.usage import Operation, Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,12 @@ class Plan:
     Attributes:
         items: Blocks to store, each with its room.
         unplaced: Blocks without room.
-        reserved_bytes: Bytes reserved in the shared count.
-        operation: Its operation number in the shared count; None before it began.
+        operation: The operation in the shared count; None before it began.
     """
 
     items: list[StoreItem] = field(default_factory=list)
     unplaced: list[StoreItem] = field(default_factory=list)
-    reserved_bytes: int = 0
-    operation: int | None = None
+    operation: Operation | None = None
 
 
 class Space:
@@ -237,20 +235,23 @@ class Space:
         if evicted:
             self._announce_gone(evicted)
         if plan.operation is not None:
-            change = changes_of(plan.items)
-            await self.settle(plan.reserved_bytes, change, run_io, plan.operation)
+            await self.settle(plan.operation, changes_of(plan.items), run_io)
+
+    def operation(self) -> Operation:
+        """Return an operation that may remove a few blocks without room of its own."""
+        return Operation(self._usage.marks)
 
     async def settle(
-        self,
-        released_bytes: int,
-        change: DiskChange,
-        run_io: RunIo,
-        operation: int | None = None,
+        self, operation: Operation, changes: Sequence[DiskChange], run_io: RunIo
     ) -> None:
+        """End an operation, and update the shared count."""
+        self._usage.end(operation, changes)
+        await self._report(run_io)
+
+    async def _report(self, run_io: RunIo) -> None:
         """Update the shared count. On an error, a later update catches up, and no job fails."""
-        self._usage.record(released_bytes, change, operation)
         try:
-            await run_io(self._usage.tell)
+            await run_io(self._usage.report)
         except (OSError, OffloadError) as error:
             logger.warning("the shared count was not updated: %s", str(error))
 
@@ -260,7 +261,7 @@ class Space:
         keys = [item.key for item in items]
         granted, num_new = 0, self._policy.find(keys).count(None)
         if num_new:
-            granted = await self._reserve(plan, 0 if squeeze else num_new, run_io)
+            granted = await self._begin(plan, num_new, run_io, squeeze=squeeze)
         new: list[StoreItem] = []
         # Looked up again: another job may have stored it.
         for item, slot in zip(items, self._policy.find(keys), strict=True):
@@ -268,7 +269,7 @@ class Space:
             (new if item.may_write else plan.items).append(item)
         roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
         # Without a complete count, the room of a victim cannot be used.
-        count = self._num_idle(len(new) - roomy) if self.can_evict(1) else 0
+        count = self._num_idle(min(len(new), num_new) - roomy) if self.can_evict(1) else 0
         coming = new[: roomy + count]
         victims = self._evict([item.key for item in coming], count)
         if not victims:
@@ -279,20 +280,15 @@ class Space:
             item.victim = victim
         plan.items += coming
 
-    async def _reserve(self, plan: Plan, count: int, run_io: RunIo) -> int:
-        granted = 0
+    async def _begin(self, plan: Plan, count: int, run_io: RunIo, *, squeeze: bool) -> int:
+        """Begin the operation of a plan for new blocks; return for how many there is free room."""
 
-        def reserve() -> None:
-            nonlocal granted
-            if plan.operation is None:
-                plan.operation = self._usage.begin()
-            granted = self._usage.reserve(self._block_bytes, count, self._limit_bytes)
+        def begin() -> None:
+            limit_bytes = 0 if squeeze else self._limit_bytes
+            plan.operation = self._usage.begin(self._block_bytes, count, limit_bytes)
 
-        try:
-            await run_io(reserve)
-        finally:
-            plan.reserved_bytes += granted * self._block_bytes  # even if this task is cancelled
-        return granted
+        await run_io(begin)
+        return 0 if plan.operation is None else plan.operation.reserved_bytes // self._block_bytes
 
     # -- background eviction ----------------------------------------------------------------
 
@@ -326,21 +322,17 @@ class Space:
         """Delete the files of blocks removed from the policy; then update the count."""
         if not victims:
             return
-        change = DiskChange()
-        operation = None
 
         def delete() -> None:
-            nonlocal change, operation
-            operation = self._usage.begin()
-            self._usage.read()  # publishes the operation before the disk is changed
-            change = self._files.remove(victims)
+            operation = self._usage.begin(self._block_bytes, len(victims))
+            self._usage.end(operation, self._files.remove(victims))
 
         try:
             await run_io(delete)
         finally:
             self.blocks.left(victims)
             self._announce_gone(victims)
-            await self.settle(0, change, run_io, operation)
+            await self._report(run_io)
 
     def _num_idle(self, most: int) -> int:
         """Return the number of known blocks that are not busy, at most `most`."""

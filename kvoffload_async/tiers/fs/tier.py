@@ -52,7 +52,6 @@ from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.tiers.fs.native_files import NativeFiles
 from kvoffload_async.tiers.fs.outcome import (
     LOST_ROOM,
-    DiskChange,
     FileSettings,
     LoadFailure,
     StoreItem,
@@ -60,6 +59,7 @@ from kvoffload_async.tiers.fs.outcome import (
     failures_of,
 )
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings, unpin
+from kvoffload_async.tiers.fs.usage import Operation
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
 
@@ -314,12 +314,13 @@ class FsTier(AsyncTier):
         if self._space is None:
             await read_all()
         else:
+            operation = self._space.operation()
             self._space.pin(keys)
             try:
                 await read_all()
             finally:
                 self._space.unpin(keys)
-                await self._note_loads(self._space, job, failures)
+                await self._note_loads(self._space, job, failures, operation)
         return {failure.index: failure.error for failure in failures}
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -435,7 +436,7 @@ class FsTier(AsyncTier):
         return failures
 
     async def _note_loads(
-        self, space: Space, job: JobMetadata, failures: Sequence[LoadFailure]
+        self, space: Space, job: JobMetadata, failures: Sequence[LoadFailure], operation: Operation
     ) -> None:
         """Process the results of loads: blocks used, missing, or removed as corrupt."""
         if not failures:
@@ -445,12 +446,9 @@ class FsTier(AsyncTier):
         gone = [failure for failure in failures if failure.freed_bytes is not None]
         space.loaded([key for index, key in enumerate(job.keys) if index not in failed])
         space.forget([job.keys[failure.index] for failure in gone])
-        change = DiskChange()
-        for failure in gone:
-            if failure.freed_bytes:
-                change.remove(bucket_of(job.keys[failure.index]), failure.freed_bytes)
-        if change:
-            await space.settle(0, change, self._run_store)
+        if gone:
+            changes = [(bucket_of(job.keys[f.index]), -(f.freed_bytes or 0)) for f in gone]
+            await space.settle(operation, changes, self._run_store)
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
         """Run a call without payload I/O that a store needs, batched with those of other jobs."""

@@ -4,15 +4,20 @@ It is a small file, changed under an advisory lock. Room is reserved before a wr
 after it, so the sum never exceeds the capacity. A job of any size makes one locked change before it
 and one after it.
 
-Reservations of a writer that died are presumed used until later walks have seen every bucket. If
-the count is lost or missing, it is unknown until walks have seen every bucket; until then no
-reservations are granted.
+The total is what writers report, corrected by walks. A walk visits the buckets of the namespace in
+order, publishes its position, and sums up the bytes that it finds. A reported change is added to
+the total, and to the sum of every walk that is past its bucket. If a walk visited the bucket while
+the operation was in flight, it may have seen the change or not: added bytes are counted, removed
+ones are not, and both are noted as doubt. A walk can also miss a file that is moved from a bucket
+ahead of it to one behind it, so writers publish the bytes that they may be moving or removing.
+When a walk ends, its sum and all moving bytes replace the total, unless they agree within the
+doubt. The total is therefore never too small, and too large by no more than a few operations.
 
-Every writer publishes which of its disk operations have ended. A walk over a bucket is therefore
-exact if concurrent operations have ended and the bucket's count has not changed since before the
-walk.
+Entries of dead writers, with what they had reserved or were moving, are kept until a walk that
+began after their deaths has ended. If the count is lost or missing, it is unknown until a walk has
+ended; until then no reservations are granted.
 
-This writer's reservations and changes are also kept in memory, so that the next change of the file
+This writer's operations and changes are also kept in memory, so that the next change of the file
 makes up for a failed one.
 
 The file has two slots of 8 KiB, each with a complete state and a checksum. A change is written to
@@ -20,13 +25,16 @@ the older slot with the next sequence number. A torn write loses only that chang
 state remains valid. Little-endian:
 
     0     8 bytes magic, u32 version, u32 features that a reader must know (none yet)
-    16    u64 sequence, i64 settled bytes of all known buckets
-    32    u64 bytes ever reserved by dead writers, u64 bytes of these written off
-    48    u32 unknown buckets, u32 writers
-    56    u64 XXH3-64 of the rest, up to the last writer
-    64    257 times i64 settled bytes (-1: unknown), u32 changes in sectors, wrapping
-    3200  up to 104 times 24 bytes writer's id, u64 reserved bytes, u32 operations begun, u32 oldest
-          operation that has not ended, u32 changes made, u32 unused
+    16    u64 sequence, u64 bytes ever added or removed
+    32    u64 XXH3-64 of the rest, up to the last writer
+    40    u32 writers, u32 unused
+    48    the total
+    72    up to 112 times 24 bytes writer's id, u64 reserved bytes, u64 moving bytes, u32 changes
+          made, u32 unused, its walk
+
+The total and a walk have 24 bytes: u64 bytes, u64 bytes of doubt, u32 random number (0: none),
+u16 buckets visited, u16 buckets visited or being visited. An unknown total is a walk that has not
+begun.
 
 A bucket is a folder of blocks; in vLLM's layout, everything below the top folders whose names begin
 with the same two digits. The last bucket is everything else.
@@ -36,10 +44,12 @@ Run on I/O threads.
 
 from __future__ import annotations
 
+import secrets
 import struct
 import threading
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final, TypeVar
 
 import xxhash
@@ -52,27 +62,76 @@ from kvoffload_async.tiers.fs.outcome import DiskChange
 FILE_NAME: Final = ".usage"
 SLOT_BYTES: Final = 8192
 FILE_BYTES: Final = 2 * SLOT_BYTES
-VERSION: Final = 1
+VERSION: Final = 2
 
 NUM_BUCKETS: Final = REST + 1
 
 _MAGIC: Final = b"kvo.use\n"
-_HEADER: Final = struct.Struct("<8sIIQqQQII")
+_HEADER: Final = struct.Struct("<8sIIQQQI4xQQIHH")
 _START: Final = struct.Struct("<8sIIQ")
-_BUCKET: Final = struct.Struct("<qI")
-_WRITER: Final = struct.Struct("<24sQIII4x")
+_WRITER: Final = struct.Struct("<24sQQI4xQQIHH")
 _CHECKSUM: Final = struct.Struct("<Q")
-_BUCKETS_AT: Final = 64
-_WRITERS_AT: Final = 3200
-_CHECKSUM_AT: Final = 56
-MAX_WRITERS: Final = 104
-_UNKNOWN: Final = -1
-_SECTOR_BYTES: Final = 512
+_CHECKSUM_AT: Final = 32
+MAX_WRITERS: Final = (SLOT_BYTES - _HEADER.size) // _WRITER.size
+_MAX_NUMBER: Final = 1 << 62
 WRAP: Final = 1 << 32
+
+Marks = Mapping[int, int]
+"""Number of a walk -> buckets that it had visited; a change of a later bucket may be seen by it."""
 
 
 class NewerCountError(OSError):
     """The count has a newer format and must not be modified."""
+
+
+@dataclass(slots=True)
+class Sum:
+    """Bytes in the buckets that a walk has visited, with the changes reported since.
+
+    Attributes:
+        num_bytes: The bytes, at least those that exist and are not being moved.
+        doubt_bytes: Bytes of changes that the walk may or may not have seen: `num_bytes` is too
+            large by no more than these.
+        number: Random number of the walk; 0 if there is none.
+        done: Buckets that have been visited.
+        begun: Buckets that have been visited or are being visited.
+    """
+
+    num_bytes: int = 0
+    doubt_bytes: int = 0
+    number: int = 0
+    done: int = 0
+    begun: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all buckets have been visited."""
+        return self.done == NUM_BUCKETS
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """All fields, in order."""
+        return self.num_bytes, self.doubt_bytes, self.number, self.done, self.begun
+
+    def change(self, changes: Sequence[DiskChange], before: Marks) -> None:
+        """Count changes of an operation; `before` are marks from before it changed the disk."""
+        mark = before.get(self.number, 0)
+        for bucket, num_bytes in changes:
+            if bucket < mark:
+                self.num_bytes += num_bytes
+            elif bucket < self.begun:
+                self.num_bytes += max(0, num_bytes)
+                self.doubt_bytes += abs(num_bytes)
+        self.num_bytes = max(0, self.num_bytes)
+
+    def advance(self, first: int, done: int, begun: int, found_bytes: int) -> None:
+        """Add the bytes found in buckets `first` to `done`, and begin to visit those to `begun`.
+
+        Nothing happens if the walk was lost with the count.
+        """
+        if self.number and self.done == first:
+            self.num_bytes += found_bytes
+            self.done, self.begun = done, begun
 
 
 @dataclass(slots=True)
@@ -81,390 +140,252 @@ class WriterCount:
 
     Attributes:
         reserved_bytes: Bytes reserved for blocks being written.
-        begun: Number of disk operations begun, modulo 2**32.
-        oldest: Number of the oldest operation that has not ended; `begun` if there is none.
-        told: Number of its changes of the count; detects a change that was made although it was
-            reported as failed.
+        moving_bytes: Bytes of existing blocks that may be moved or removed at the moment.
+        num_changes: Number of its changes of the count; detects a change that was made although it
+            was reported as failed.
+        walk: Its walk.
     """
 
-    reserved_bytes: int
-    begun: int
-    oldest: int
-    told: int
-
-    def has_ended(self, begun: int) -> bool:
-        """Return whether all operations before number `begun` have ended."""
-        return (self.oldest - begun) % WRAP < WRAP // 2
+    reserved_bytes: int = 0
+    moving_bytes: int = 0
+    num_changes: int = 0
+    walk: Sum = field(default_factory=Sum)
 
 
+@dataclass(slots=True)
 class Usage:
     """One state of the shared count.
 
     Attributes:
         sequence: Sequence number.
-        settled_bytes: Bytes of existing files and folders in all known buckets.
-        presumed_ever: Bytes reserved by writers at their deaths, in total since the beginning.
-        presumed_over: Bytes of these that walks have shown to be counted or free.
-        num_unknown: Number of buckets with unknown content.
+        changed_bytes: Sum of all bytes added and all bytes removed since the beginning.
+        total: Bytes of existing files and folders.
         writers: Entries of the writers, by id.
     """
 
-    __slots__ = (
-        "_slot",
-        "num_unknown",
-        "presumed_ever",
-        "presumed_over",
-        "sequence",
-        "settled_bytes",
-        "writers",
-    )
-
-    def __init__(self, slot: bytearray | None = None) -> None:
-        """Start with all buckets unknown, or from the content of a slot, which is then owned."""
-        self.sequence = 0
-        self.settled_bytes = 0
-        self.presumed_ever = 0
-        self.presumed_over = 0
-        self.num_unknown = NUM_BUCKETS
-        self.writers: dict[str, WriterCount] = {}
-        self._slot = slot or _UNKNOWN_SLOT.copy()
+    sequence: int = 0
+    changed_bytes: int = 0
+    total: Sum = field(default_factory=Sum)
+    writers: dict[str, WriterCount] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all buckets are known."""
-        return not self.num_unknown
+        """Whether the total is known."""
+        return self.total.is_whole
 
     @property
-    def presumed_bytes(self) -> int:
-        """Bytes that dead writers may have written without counting them."""
-        return self.presumed_ever - self.presumed_over
+    def settled_bytes(self) -> int:
+        """Bytes of existing files and folders, if known."""
+        return self.total.num_bytes
 
     @property
-    def all_reserved_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes reserved by all writers."""
         return sum([writer.reserved_bytes for writer in self.writers.values()])
 
     @property
-    def reserved_bytes(self) -> dict[str, int]:
-        """Reserved bytes by writer."""
-        return {name: writer.reserved_bytes for name, writer in self.writers.items()}
+    def moving_bytes(self) -> int:
+        """Bytes that writers may be moving or removing."""
+        return sum([writer.moving_bytes for writer in self.writers.values()])
 
     @property
     def total_bytes(self) -> int:
-        """Bytes counted against the capacity, for the known buckets."""
-        return self.settled_bytes + self.all_reserved_bytes + self.presumed_bytes
+        """Bytes counted against the capacity."""
+        return self.settled_bytes + self.reserved_bytes
 
     @property
-    def changed_bytes(self) -> int:
-        """Sum of all bytes added and all bytes removed since the beginning; wraps."""
-        return sum(self.bucket(number)[1] for number in range(NUM_BUCKETS)) * _SECTOR_BYTES
+    def marks(self) -> Marks:
+        """How far each sum has come, for operations that begin now."""
+        return {counted.number: counted.done for counted in self._sums()}
 
-    def bucket(self, number: int) -> tuple[int | None, int]:
-        """Return a bucket's settled bytes (None if unknown) and its change counter."""
-        settled_bytes: int
-        changed: int
-        at = _BUCKETS_AT + number * _BUCKET.size
-        settled_bytes, changed = _BUCKET.unpack_from(self._slot, at)
-        return None if settled_bytes == _UNKNOWN else settled_bytes, changed
+    def change(self, changes: Sequence[DiskChange], before: Marks) -> None:
+        """Count changes of an operation; `before` are marks from before it changed the disk."""
+        for counted in self._sums():
+            counted.change(changes, before)
+        self.changed_bytes += sum([abs(num_bytes) for _, num_bytes in changes])
 
-    def change(self, number: int, added_bytes: int, removed_bytes: int) -> None:
-        """Count bytes added to and removed from a bucket."""
-        at = _BUCKETS_AT + number * _BUCKET.size
-        settled_bytes, changed = _BUCKET.unpack_from(self._slot, at)
-        sectors = -(-(added_bytes + removed_bytes) // _SECTOR_BYTES)
-        if settled_bytes != _UNKNOWN:
-            now_bytes = max(0, settled_bytes + added_bytes - removed_bytes)
-            self.settled_bytes += now_bytes - settled_bytes
-            settled_bytes = now_bytes
-        _BUCKET.pack_into(self._slot, at, settled_bytes, (changed + sectors) % WRAP)
-
-    def set(self, number: int, disk_bytes: int) -> None:
-        """Set the bytes of a bucket."""
-        at = _BUCKETS_AT + number * _BUCKET.size
-        settled_bytes, changed = _BUCKET.unpack_from(self._slot, at)
-        if settled_bytes == _UNKNOWN:
-            self.num_unknown -= 1
-            settled_bytes = 0
-        self.settled_bytes += disk_bytes - settled_bytes
-        _BUCKET.pack_into(self._slot, at, disk_bytes, changed)
-
-    def reap(self, writer_id: str) -> None:
-        """Remove a dead writer, whose reservations are presumed used.
-
-        If it died in an operation, at least a byte is, so that the count does not fall until an
-        exact cycle of walks has seen what it did.
-        """
-        writer = self.writers.pop(writer_id)
-        self.presumed_ever += max(writer.reserved_bytes, int(writer.oldest != writer.begun))
-
-    def give_up_presumed(self, ever: int, retained_bytes: int) -> None:
-        """Drop what was presumed before an exact cycle of walks began.
+    def end_walk(self, walker: WriterCount, dead: Collection[str]) -> None:
+        """Correct the total by a walk, unless it was lost or has not visited every bucket.
 
         Args:
-            ever: Bytes presumed until then, in total.
-            retained_bytes: Bytes that the cycle itself has presumed; dropped as well if no other
-                writer has died since.
+            walker: The entry of the walk.
+            dead: Writers that were dead when it began, so that it has seen all they left.
         """
-        if self.presumed_ever == ever + retained_bytes:
-            ever += retained_bytes
-        over = min(ever, self.presumed_ever)  # if the count was created again
-        self.presumed_over = max(self.presumed_over, over)
+        walk, walker.walk = walker.walk, Sum()
+        if not walk.is_whole:
+            return
+        for writer_id in self.writers.keys() & dead:
+            self.remove_dead(writer_id)
+        most_bytes = walk.num_bytes + self.moving_bytes
+        if (
+            not self.is_complete
+            or not walk.num_bytes - walk.doubt_bytes <= self.settled_bytes <= most_bytes
+        ):
+            walk.num_bytes = most_bytes
+            self.total = walk
 
-    def is_state(self, slot: memoryview) -> bool:
-        """Return whether a slot contains this state as packed last."""
-        return bool(slot[:_BUCKETS_AT] == memoryview(self._slot)[:_BUCKETS_AT])
+    def remove_dead(self, writer_id: str) -> None:
+        """Remove a dead writer; what it had reserved is presumed to exist.
 
-    def copy(self) -> Usage:
-        """Return an independent copy."""
-        copied = Usage(self._slot.copy())
-        copied.sequence, copied.num_unknown = self.sequence, self.num_unknown
-        copied.settled_bytes = self.settled_bytes
-        copied.presumed_ever, copied.presumed_over = self.presumed_ever, self.presumed_over
-        copied.writers = {name: replace(writer) for name, writer in self.writers.items()}
-        return copied
+        A walk under way may also have missed what it was moving, which is in the total.
+        """
+        writer = self.writers.pop(writer_id)
+        self.total.num_bytes += writer.reserved_bytes
+        for other in self.writers.values():
+            other.walk.num_bytes += writer.reserved_bytes + writer.moving_bytes
+            other.walk.doubt_bytes += writer.reserved_bytes + writer.moving_bytes
 
-    def packed(self) -> memoryview:
-        """Return this state as the used part of a slot; the memory is shared."""
-        slot = self._slot
-        _HEADER.pack_into(
-            slot,
-            0,
-            *(_MAGIC, VERSION, 0, self.sequence, self.settled_bytes),
-            *(self.presumed_ever, self.presumed_over, self.num_unknown, len(self.writers)),
-        )
-        at = _WRITERS_AT
+    def packed(self) -> bytearray:
+        """Return this state as the used part of a slot."""
+        header = (_MAGIC, VERSION, 0, self.sequence, self.changed_bytes, 0, len(self.writers))
+        slot = bytearray(_HEADER.pack(*header, *self.total.fields))
         for name, writer in self.writers.items():
-            numbers = (writer.begun % WRAP, writer.oldest % WRAP, writer.told % WRAP)
-            _WRITER.pack_into(slot, at, name.encode(), writer.reserved_bytes, *numbers)
-            at += _WRITER.size
-        used = memoryview(slot)[:at]
-        _CHECKSUM.pack_into(slot, _CHECKSUM_AT, _checksum(used))
-        return used
+            counts = (writer.reserved_bytes, writer.moving_bytes, writer.num_changes)
+            slot += _WRITER.pack(name.encode(), *counts, *writer.walk.fields)
+        _CHECKSUM.pack_into(slot, _CHECKSUM_AT, _checksum(memoryview(slot)))
+        return slot
+
+    def _sums(self) -> list[Sum]:
+        sums = [self.total, *[writer.walk for writer in self.writers.values()]]
+        return [counted for counted in sums if counted.begun]
 
 
 def _checksum(used: memoryview) -> int:
     digest = xxhash.xxh3_64(used[:_CHECKSUM_AT])
-    digest.update(used[_BUCKETS_AT:])
+    digest.update(used[_CHECKSUM_AT + _CHECKSUM.size :])
     return digest.intdigest()
 
 
-def _unknown_slot() -> bytearray:
-    slot = bytearray(SLOT_BYTES)
-    for number in range(NUM_BUCKETS):
-        _BUCKET.pack_into(slot, _BUCKETS_AT + number * _BUCKET.size, _UNKNOWN, 0)
-    return slot
-
-
-_UNKNOWN_SLOT: Final = _unknown_slot()
-
-
-def changed_since(changed: int, before: int) -> int:
-    """Return the bytes changed between two values of a bucket's change counter."""
-    return (changed - before) % WRAP * _SECTOR_BYTES
-
-
-def parsed(content: memoryview, last: Usage | None = None) -> Usage | None:
-    """Return the newest valid state of a file; None if there is none.
-
-    Args:
-        content: The file's content.
-        last: The last state read or written; returned if it is still the newest.
+def parsed(content: memoryview) -> Usage | None:
+    """Return the newest valid state of a file; None if there is none of this format.
 
     Raises:
         NewerCountError: The format is newer.
     """
-    sequences: list[tuple[int, int]] = []
+    slots: list[tuple[int, memoryview]] = []
     for at in (0, SLOT_BYTES):
-        if len(content) >= at + SLOT_BYTES:
-            magic, version, features, sequence = _START.unpack_from(content, at)
-            if magic != _MAGIC:
-                continue
-            if version > VERSION or features:
-                raise NewerCountError(
-                    f"its count of bytes has format {version} (features {features:#x}), and this "
-                    f"release knows format {VERSION}: use the release that wrote it"
-                )
-            sequences.append((sequence, at))
-    sequences.sort(reverse=True)
-    for _, at in sequences:
         slot = content[at : at + SLOT_BYTES]
-        if last is not None and last.is_state(slot):
-            return last
-        usage = _parsed_slot(slot)
-        if usage is not None:
-            return usage
-    return None
+        if len(slot) < SLOT_BYTES:
+            break
+        magic, version, features, sequence = _START.unpack_from(slot)
+        if magic != _MAGIC or version < VERSION:
+            continue
+        if version > VERSION or features:
+            raise NewerCountError(
+                f"its count of bytes has format {version} (features {features:#x}), and this "
+                f"release knows format {VERSION}: use the release that wrote it"
+            )
+        slots.append((sequence, slot))
+    slots.sort(key=itemgetter(0), reverse=True)
+    usages = (_parsed_slot(slot) for _, slot in slots)
+    return next((usage for usage in usages if usage is not None), None)
 
 
 def _parsed_slot(slot: memoryview) -> Usage | None:
-    sequence, settled_bytes, ever, over, num_unknown, num_writers = _HEADER.unpack_from(slot)[3:]
-    end = _WRITERS_AT + _WRITER.size * num_writers
-    (checksum,) = _CHECKSUM.unpack_from(slot, _CHECKSUM_AT)
+    sequence, changed_bytes, checksum, num_writers, *total = _HEADER.unpack_from(slot)[3:]
+    end = _HEADER.size + _WRITER.size * num_writers
     if num_writers > MAX_WRITERS or _checksum(slot[:end]) != checksum:
         return None
-    usage = Usage(bytearray(slot))
-    usage.sequence, usage.settled_bytes, usage.num_unknown = sequence, settled_bytes, num_unknown
-    usage.presumed_ever, usage.presumed_over = ever, over
-    for name, *counts in _WRITER.iter_unpack(slot[_WRITERS_AT:end]):
-        usage.writers[name.rstrip(b"\0").decode(errors="replace")] = WriterCount(*counts)
-    return usage
+    usage = Usage(sequence, changed_bytes, Sum(*total))
+    numbers = [sequence, changed_bytes, *total]
+    for name, reserved_bytes, moving_bytes, num_changes, *walk in _WRITER.iter_unpack(
+        slot[_HEADER.size : end]
+    ):
+        writer = WriterCount(reserved_bytes, moving_bytes, num_changes, Sum(*walk))
+        usage.writers[name.rstrip(b"\0").decode(errors="replace")] = writer
+        numbers += [reserved_bytes, moving_bytes, *walk]
+    return usage if max(numbers) < _MAX_NUMBER else None
 
 
-@dataclass(slots=True)
-class BucketScan:
-    """Result of a walk over a bucket, kept until the count is corrected.
+@dataclass(slots=True, eq=False)
+class Operation:
+    """An operation of this writer that changes the disk.
 
     Attributes:
-        bucket: The bucket.
-        disk_bytes: Its disk bytes, without swept files.
-        changed: The bucket's change counter before the walk.
-        waits_for: Writers with operations concurrent to the walk, and the number of operations
-            that they had begun; None before this was determined.
-        is_exact: Whether the count was set to `disk_bytes`.
-        retained_bytes: Bytes that are presumed used although the count of the bucket has fallen.
+        before: The marks when it began.
+        reserved_bytes: Bytes reserved for it.
+        moving_bytes: Bytes of existing blocks that it may move or remove.
+        changes: Its changes, once it has ended.
     """
 
-    bucket: int
-    disk_bytes: int
-    changed: int
-    waits_for: dict[str, int] | None = None
-    is_exact: bool = False
-    retained_bytes: int = 0
-
-
-def is_corrected(usage: Usage, bucket_scan: BucketScan) -> bool:
-    """Correct the count by a walk; return False if operations must be awaited first."""
-    writers = usage.writers
-    if bucket_scan.waits_for is None:
-        bucket_scan.waits_for = {
-            name: writer.begun for name, writer in writers.items() if writer.oldest != writer.begun
-        }
-    bucket_scan.waits_for = {
-        name: begun
-        for name, begun in bucket_scan.waits_for.items()
-        if name in writers and not writers[name].has_ended(begun)
-    }
-    if bucket_scan.waits_for:
-        return False
-    settled_bytes, moved_bytes = _moved(usage, bucket_scan)
-    found_bytes = bucket_scan.disk_bytes
-    bucket_scan.is_exact = not moved_bytes
-    if settled_bytes is None or abs(settled_bytes - found_bytes) > moved_bytes:
-        # It is unknown which changes the walk has seen: count too much rather than too little.
-        usage.set(bucket_scan.bucket, found_bytes + moved_bytes)
-        if settled_bytes is not None and usage.presumed_bytes:
-            # A dead writer may have moved the missing files to a bucket that is not corrected yet.
-            bucket_scan.retained_bytes = max(0, settled_bytes - found_bytes - moved_bytes)
-            usage.presumed_ever += bucket_scan.retained_bytes
-    return True
-
-
-def raise_by(usage: Usage, bucket_scan: BucketScan) -> None:
-    """Raise a bucket's count if a walk, with operations still unfinished, found more bytes."""
-    settled_bytes, moved_bytes = _moved(usage, bucket_scan)
-    found_bytes = bucket_scan.disk_bytes
-    if settled_bytes is None:
-        usage.set(bucket_scan.bucket, found_bytes + moved_bytes)
-    elif found_bytes > settled_bytes + moved_bytes + usage.all_reserved_bytes:
-        usage.set(bucket_scan.bucket, found_bytes)
-
-
-def _moved(usage: Usage, bucket_scan: BucketScan) -> tuple[int | None, int]:
-    """Return a bucket's settled bytes, and the bytes changed in it since before the walk."""
-    settled_bytes, changed = usage.bucket(bucket_scan.bucket)
-    return settled_bytes, changed_since(changed, bucket_scan.changed)
+    before: Marks = field(default_factory=dict)
+    reserved_bytes: int = 0
+    moving_bytes: int = 0
+    changes: Sequence[DiskChange] = ()
 
 
 class UnreportedUsage:
-    """This writer's reservations and disk changes, to be merged into the shared count.
+    """This writer's operations and disk changes, to be merged into the shared count.
 
     Methods for jobs do not wait for a change of the file, so nothing is lost if one hangs.
     """
 
     def __init__(self, writer_id: str) -> None:
-        """Start without reservations or operations."""
-        self.reserved_bytes = 0
-        self.running: set[int] = set()
-        self.told = 0
+        """Start without operations."""
+        self.running: set[Operation] = set()
         self.writer_id = writer_id
-        self._next_id = writer_id
-        self._former_ids: list[str] = []
-        self.telling: DiskChange | None = None
-        """The last change if it failed; it may have been made nevertheless."""
-        self._version = self._reporting_version = self._reported_version = 0
-        self._begun = 0
-        self._untold = DiskChange()
+        self._ids = [writer_id]
+        """Ids that the entry may have: that of the last change, and those to use since."""
+        self._num_changes = 0
+        self._ended: list[Operation] = []
+        self._reporting: list[Operation] = []
+        """Operations of the last change if it failed; it may have been made nevertheless."""
         self._mutex = threading.Lock()
 
-    def begin(self) -> int:
-        """Begin a disk operation; return its number."""
+    def begin(self, operation: Operation) -> None:
+        """Begin an operation."""
         with self._mutex:
-            number = self._begun
-            self._begun += 1
-            self._version += 1
-            self.running.add(number)
-        return number
+            self.running.add(operation)
 
-    def end(self, operation: int) -> None:
-        """End a disk operation."""
+    def end(self, operation: Operation) -> None:
+        """End an operation, to be counted with the next change of the file."""
         with self._mutex:
-            self._version += 1
             self.running.discard(operation)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes, or release them if negative."""
-        with self._mutex:
-            self._version += 1
-            self.reserved_bytes = max(0, self.reserved_bytes + num_bytes)
-
-    def add_untold(self, change: DiskChange) -> None:
-        """Record a disk change, to be counted with the next change of the file."""
-        with self._mutex:
-            self._version += 1
-            self._untold += change
+            self._ended.append(operation)
 
     @property
     def is_reported(self) -> bool:
-        """Whether the file has everything that was recorded before this call."""
-        return self._reported_version == self._version
+        """Whether the file has everything that ended before this call."""
+        return not (self._ended or self._reporting)
 
     def rename(self, writer_id: str) -> None:
-        """Use another id from the next change on; reservations are kept."""
-        self._next_id = writer_id
+        """Use another id from the next change on; operations are kept."""
+        self._ids.append(writer_id)
 
-    def begin_change(self, usage: Usage) -> tuple[DiskChange, WriterCount]:
-        """Determine whether a failed last change was made; return the changes to count, and entry.
+    def begin_change(self, usage: Usage) -> WriterCount:
+        """Count all ended operations; return this writer's entry, after removing the former one.
 
-        Entries under former ids are dropped; their reservations are in the current entry.
+        Determines whether a failed last change was made.
 
         Call with the file's lock held.
         """
-        next_id = self._next_id
-        if next_id != self.writer_id:
-            self._former_ids.append(self.writer_id)
-            self.writer_id = next_id
-        ids = [self.writer_id, *self._former_ids]
-        entry = next((usage.writers[name] for name in ids if name in usage.writers), None)
-        if self.telling is not None:
-            if entry is not None and entry.told == (self.told + 1) % WRAP:
-                self.told += 1
-            else:
-                self.add_untold(self.telling)
-            self.telling = None
-        for name in ids[1:]:
-            usage.writers.pop(name, None)
+        ids = self._ids.copy()
+        self.writer_id = ids[-1]
+        former = next((usage.writers[i] for i in reversed(ids) if i in usage.writers), None)
+        entry = former or WriterCount()
+        if entry.num_changes == (self._num_changes + 1) % WRAP:
+            self._num_changes += 1
+            self._reporting = []
         with self._mutex:
             # Together: room that is released counts until the change made in it does.
-            untold, self._untold = self._untold, DiskChange()
-            self._reporting_version = self._version
-            oldest = min(self.running, default=self._begun)
-            return untold, WriterCount(self.reserved_bytes, self._begun, oldest, self.told + 1)
+            self._reporting, self._ended = self._reporting + self._ended, []
+            running = list(self.running)
+        for operation in self._reporting:
+            usage.change(operation.changes, operation.before)
+        for writer_id in ids:
+            usage.writers.pop(writer_id, None)
+        return WriterCount(
+            sum([operation.reserved_bytes for operation in running]),
+            sum([operation.moving_bytes for operation in running]),
+            (self._num_changes + 1) % WRAP,
+            entry.walk,
+        )
 
     def end_change(self) -> None:
         """Record that the change was made. Call with the file's lock held."""
-        self.told += 1
-        self._reported_version = self._reporting_version
-        self._former_ids.clear()
+        self._num_changes += 1
+        self._reporting = []
+        del self._ids[: self._ids.index(self.writer_id)]
 
 
 T = TypeVar("T")
@@ -474,8 +395,9 @@ class UsageFile:
     """The shared count's file.
 
     Attributes:
-        is_complete: Whether all buckets were known, and this writer registered, at the last change.
+        is_complete: Whether the total was known, and this writer registered, at the last change.
         total_bytes: Bytes counted against the capacity at the last change.
+        marks: The marks at the last change.
     """
 
     def __init__(
@@ -499,6 +421,7 @@ class UsageFile:
         """
         self.is_complete = False
         self.total_bytes = 0
+        self.marks: Marks = {}
         self._ops = ops
         self._path = f"{namespace_folder}/{FILE_NAME}"
         self._living = living
@@ -506,10 +429,9 @@ class UsageFile:
         self._is_open = False
         # Under its lock:
         self._buffer = memoryview(bytearray(FILE_BYTES))
-        self._last: Usage | None = None
-        self._entry = WriterCount(0, 0, 0, 0)
+        self._entry = WriterCount()
         self._entry_bytes = 0
-        self._retained_bytes = 0
+        self._dead: frozenset[str] = frozenset()
         self._own = UnreportedUsage(writer_id)
 
     def open(self, entry_bytes: int = 0) -> None:
@@ -522,14 +444,9 @@ class UsageFile:
             OSError: The file cannot be used.
             NewerCountError: Its format is newer.
         """
-
-        def join(usage: Usage) -> None:
-            self._reap(usage)
-            usage.change(REST, entry_bytes, 0)
-
         self._is_open = True
         try:
-            self._change(join)
+            self._change(lambda usage: usage.change([(REST, entry_bytes)], usage.marks))
         except BaseException:
             self._is_open = False
             self._file.close()
@@ -543,7 +460,7 @@ class UsageFile:
 
         def leave(usage: Usage) -> None:
             usage.writers.pop(self._own.writer_id, None)
-            usage.change(REST, 0, self._entry_bytes)
+            usage.change([(REST, -self._entry_bytes)], usage.marks)
 
         try:
             self._change(leave)
@@ -560,120 +477,89 @@ class UsageFile:
 
     # -- what a job changes ---------------------------------------------------------------------
 
-    def begin(self) -> int:
-        """Begin a disk operation; return its number.
+    def begin(self, unit_bytes: int, count: int, capacity_bytes: int = 0) -> Operation:
+        """Begin an operation on up to `count` blocks, and publish it.
 
-        Other writers see it from the next change on, so there must be a change before the disk is
-        modified.
+        Room is reserved for as many new blocks as the capacity allows; the operation may move or
+        remove existing blocks in the number of the others.
         """
-        return self._own.begin()
+        operation = Operation()
 
-    def end(self, operation: int) -> None:
-        """End an operation that changed nothing; others see it from the next change on."""
-        self._own.end(operation)
-
-    def reserve(self, unit_bytes: int, count: int, capacity_bytes: int) -> int:
-        """Reserve room for up to `count` units; return the number granted."""
-        granted = 0
-
-        def grant(usage: Usage) -> None:
-            nonlocal granted
-            if self._counts_in(usage):
-                room = max(0, capacity_bytes - usage.total_bytes) // unit_bytes
-                granted = min(count, room)
-                self._own.reserve(granted * unit_bytes)
-                usage.writers[self._own.writer_id].reserved_bytes += granted * unit_bytes
+        def begin(usage: Usage) -> None:
+            room_bytes = capacity_bytes - usage.total_bytes if self._counts_in(usage) else 0
+            granted = min(count, max(0, room_bytes) // unit_bytes)
+            operation.reserved_bytes = granted * unit_bytes
+            operation.moving_bytes = (count - granted) * unit_bytes
+            operation.before = usage.marks
+            self._own.begin(operation)
+            self._entry.reserved_bytes += operation.reserved_bytes
+            self._entry.moving_bytes += operation.moving_bytes
 
         try:
-            self._change(grant)
+            self._change(begin)
         except BaseException:
-            self._own.reserve(-granted * unit_bytes)
+            self._own.end(operation)
             raise
-        return granted
+        return operation
 
-    def record(self, released_bytes: int, change: DiskChange, operation: int | None = None) -> None:
-        """Release reserved room, and note a change of the disk, for the next change of the file.
+    def end(self, operation: Operation, changes: Sequence[DiskChange] = ()) -> None:
+        """End an operation, and note its changes of the disk for the next change of the file.
 
         Does no I/O, so that a job may call it on any thread.
-
-        Args:
-            released_bytes: Bytes to release.
-            change: The change of the disk.
-            operation: The operation that ended.
         """
-        own = self._own
-        own.add_untold(change)  # first: a change of the file in between counts too much
-        own.reserve(-released_bytes)
-        if operation is not None:
-            own.end(operation)
+        operation.changes = changes
+        self._own.end(operation)
 
-    def tell(self) -> None:
-        """Count what was recorded, unless another change has done so.
+    def report(self) -> None:
+        """Count what has ended, unless another change has done so.
 
         Raises:
             OSError: The file could not be changed; the next change catches up.
         """
         if not self._own.is_reported:
-            self._change(_nothing)
+            self.read()
 
     def read(self) -> Usage:
         """Return the count."""
-        return self._change(Usage.copy)
+        return self._change(lambda usage: usage)
 
     # -- walks ----------------------------------------------------------------------------------
 
-    def begin_cycle(self) -> int:
-        """Presume dead writers' reservations used; return the total ever presumed."""
+    def begin_walk(self) -> None:
+        """Begin this writer's walk at the first bucket."""
 
-        def begin(usage: Usage) -> int:
-            self._reap(usage)
-            return usage.presumed_ever
+        def begin(usage: Usage) -> None:
+            self._dead = frozenset(self._dead_in(usage))
+            self._entry.walk = Sum(number=1 + secrets.randbelow(WRAP - 1))
 
-        self._retained_bytes = 0
-        return self._change(begin)
+        self._change(begin)
 
-    def end_cycle(self, presumed_ever: int) -> None:
-        """Drop what was presumed before the cycle began; requires an exact cycle."""
-        self._change(lambda usage: usage.give_up_presumed(presumed_ever, self._retained_bytes))
+    def advance(self, first: int, done: int, begun: int, found_bytes: int = 0) -> None:
+        """Publish that buckets `first` to `done` were visited, and those to `begun` are next.
 
-    def correct(self, bucket_scans: Collection[BucketScan], operation: int) -> list[BucketScan]:
-        """Correct the count by walks; return the scans that must wait for operations.
-
-        Args:
-            bucket_scans: Results of walks. Scans that are not returned are done. A done scan is
-                inexact if its bucket changed during the walk; the count is then corrected only if
-                the difference exceeds that change.
-            operation: The walk's own operation, which has ended.
+        A bucket must be published before its visit. A walk that was lost with the count goes on
+        without effect.
         """
-        self._own.end(operation)
-        waiting = self._change(
-            lambda usage: [s for s in bucket_scans if not is_corrected(usage, s)]
-        )
-        self._retained_bytes += sum(scan.retained_bytes for scan in bucket_scans)
-        return waiting
+        self._change(lambda _: self._entry.walk.advance(first, done, begun, found_bytes))
 
-    def give_up(self, bucket_scans: Collection[BucketScan]) -> None:
-        """Raise the count by scans whose operations did not end, where it is certainly too low."""
-
-        def give_up(usage: Usage) -> None:
-            for bucket_scan in bucket_scans:
-                raise_by(usage, bucket_scan)
-
-        self._change(give_up)
+    def end_walk(self) -> None:
+        """Correct the total by this writer's walk."""
+        self._change(lambda usage: usage.end_walk(self._entry, self._dead))
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _counts_in(self, usage: Usage) -> bool:
         return usage.is_complete and self._own.writer_id in usage.writers
 
-    def _reap(self, usage: Usage) -> None:
-        for writer_id in usage.writers.keys() - {*self._living(), self._own.writer_id}:
-            usage.reap(writer_id)
-        self._enter(usage)  # there may have been no free entry before
+    def _dead_in(self, usage: Usage) -> Collection[str]:
+        return usage.writers.keys() - {*self._living(), self._own.writer_id}
 
     def _enter(self, usage: Usage) -> None:
-        """Update this writer's entry in the count, if there is a free one."""
-        if self._own.writer_id in usage.writers or len(usage.writers) < MAX_WRITERS:
+        """Add this writer's entry to the count, if there is a free one."""
+        if len(usage.writers) >= MAX_WRITERS:
+            for dead in self._dead_in(usage):
+                usage.remove_dead(dead)
+        if len(usage.writers) < MAX_WRITERS:
             usage.writers[self._own.writer_id] = self._entry
 
     def _change(self, call: Callable[[Usage], T]) -> T:
@@ -681,36 +567,20 @@ class UsageFile:
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
         with self._file.locked() as fd:
-            last, self._last = self._last, None
             content = self._buffer[: read_all(self._ops, fd, self._buffer)]
-            found = parsed(content, last)
-            usage, is_new = found or Usage(), found is None
-            own = self._own
-            untold, self._entry = own.begin_change(usage)
-            try:
-                for bucket, (added_bytes, removed_bytes) in untold.buckets.items():
-                    usage.change(bucket, added_bytes, removed_bytes)
-                self._enter(usage)
-                result = call(usage)
-                self._write(fd, usage, is_new=is_new)
-            except BaseException:
-                own.telling = untold
-                raise
-            own.end_change()
-            self._last = usage
+            found = parsed(content)
+            usage = found or Usage()
+            self._entry = self._own.begin_change(usage)
+            self._enter(usage)
+            result = call(usage)
+            if found is None:  # allocates the file before it is counted
+                write_all(self._ops, fd, bytes(FILE_BYTES), 0)
+            usage.sequence += 1
+            write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
+            self._own.end_change()
             self.is_complete = self._counts_in(usage)
-            self.total_bytes = usage.total_bytes
+            self.total_bytes, self.marks = usage.total_bytes, usage.marks
             return result
-
-    def _write(self, fd: int, usage: Usage, *, is_new: bool) -> None:
-        if is_new:  # allocates the file before it is counted
-            write_all(self._ops, fd, bytes(FILE_BYTES), 0)
-        usage.sequence += 1
-        write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
-
-
-def _nothing(usage: Usage) -> None:
-    """Change nothing except this writer's pending changes."""
 
 
 def read_usage(ops: FileOps, namespace_folder: str) -> Usage | None:

@@ -1,8 +1,8 @@
 """Walks over a namespace, bucket by bucket, in endless cycles.
 
-A cycle is a walk over all buckets. It finds existing blocks, corrects the count of each bucket, and
-removes leftovers of dead writers and crashes. Entries of dead writers are removed after all buckets
-were swept. A step covers as many buckets as its time budget allows, at least one.
+A cycle is a walk over all buckets. It finds existing blocks, corrects the count, and removes
+leftovers of dead writers and crashes. Entries of dead writers are removed after all buckets were
+swept. A step covers as many buckets as its time budget allows, at least one.
 
 Run on an I/O thread, one call at a time.
 """
@@ -13,7 +13,7 @@ import logging
 import os
 import stat as stat_module
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ from kvoffload_async.tiers.fs.layout import (
     counted_bytes,
     top_folder_bucket,
 )
-from kvoffload_async.tiers.fs.usage import BucketScan, UsageFile
+from kvoffload_async.tiers.fs.usage import NUM_BUCKETS, UsageFile
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
 
@@ -50,13 +50,11 @@ class Inventory:
         blocks: Key -> modification time in s.
         total_bytes: Disk bytes of everything, unknown files and growth of folders included.
         temps: Paths of temporary files -> disk bytes.
-        unknown_files: Paths of files that are not blocks.
     """
 
     blocks: dict[OffloadKey, float] = field(default_factory=dict)
     total_bytes: int = 0
     temps: dict[str, int] = field(default_factory=dict)
-    unknown_files: list[str] = field(default_factory=list)
 
     def settled_bytes(self, living: Collection[str]) -> int:
         """Return the total without temporary files of living writers, which are reserved bytes."""
@@ -100,19 +98,13 @@ def take_inventory(
 def _take_in(found: Inventory, namespace: Namespace, path: str, status: os.stat_result) -> None:
     size_bytes = counted_bytes(status)
     found.total_bytes += size_bytes
-    if path[len(namespace.folder) + 1] == ".":
-        return
-    if stat_module.S_ISDIR(status.st_mode):
+    if path[len(namespace.folder) + 1] == "." or not stat_module.S_ISREG(status.st_mode):
         return
     key = namespace.key_of(path)
-    if not stat_module.S_ISREG(status.st_mode):
-        found.unknown_files.append(path)
-    elif key is not None:
+    if key is not None:
         found.blocks[key] = status.st_mtime
     elif path.endswith(TEMP_SUFFIX):
         found.temps[path] = size_bytes
-    else:
-        found.unknown_files.append(path)
 
 
 def writer_of(temp: str) -> str | None:
@@ -141,10 +133,9 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
     return is_swept
 
 
-_PASSES = 3
-"""Maximum walks per cycle over a bucket that changes during the walk."""
-_WAITS = 8
-"""Maximum steps per cycle spent waiting for concurrent operations."""
+_GROWTH = 4
+"""Factor by which a step may publish more buckets at a time than before. All in one would put the
+changes in all of them in doubt, and one at a time would take many changes of the count."""
 
 
 @dataclass(slots=True)
@@ -155,33 +146,24 @@ class Step:
         found: Blocks found -> modification times in s, oldest first.
         cpu_s: CPU seconds used.
         ends_cycle: Whether all buckets have been walked.
-        is_waiting: Whether only concurrent operations are left to wait for.
         unwalked: Buckets of the cycle that could not be walked.
-        is_exact: Whether the count was exact in all buckets of the cycle.
         error: Error of a bucket that could not be walked.
     """
 
     found: dict[OffloadKey, float] = field(default_factory=dict)
     cpu_s: float = 0.0
     ends_cycle: bool = False
-    is_waiting: bool = False
     unwalked: frozenset[int] = frozenset()
-    is_exact: bool = False
     error: OSError | None = None
 
 
 @dataclass(slots=True)
 class _Cycle:
     dead: frozenset[str]
-    presumed_ever: int
-    todo: deque[int]
+    position: int
+    """The next bucket."""
     unwalked: set[int] = field(default_factory=set)
-    moving: list[int] = field(default_factory=list)
-    waiting: list[BucketScan] = field(default_factory=list)
-    passes: int = 1
-    waits: int = 0
     is_swept: bool = True
-    is_exact: bool = True
 
 
 class NamespaceWalk:
@@ -223,22 +205,23 @@ class NamespaceWalk:
         begun_s = time.thread_time()
         cycle = self._cycle = self._cycle or self._begin_cycle()
         step = Step()
-        usage = self._usage
-        if usage is None:
-            self._walk(cycle, step, begun_s + budget_s, should_stop)
-        else:
-            operation = usage.begin()
-            try:
-                before = usage.read()
-                bucket_scans = self._walk(cycle, step, begun_s + budget_s, should_stop)
-            except BaseException:
-                usage.end(operation)
-                raise
-            for bucket_scan in bucket_scans:
-                _, bucket_scan.changed = before.bucket(bucket_scan.bucket)
-            self._correct(usage, cycle, bucket_scans, operation)
-        if not cycle.todo:
-            self._end_pass(cycle, step)
+        first, count = cycle.position, 1
+
+        def is_over() -> bool:
+            is_late = time.thread_time() > begun_s + budget_s
+            return should_stop() or (is_late and cycle.position > first)
+
+        while cycle.position < NUM_BUCKETS and not is_over():
+            end = min(cycle.position + count, NUM_BUCKETS)
+            self._visit(cycle, end, step, should_stop, is_over)
+            spent_s = max(1e-9, time.thread_time() - begun_s)
+            affordable = (cycle.position - first) * (budget_s - spent_s) / spent_s
+            count = max(1, int(min(_GROWTH * count, affordable)))
+        step.found = {
+            key: step.found[key] for key in sorted(step.found, key=step.found.__getitem__)
+        }
+        if cycle.position == NUM_BUCKETS:
+            self._end_cycle(cycle, step)
         step.cpu_s = time.thread_time() - begun_s
         return step
 
@@ -246,37 +229,44 @@ class NamespaceWalk:
 
     def _begin_cycle(self) -> _Cycle:
         _, dead = self._writers.others()
-        presumed_ever = 0 if self._usage is None else self._usage.begin_cycle()
-        buckets = range(REST + 1) if self._usage is not None or dead else ()
-        return _Cycle(frozenset(dead), presumed_ever, deque(buckets))
+        if self._usage is not None:
+            self._usage.begin_walk()
+        is_needed = self._usage is not None or dead
+        return _Cycle(frozenset(dead), position=0 if is_needed else NUM_BUCKETS)
 
-    def _walk(
-        self, cycle: _Cycle, step: Step, until_s: float, should_stop: Callable[[], bool]
-    ) -> list[BucketScan]:
-        """Walk over buckets; return their scans."""
-        bucket_scans: list[BucketScan] = []
-        # No tuple per block: they would trigger full garbage collections of the process, for
-        # tens of milliseconds, every few buckets.
-        found: dict[OffloadKey, float] = {}
-        roots = self._roots() if cycle.todo else {}
-        while cycle.todo and not (should_stop() or (bucket_scans and time.thread_time() > until_s)):
-            bucket = cycle.todo[0]
+    def _visit(
+        self,
+        cycle: _Cycle,
+        end: int,
+        step: Step,
+        should_stop: Callable[[], bool],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Walk over the buckets up to `end`, unless it is over before, and count their content."""
+        first, found_bytes = cycle.position, 0
+        if self._usage is not None:
+            self._usage.advance(first, first, end)
+        roots = self._roots()
+        while cycle.position < end and not is_over():
+            bucket = cycle.position
             paths = roots.get(bucket, [])
             try:
                 if bucket == REST:
                     self._forget_dead(cycle, paths)
                 inventory = take_inventory(self._ops, self._namespace, paths, should_stop)
-                bucket_scans.append(self._bucket_scan(cycle, bucket, inventory))
+                found_bytes += self._settled_bytes(cycle, bucket, inventory)
             except StoppedError:
                 break
             except OSError as error:
                 step.error = error
                 cycle.unwalked.add(bucket)
             else:
-                found |= inventory.blocks
-            cycle.todo.popleft()
-        step.found = {key: found[key] for key in sorted(found, key=found.__getitem__)}
-        return bucket_scans
+                # No tuple per block: they would trigger full garbage collections of the process,
+                # for tens of milliseconds, every few buckets.
+                step.found |= inventory.blocks
+            cycle.position += 1
+        if self._usage is not None:
+            self._usage.advance(first, cycle.position, cycle.position, found_bytes)
 
     def _roots(self) -> dict[int, list[str]]:
         """Return the paths of the namespace's entries, by bucket."""
@@ -287,8 +277,8 @@ class NamespaceWalk:
             roots[REST if bucket is None else bucket].append(f"{folder}/{name}")
         return roots
 
-    def _bucket_scan(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> BucketScan:
-        """Sweep a bucket; return the scan of its remaining content."""
+    def _settled_bytes(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> int:
+        """Sweep a bucket; return the bytes of its remaining content."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
         living: Iterable[str] = ()
         if any(writer_of(path) not in cycle.dead for path in inventory.temps):
@@ -296,7 +286,7 @@ class NamespaceWalk:
         size_bytes = inventory.settled_bytes(frozenset(living))
         if bucket == REST:
             size_bytes += counted_bytes(self._ops.stat(self._namespace.folder))
-        return BucketScan(bucket, size_bytes, changed=0)
+        return size_bytes
 
     def _forget_dead(self, cycle: _Cycle, paths: list[str]) -> None:
         """Sweep files outside folders, and remove the entries of writers without leftovers."""
@@ -306,32 +296,10 @@ class NamespaceWalk:
             for writer_id in cycle.dead:
                 self._writers.forget(writer_id)
 
-    def _correct(
-        self, usage: UsageFile, cycle: _Cycle, bucket_scans: list[BucketScan], operation: int
-    ) -> None:
-        bucket_scans = cycle.waiting + bucket_scans
-        cycle.waiting = usage.correct(bucket_scans, operation)
-        waiting = set(map(id, cycle.waiting))
-        done = [bucket_scan for bucket_scan in bucket_scans if id(bucket_scan) not in waiting]
-        cycle.moving += [bucket_scan.bucket for bucket_scan in done if not bucket_scan.is_exact]
-
-    def _end_pass(self, cycle: _Cycle, step: Step) -> None:
-        """End the cycle, unless buckets have to be walked again or operations awaited."""
-        if cycle.moving and cycle.passes < _PASSES:
-            cycle.passes += 1
-            cycle.todo.extend(cycle.moving)
-            cycle.moving = []
-            return
-        if cycle.waiting and cycle.waits < _WAITS:
-            cycle.waits += 1
-            step.is_waiting = True
-            return
-        step.is_exact = not (cycle.moving or cycle.waiting or cycle.unwalked)
-        if self._usage is not None:
-            if cycle.waiting:
-                self._usage.give_up(cycle.waiting)
-            if step.is_exact:
-                self._usage.end_cycle(cycle.presumed_ever)
+    def _end_cycle(self, cycle: _Cycle, step: Step) -> None:
+        """End the cycle; the count is corrected if everything could be walked."""
+        if self._usage is not None and not cycle.unwalked:
+            self._usage.end_walk()
         step.ends_cycle = True
         step.unwalked = frozenset(cycle.unwalked)
         self._cycle = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -213,10 +212,6 @@ def _found(entries: Callable[[], Iterable[Entry]]) -> tuple[list[Entry], OSError
     return found, None
 
 
-_LOOKS = 100
-_PAUSE_S = 0.05
-
-
 @dataclass(frozen=True, slots=True)
 class Writers:
     """The ids of a namespace's writers."""
@@ -312,30 +307,8 @@ async def inspect_namespace(
     scan = await scan_namespace(io, namespace)
     # After the walk: the writers of all temporary files found have registered by now.
     writers = await io.run(judge_writers, io.ops, namespace.folder)
-    after = await _count_after_operations(io, namespace.folder, writers.living)
+    after = await io.run(_count, io.ops, namespace.folder)
     return _inspection(namespace, scan, writers, before, after), scan
-
-
-async def _count_after_operations(
-    io: MaintenanceIo, folder: str, living: frozenset[str]
-) -> tuple[bool, Usage | None]:
-    """Return the count once it has the changes of all operations that overlapped the walk.
-
-    A recycled victim, for instance, is counted until its operation ends, and may be anywhere. The
-    count is that of a complete disk only then; None after a timeout.
-    """
-    exists, usage = await io.run(_count, io.ops, folder)
-    begun = {} if usage is None else {name: writer.begun for name, writer in usage.writers.items()}
-    for _ in range(_LOOKS):
-        if usage is None or all(
-            writer.has_ended(begun[name])
-            for name, writer in usage.writers.items()
-            if name in living and name in begun
-        ):
-            return exists, usage
-        await asyncio.sleep(_PAUSE_S)
-        exists, usage = await io.run(_count, io.ops, folder)
-    return False, None
 
 
 def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writers:
@@ -399,7 +372,7 @@ def _inspection(
         block_disk_bytes=sum(block.disk_bytes for block in scan.blocks),
         disk_bytes=disk_bytes,
         counted_bytes=None if usage is None else usage.settled_bytes,
-        reserved_bytes=0 if usage is None else usage.all_reserved_bytes,
+        reserved_bytes=0 if usage is None else usage.reserved_bytes,
         count_tolerance_bytes=tolerance_bytes,
         living_writers=len(writers.living),
         dead_writers=len(writers.dead),
@@ -423,15 +396,17 @@ def _tolerance_bytes(
 ) -> int:
     """Return the allowed error of the count: changes during the walk, and uncounted bytes.
 
-    Uncounted are the growth of folders, entries of writers that came and went, and reservations of
-    dead writers; the next walks of a bounded tier correct them.
+    Uncounted are the growth of folders, entries of writers that came and went, operations in
+    flight, also of dead writers, and what was in doubt when the count was corrected last; the next
+    walks of a bounded tier correct them.
     """
     num_entries = len(writers.living) + len(writers.dead) + 1
     tolerance_bytes = scan.grown_bytes + num_entries * _ENTRY_BYTES
     if after is not None:
-        tolerance_bytes += after.all_reserved_bytes + after.presumed_bytes
+        tolerance_bytes += after.total.doubt_bytes
+        tolerance_bytes += after.reserved_bytes + after.moving_bytes
         if before is not None:
-            tolerance_bytes += before.all_reserved_bytes
+            tolerance_bytes += before.reserved_bytes + before.moving_bytes
             tolerance_bytes += max(0, after.changed_bytes - before.changed_bytes)
     return tolerance_bytes
 

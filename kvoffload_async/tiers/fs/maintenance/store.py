@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import stat as stat_module
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
@@ -54,8 +53,6 @@ from kvoffload_async.tiers.fs.namespace_init import check_namespace
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, writer_of
 from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, remove_entry
-
-_PAUSE_S = 0.05
 
 
 @dataclass
@@ -256,9 +253,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         usage.open(entry_bytes)
         try:
             walk = NamespaceWalk(self._ops, self._namespace, writers, usage)
-            while not (step := walk.step(math.inf, lambda: False)).ends_cycle:
-                if step.is_waiting:
-                    threading.Event().wait(_PAUSE_S)
+            step = walk.step(math.inf, lambda: False)
             if step.error is not None:
                 raise step.error
             return usage.read().settled_bytes - entry_bytes
