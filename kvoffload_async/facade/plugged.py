@@ -658,7 +658,7 @@ class PluggedTiers:
         )
         transfer.add_job()
         port.transfers[job.job_id] = transfer, following
-        port.state.take_on(job)
+        port.state.submit(job)
         if port.state.jobs.ended:  # it was refused
             self._wake()
 
