@@ -154,7 +154,10 @@ class SameLoopRunner(ThreadsafeRunner):
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_progress: Callable[[], object]) -> None:
-        """Call `on_progress` on the loop's thread whenever a tier has posted an event."""
+        """Call `on_progress` on the loop's thread whenever a tier has posted an event.
+
+        It may be called within a call of the owner's, and must not call the core.
+        """
         super().__init__(loop)
         self._on_progress = on_progress
         self.now_s = clock_of(loop)
@@ -162,15 +165,22 @@ class SameLoopRunner(ThreadsafeRunner):
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """See `LoopRunner.call_soon`: on the loop's own thread, without a system call."""
-        if _running_loop() is self._loop:
+        if self.is_own_thread():
             self._loop.call_soon(callback, *args)
         else:
             super().call_soon(callback, *args)
 
+    def is_own_thread(self) -> bool:
+        """Return whether the calling thread runs the loop."""
+        return _running_loop() is self._loop
+
     def notify(self) -> None:
         """See `LoopRunner.notify`."""
         super().notify()
-        self.call_soon(self._on_progress)
+        if self.is_own_thread():
+            self._on_progress()
+        else:
+            self.call_soon(self._on_progress)
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
