@@ -227,7 +227,7 @@ class EngineLifecycle:
         deadline_s = self._loop.time() + timeout_s
         self._steps.stop()
         self._transfers.stop()
-        has_landed = await self._transfers.quiesce(timeout_s / 2)
+        has_landed = await self._transfers.running.quiesce(timeout_s / 2)
         self._transfers.abandon()
         self._steps.waiters.give_up()
         try:

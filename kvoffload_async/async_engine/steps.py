@@ -16,8 +16,6 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
 from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.core.counters import Histogram
-from kvoffload_async.core.index import OnResolved
-from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
 from kvoffload_async.facade.driver import PlannerDriver
@@ -51,7 +49,8 @@ class Steps:
         self._driver: PlannerDriver | None = None
         self.lag = Histogram()
         """Seconds from scheduling a step's end until the loop runs it."""
-        self._clock = clock_of(self._loop)
+        self.clock = clock_of(self._loop)
+        """Returns the time of the planner's steps, in seconds."""
         self._is_due = False
         self._num_calls = 0
         """Number of calls in this step."""
@@ -63,7 +62,10 @@ class Steps:
     def begin(self, driver: PlannerDriver) -> None:
         """Accept calls from now on."""
         self._driver = driver
-        watch_keys(driver.planner, self.waiters.decided)
+        driver.planner.primary.decided = self.waiters.decided
+        for tier in driver.planner.tiers:
+            tier.index.watch(self.waiters.decided)
+        driver.on_schedule_end()  # from now on, this thread is the owner's
 
     def stop(self) -> None:
         """Reject further calls; waiting calls raise ClosedError."""
@@ -117,13 +119,14 @@ class Steps:
         """
         if self._driver is not None:
             self._driver.interrupt_step()
-        self.note_progress()
+        self._has_progress = True
+        self.schedule()
 
     def schedule(self) -> None:
         """End the step after this iteration of the loop; repeated calls have no effect."""
         if not self._is_due and self._driver is not None:
             self._is_due = True
-            self._loop.call_soon(self._end_step, self._clock())
+            self._loop.call_soon(self._end_step, self.clock())
 
     async def next_progress(self, deadline_s: float) -> None:
         """Wait for any progress of a tier or copy, or until the deadline.
@@ -155,7 +158,7 @@ class Steps:
 
     def _end_step(self, scheduled_s: float) -> None:
         self._is_due = False
-        self.lag.observe(self._clock() - scheduled_s)
+        self.lag.observe(self.clock() - scheduled_s)
         if self._driver is not None:
             self._finish(self._driver)
             wakes_in_s = self._driver.wakes_in_s()
@@ -186,7 +189,8 @@ class Steps:
         if events:
             self._tell_readers()
         if has_progress or events or counters.job_results != results_before:
-            self.waiters.progressed(has_room=driver.planner.primary.room > 0)
+            is_wanted = bool(self.waiters.for_room)
+            self.waiters.progressed(has_room=is_wanted and driver.planner.primary.room > 0)
 
     def _schedule_later(self, delay_s: float) -> None:
         """Schedule a step in `delay_s` seconds, replacing the last timer; infinity: none."""
@@ -199,13 +203,6 @@ class Steps:
         """Wake the readers of events."""
         news, self._news = self._news, self._loop.create_future()
         news.set_result(None)
-
-
-def watch_keys(planner: Planner, decided: OnResolved) -> None:
-    """Call `decided` with keys whose writes have ended or whose probes were answered."""
-    planner.primary.decided = decided
-    for tier in planner.tiers:
-        tier.index.watch(decided)
 
 
 _IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
@@ -364,15 +361,13 @@ class Stores:
 
     def _prepare(self, request: EngineRequest, left: _KeysLeft) -> PrepareStoreOutput | None:
         """Reserve slots for the offered blocks; the caller must use them before it awaits."""
-        self._driver.begin_store()
+        self._planner.begin_step(self._steps.clock())  # each report of a tier is taken in by itself
         current = self._driver.generation.current(left.offered)
         granted = self._planner.prepare_store(current, request.ctx)
         left.note_answer(granted, self._primary.room_made)
         has_news = granted is None or granted.evicted_keys or not granted.keys_to_store
-        if has_news or self._steps.waiters.everybody:
+        if has_news or self._steps.waiters.everybody:  # else the step ends with the copy
             self._steps.schedule()
-        else:  # the step ends with the copy, which may take long
-            self._driver.interrupt_step()
         self._pass_room_on()
         return granted
 

@@ -331,7 +331,7 @@ class OffloadEngine(EngineLifecycle):
 
         Copies started later are not awaited. `EngineRequest.released` waits for one request.
         """
-        return await self._transfers.quiesce(seconds(timeout_s))
+        return await self._transfers.running.quiesce(seconds(timeout_s))
 
     # -- reset and invalidation -----------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class OffloadEngine(EngineLifecycle):
         planner = self._driver.planner
         planner.promotions_paused = True
         try:
-            if not await self._transfers.quiesce(deadline_s - self._loop.time()):
+            if not await self._transfers.running.quiesce(deadline_s - self._loop.time()):
                 raise TimeoutError("a copy to or from the device still runs: nothing was reset")
             self._steps.schedule()
             while planner.jobs and self._loop.time() < deadline_s:

@@ -18,7 +18,7 @@ from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch, Verdict
-from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
@@ -47,6 +47,7 @@ class Planner:
 
     Attributes:
         now_s: Time of the current step's start, in seconds.
+        sources: The object through which each tier is looked up: its `TierState`, or a wrapper.
     """
 
     def __init__(self, primary: Primary, tiers: Sequence[TierState], deferral_s: float) -> None:
@@ -64,6 +65,7 @@ class Planner:
         self.deferral_s = deferral_s
         self.counters = PlannerCounters()
         self._search = TierSearch(self.tiers)
+        self.sources = self._search.sources
         self.room = Room(
             primary,
             self.tiers,
@@ -89,11 +91,6 @@ class Planner:
         self._found = self.room.found
         self._next_job_id: JobId = 0
         self.begin_step(0.0)
-
-    @property
-    def sources(self) -> list[TierLookup]:
-        """The object through which each tier is looked up: its `TierState`, or a wrapper of it."""
-        return self._search.sources
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
@@ -283,12 +280,12 @@ class Planner:
     def collect(self) -> None:
         """Apply the job results and slot releases queued in the tier states; serve the queue."""
         for index, tier in enumerate(self.tiers):
-            if not (tier.jobs.ended or tier.jobs.released):
-                continue
-            for job, result in tier.jobs.take_ended():
-                self._job_ended(index, job, result)
-            for record in tier.jobs.take_released():
-                self._job_released(index, record)
+            if tier.jobs.ended:
+                for job, result in tier.jobs.take_ended():
+                    self._job_ended(index, job, result)
+            if tier.jobs.released:
+                for record in tier.jobs.take_released():
+                    self._job_released(index, record)
         if self.room.queue:
             self.room.serve_first()
 
@@ -309,9 +306,10 @@ class Planner:
         if self._search.has_unknown:
             self._search.end_step(self.now_s)
         self._asking = None
-        self.room.end_step()
+        gave_up = self.room.end_step()
         self.cascades.send_pending(self.now_s)
-        self.collect()  # what was given up has ended
+        if gave_up:
+            self.collect()
 
     @property
     def has_pending_work(self) -> bool:
@@ -437,40 +435,33 @@ class Planner:
         if not may_wait and (_PENDING in outcomes or _RETRY in outcomes):
             outcomes = self._wait(keys, in_primary, outcomes, request)
         answers: list[LookupResult] = []
-        hits: list[OffloadKey] = []
-        missing: list[OffloadKey] = []
-        counters = self.counters
+        counters, decided = self.counters, request.decided
         for key, found, outcome in zip(keys, in_primary, outcomes, strict=True):
             if isinstance(outcome, str):
                 counters.misses[outcome] += 1
-                missing.append(key)
+                counters.block_misses += key not in decided
+                decided.add(key)
                 answers.append(_MISS)
                 if stop_at_miss:
                     break
                 continue
             if outcome is _HIT:
-                hits.append(key)
+                counters.block_hits += key not in decided
+                decided.add(key)
             elif found is _MISS:
                 request.searched[key] = outcome is _PENDING
             answers.append(outcome)
             self._found.append(key)
+        num_hits = answers.count(_HIT)
         counters.lookups += len(answers)
-        counters.hits += len(hits)
+        counters.hits += num_hits
         counters.pending_hits += answers.count(_PENDING)
         counters.retries += answers.count(_RETRY)
-        decided = request.decided
-        num_decided = len(decided)
-        decided.update(hits)
-        counters.block_hits += len(decided) - num_decided
-        num_decided = len(decided)
-        decided.update(missing)
-        counters.block_misses += len(decided) - num_decided
-        own = self.primary.counters
-        being_written = in_primary[: len(answers)].count(_PENDING)
+        own, being_written = self.primary.counters, in_primary[: len(answers)].count(_PENDING)
         own.lookups += len(answers)
-        own.hits += len(hits)
+        own.hits += num_hits
         own.pending_hits += being_written
-        own.misses += len(answers) - len(hits) - being_written
+        own.misses += len(answers) - num_hits - being_written
         return answers
 
     def _look_below(
@@ -493,7 +484,8 @@ class Planner:
             stop_at_miss: Whether outcomes behind the first miss are of no use.
         """
         wants = request.wants if request.is_queued or request.ticket else ()
-        outcomes: dict[OffloadKey, Verdict] = {}
+        # Behind a miss, the search has no verdict.
+        outcomes: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent")
         absent: list[OffloadKey] = []
         for key, found in zip(keys, in_primary, strict=True):
             if found is not _MISS:
@@ -511,8 +503,7 @@ class Planner:
             outcomes |= self._search.ask(
                 absent, request, is_paused=paused, stop_at_miss=stop_at_miss
             )
-        # Behind a miss, the search has no verdict.
-        return list(map(outcomes.get, keys, repeat("absent")))
+        return list(map(outcomes.__getitem__, keys))
 
     def _wait(
         self,

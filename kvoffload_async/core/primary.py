@@ -803,8 +803,9 @@ class Primary(ResidentBlocks):
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
-        self._recency.note(ctx, declined, reused=None)
-        self.counters.declined_blocks += len(declined)
+        if declined:
+            self._recency.note(ctx, declined, reused=None)
+            self.counters.declined_blocks += len(declined)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 

@@ -289,8 +289,12 @@ class Room:
         """Serve the queue at the start of a step, before any lookup but after all ends."""
         self._serve(self._stepped_at_s)
 
-    def end_step(self) -> None:
-        """Queue the requests that were deferred in this step, and serve the queue."""
+    def end_step(self) -> bool:
+        """Queue the requests that were deferred in this step, and serve the queue.
+
+        Returns:
+            Whether promotions may have been given up for it: their results are to be collected.
+        """
         now_s = self._stepped_at_s
         if self.guarded:
             self._primary.unpin(self.guarded)
@@ -311,6 +315,7 @@ class Room:
             self._give_up_silent(now_s)
         if self._is_contended or self.queue:
             self._serve(now_s, counts=True)
+        return self._is_contended
 
     def reset(self) -> None:
         """Drop all tickets and the queue; call before `Primary.reset`."""

@@ -196,15 +196,6 @@ class TierState:
         return blocks > 0 and now_s - self._quiet_since_s > TURN_S + 2 * self._load_seconds * blocks
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the index knows all of the tier's contents."""
-        return self.index.is_exact
-
-    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the subset of keys known to be absent from the tier."""
-        return self.index.lacks(keys)
-
-    @property
     def has_pending_work(self) -> bool:
         """Whether a job has no result yet, a result was not taken, or a probe is outstanding.
 

@@ -403,11 +403,11 @@ class PlannerDriver(Explaining):
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Apply the tiers' reports, once per step. Call only from the owner's thread.
+        """Apply the tiers' reports, once per step; before its first lookup.
 
-        Lookups begin the step themselves, if that was not done before. A store does not: some
-        schedulers offer a step's stores after its end, and then compute for long. The next step's
-        first lookup must see what has landed meanwhile.
+        A manager's lookups do so. Its stores do not begin a step: some schedulers offer a step's
+        stores after its end, and then compute for long. The next step's first lookup must see what
+        has landed meanwhile.
 
         Raises:
             ClosedError: The manager is shut down.
@@ -416,16 +416,10 @@ class PlannerDriver(Explaining):
             self._poll_timed()
             self._polled_this_step = True
 
-    def begin_store(self) -> None:
-        """Apply the tiers' reports, unless a lookup or store of this step has done so."""
-        if not (self._polled_this_step or self._polled_for_stores):
-            self._poll_timed()
-            self._polled_for_stores = True
-
     def interrupt_step(self) -> None:
         """Make the next call poll the tiers and read the clock again within the current step.
 
-        For drivers whose steps last long. Call only from the owner's thread.
+        For steps that last long, and for tiers that have reported since.
         """
         self._polled_this_step = self._polled_for_stores = False
 
@@ -435,11 +429,12 @@ class PlannerDriver(Explaining):
             return
         began_s = self._clock()
         if not self._polled_this_step:
-            self._poll(began_s)
+            self.planner.begin_step(began_s)
+            self._tiers.collect(self.planner)
         self._polled_this_step = self._polled_for_stores = False
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
-        self._tiers.end_step(context, self.planner)
+        self._tiers.end_step(self.planner, context)
         self._steps.ended(began_s)
         if self._listeners:
             self._hand_timelines_over()
@@ -450,14 +445,17 @@ class PlannerDriver(Explaining):
         """Remove and return the events of the primary and of every tier."""
         primary = self.planner.primary
         events = [*primary.take_events()] if primary.event_log.entries else []
-        return iter([*events, *self._tiers.take_events()])
+        for link in self._tiers.links.values():
+            events += link.take_events()
+        return iter(events)
 
     def announce_anew(self) -> None:
         """Announce a block again the next time that it is stored in a tier.
 
         For consumers of events that have lost their state.
         """
-        self._tiers.announce_anew()
+        for link in self._tiers.links.values():
+            link.announce_anew()
 
     @property
     def dropped_events(self) -> int:
@@ -466,7 +464,8 @@ class PlannerDriver(Explaining):
         return sum(log.dropped for log in (self._primary.core.event_log, *logs))
 
     def has_pending_work(self) -> bool:
-        return self.planner.has_pending_work or self._tiers.has_pending_work()
+        links = self._tiers.links.values()
+        return self.planner.has_pending_work or any(link.has_pending_work() for link in links)
 
     def stats(self) -> OffloadingStatistics:
         """Return counters and gauges, also after shutdown.
@@ -584,12 +583,9 @@ class PlannerDriver(Explaining):
         """Apply the tiers' reports, and count the time that it takes as the step's."""
         self._ensure_open()
         began_s = self._clock()
-        self._poll(began_s)
-        self._steps.began(began_s)
-
-    def _poll(self, now_s: float) -> None:
-        self.planner.begin_step(now_s)
+        self.planner.begin_step(began_s)
         self._tiers.collect(self.planner)
+        self._steps.began(began_s)
 
     def _ensure_open(self) -> None:
         if self._closed:

@@ -33,7 +33,6 @@ from kvoffload_async.statistics import TierStatistics, UnopenedStatistics
 from kvoffload_async.types import (
     JobId,
     Medium,
-    OffloadingEvent,
     ReqContext,
     ScheduleEndContext,
 )
@@ -295,26 +294,24 @@ class TierGroup:
         planner.collect()
         self._breaker_log.update(planner.now_s)
 
-    def end_step(self, context: ScheduleEndContext | None, planner: Planner) -> None:
-        """Queue the step's probes, and hand all effects over to the tiers."""
+    def end_step(
+        self, planner: Planner, context: ScheduleEndContext | None = None, *, probes: bool = True
+    ) -> None:
+        """Hand all effects over to the tiers; an external manager may refuse jobs at once.
+
+        Args:
+            planner: The planner, which collects what was refused.
+            context: The scheduler's, for external managers.
+            probes: Whether to begin probes for the keys that were looked up in the step.
+        """
         for link in self.links.values():
-            if link.state.may_probe:
+            if probes and link.state.may_probe:
                 link.end_step(context)
-        self.flush(planner)
-
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Remove and yield the tiers' events."""
-        for link in self.links.values():
-            yield from link.take_events()
-
-    def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored; for consumers that lost state."""
-        for link in self.links.values():
-            link.announce_anew()
-
-    def has_pending_work(self) -> bool:
-        """Return whether a tier has unfinished jobs or unanswered probes."""
-        return any(link.has_pending_work() for link in self.links.values())
+        for bridge in self._bridges:
+            bridge.flush()
+        for external in self._external:
+            external.flush()
+            planner.collect()
 
     def polls_in_s(self) -> float:
         """Return the seconds until external managers must be polled; infinity if never."""
@@ -326,14 +323,6 @@ class TierGroup:
     def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
         """Return each tier's statistics, from the planner's figures. Thread-safe."""
         return tuple(starmap(self._stats_of, enumerate(taken)))
-
-    def flush(self, planner: Planner) -> None:
-        """Hand effects over to the tiers; an external manager may refuse jobs at once."""
-        for bridge in self._bridges:
-            bridge.flush()
-        for link in self._external:
-            link.flush()
-            planner.collect()
 
     # -- calls that block ----------------------------------------------------------------------
 
@@ -361,7 +350,7 @@ class TierGroup:
             planner.begin_step(began_s)
             self.collect(planner)
             planner.cascades.send_pending(planner.now_s)
-            self.flush(planner)
+            self.end_step(planner, probes=False)
             if left_s <= 0 or not planner.has_pending_work:
                 return
             # Bounded, because a tier of another engine may use the bridge and wake this thread.

@@ -53,10 +53,7 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
             return self.planner.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
         answers: list[LookupResult] = []
         for key in keys:
-            is_current = self.generation.has(key)
-            answers.append(
-                self.planner.lookup(key, req_context) if is_current else LookupResult.MISS
-            )
+            answers.append(self.lookup(key, req_context))
             if stop_at_miss and answers[-1] is LookupResult.MISS:
                 break
         return answers
@@ -82,27 +79,6 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
         slots = self.planner.prepare_load(keys, req_context)
         return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
 
-    def hold(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
-        """Pin blocks that were HIT in this step until the request loads, for drivers that await.
-
-        The pins end if they are unused for a second while others wait for room.
-
-        Returns:
-            The number of blocks, of which the first are pinned, as far as there is room for pins;
-            None if the request must wait for room: then repeat its lookups.
-        """
-        return self.planner.hold(keys, req_context)
-
-    def on_request_scheduled(self, req_context: ReqContext) -> bool:
-        """Record that a request no longer waits for loads, or has ended.
-
-        Needed only if steps are ended without a `ScheduleEndContext`, which lists such requests.
-
-        Returns:
-            Whether the request had a ticket, or a place in the queue for one, until now.
-        """
-        return self.planner.on_request_scheduled(req_context)
-
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
     ) -> None:
@@ -116,7 +92,9 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
-        self.begin_store()
+        if not (self._polled_this_step or self._polled_for_stores):
+            self._poll_timed()
+            self._polled_for_stores = True
         primary = self.planner.primary
         drops_pending = primary.drops_pending
         primary.drops_pending = drops_pending or (is_last and self._last_drops_pending)

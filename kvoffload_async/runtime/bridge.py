@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -348,7 +349,7 @@ class SameLoopBridge(Bridge):
 
     def flush(self) -> None:
         """Execute the tiers' effects; on another thread, as in closing, hand them over."""
-        if not self.runner.is_own_thread():
+        if threading.get_ident() != self.runner.thread_id:
             super().flush()
             return
         for link in self.links:

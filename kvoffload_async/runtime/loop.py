@@ -160,24 +160,15 @@ class SameLoopRunner(ThreadsafeRunner):
         """
         super().__init__(loop)
         self._on_progress = on_progress
+        self.thread_id = threading.get_ident()
+        """The loop's thread, which creates this object."""
         self.now_s = clock_of(loop)
         """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
-
-    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """See `LoopRunner.call_soon`: on the loop's own thread, without a system call."""
-        if self.is_own_thread():
-            self._loop.call_soon(callback, *args)
-        else:
-            super().call_soon(callback, *args)
-
-    def is_own_thread(self) -> bool:
-        """Return whether the calling thread runs the loop."""
-        return _running_loop() is self._loop
 
     def notify(self) -> None:
         """See `LoopRunner.notify`."""
         super().notify()
-        if self.is_own_thread():
+        if threading.get_ident() == self.thread_id:
             self._on_progress()
         else:
             self.call_soon(self._on_progress)

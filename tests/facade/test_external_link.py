@@ -225,7 +225,7 @@ def test_every_lookup_asks_and_nothing_is_known_beside():
     index = world.state.index
     assert [world.state.index.lookup(key, CTX) for key in ks(1, 2)] == [HIT, MISS]
     assert (index.lacks(ks(1, 2)), index.peek(ks(2)), index.notifies) == ([], [HIT], False)
-    assert not world.state.is_exact
+    assert not world.state.index.is_exact
 
 
 # -- reports ------------------------------------------------------------------------------------
