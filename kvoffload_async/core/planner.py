@@ -147,7 +147,9 @@ class Planner:
             self.counters.lookups += 1
             self.counters.pending_hits += 1
             return 0, True
-        answers = self.lookup_many(keys, ctx, stop_at_miss=True)
+        if not keys or (first := self.lookup(keys[0], ctx)) is _MISS:  # most prompts are new
+            return 0, False
+        answers = [first, *self.lookup_many(keys[1:], ctx, stop_at_miss=True)]
         length = len(answers) - answers.count(_MISS)
         return length, answers.count(_HIT) < length
 

@@ -30,7 +30,7 @@ from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, State
 from kvoffload_async.facade.manager import Generation, planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_group import TierGroup, UnopenedTier
+from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier
 from kvoffload_async.remedies import Trouble, remedy
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.owned import Closing, guard_forks, warn_unclosed
@@ -502,7 +502,10 @@ class PlannerDriver(Explaining):
         """Return the seconds until a step is due that no notification triggers."""
         pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
         due_s = math.inf if pending_s is None else pending_s
-        return min(due_s, self.planner.room.wakes_in_s(), self._tiers.polls_in_s())
+        for link in self._tiers.external:  # they send no notifications
+            if link.state.jobs.orphaned_count or link.has_pending_work():
+                due_s = min(due_s, POLL_S)
+        return min(due_s, self.planner.room.wakes_in_s())
 
     def invalidate(self, generation: int | str) -> None:
         """Begin another generation after a change of weights, between steps. Non-blocking.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -39,7 +38,7 @@ from kvoffload_async.types import (
 
 logger = logging.getLogger(__name__)
 
-_POLL_S: Final = 0.05
+POLL_S: Final = 0.05
 """Interval, in seconds, of polling external managers, which send no notifications."""
 
 
@@ -241,6 +240,7 @@ class TierGroup:
         managers: The managers of the open tiers, by tier index.
         states: The states that the planner drives, one per tier.
         links: The links of the open tiers, by tier index.
+        external: The links to external managers among them.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class TierGroup:
         """Create a link to each manager; calls no method of an external manager."""
         self.managers: dict[int, SecondaryTierManager] = {}
         self.links: dict[int, TierLink | ExternalLink] = {}
-        self._external: list[ExternalLink] = []
+        self.external: list[ExternalLink] = []
         self._bridges: list[Bridge] = []
         self.states: list[TierState] = []
         self._slot_bytes = slot_bytes
@@ -309,16 +309,9 @@ class TierGroup:
                 link.end_step(context)
         for bridge in self._bridges:
             bridge.flush()
-        for external in self._external:
+        for external in self.external:
             external.flush()
             planner.collect()
-
-    def polls_in_s(self) -> float:
-        """Return the seconds until external managers must be polled; infinity if never."""
-        for link in self._external:
-            if link.state.jobs.orphaned_count or link.has_pending_work():
-                return _POLL_S
-        return math.inf
 
     def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
         """Return each tier's statistics, from the planner's figures. Thread-safe."""
@@ -354,7 +347,7 @@ class TierGroup:
             if left_s <= 0 or not planner.has_pending_work:
                 return
             # Bounded, because a tier of another engine may use the bridge and wake this thread.
-            wait_s = min(left_s, _POLL_S)
+            wait_s = min(left_s, POLL_S)
             has_news = bridge.runner.wait_until(has_results, wait_s)
             left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
 
@@ -406,7 +399,7 @@ class TierGroup:
         self.managers = dict(sorted({**self.managers, index: manager}.items()))
         self.links = dict(sorted({**self.links, index: link}.items()))
         links = self.links.values()
-        self._external = [link for link in links if isinstance(link, ExternalLink)]
+        self.external = [link for link in links if isinstance(link, ExternalLink)]
         self._bridges = list(dict.fromkeys(li.bridge for li in links if isinstance(li, TierLink)))
         return link
 
