@@ -366,7 +366,7 @@ class RuntimeStatistics:
         loop_lag_seconds: From posting work to the event loop until the loop runs it.
         step_seconds: Time on the owner's thread per end of step, collecting results included.
         longest_step_s: Longest of `step_seconds`.
-        wake_ups: Times the loop was woken.
+        wake_ups: Times the loop was woken; none by an engine that runs on it.
     """
 
     version: str

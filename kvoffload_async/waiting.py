@@ -143,26 +143,27 @@ class Limiter:
         self._free_permits = permits
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the next caller without bytes has to wait."""
-        return bool(self._waiting) or not self._free_permits
+    def try_acquire(self, num_bytes: int = 0) -> Permit | None:
+        """Return a permit, or None if the caller has to wait."""
+        if self._waiting or not self._fits(num_bytes):
+            return None
+        self._take(num_bytes)
+        return Permit(partial(self._give_back, num_bytes))
 
     async def acquire(self, num_bytes: int = 0) -> Permit:
         """Wait for admission; a cancelled wait takes no permit."""
-        if not self._waiting and self._fits(num_bytes):
-            self._take(num_bytes)
-        else:
-            admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((num_bytes, admitted))
-            try:
-                await admitted
-            except asyncio.CancelledError:
-                if admitted.cancelled():
-                    self._admit()  # a later caller may fit
-                else:
-                    self._give_back(num_bytes)
-                raise
+        if (permit := self.try_acquire(num_bytes)) is not None:
+            return permit
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, admitted))
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.cancelled():
+                self._admit()  # a later caller may fit
+            else:
+                self._give_back(num_bytes)
+            raise
         return Permit(partial(self._give_back, num_bytes))
 
     def open(self) -> None:

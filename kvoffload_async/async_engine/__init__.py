@@ -1,4 +1,4 @@
 """The asynchronous surface: offloading for serving stacks that already run an event loop.
 
-All decisions are made by the same planner, through the synchronous API.
+The same planner as behind the synchronous API makes all decisions.
 """

@@ -15,9 +15,10 @@ from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ClosedError, ConfigError, StateError, naming_shortage
+from kvoffload_async.facade.driver import PlannerDriver
+from kvoffload_async.facade.manager import planner_text
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.bridge import SameLoopBridge
 from kvoffload_async.runtime.helper_thread import HelperThread
 from kvoffload_async.runtime.loop import SameLoopRunner
 from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
@@ -109,8 +110,10 @@ class EngineLifecycle:
             raise StateError("an engine is opened once; make another one")
         self._loop = asyncio.get_running_loop()
         self._steps = Steps(self._bounds.unread_events)
-        runner = SameLoopRunner(self._loop, self._steps.note_progress)
-        self._spec = TieringOffloadingSpec(self._config, Bridge(runner), self.stats)
+        runner = SameLoopRunner(self._loop, self._steps.note_report)
+        bridge = SameLoopBridge(runner)
+        bridge.lag = self._steps.lag
+        self._spec = TieringOffloadingSpec(self._config, bridge, self.stats)
         with naming_shortage("the engine cannot be started"):
             # It waits for coroutines on this loop, and stays: closing may find no further thread.
             self._helper = HelperThread("kvoffload-engine")
@@ -125,13 +128,13 @@ class EngineLifecycle:
         self._transfers = Transfers(
             self._transport,
             self._bounds,
-            recorder=self._manager.recorder,
+            recorder=self._driver.recorder,
             block_bytes=self._config.block_bytes,
         )
-        self._stores = Stores(self._manager, self._steps, self._transfers)
+        self._stores = Stores(self._driver, self._steps, self._transfers)
         self._is_open = True
         self._is_closed = False
-        self._steps.begin(self._manager)
+        self._steps.begin(self._driver)
         guard_forks(self, _is_open=False, _is_closed=True)
         return self
 
@@ -143,24 +146,24 @@ class EngineLifecycle:
             warn_unclosed(self, "close()")
 
     def __repr__(self) -> str:
-        state = repr(self._manager) if self._is_open else "not open"
+        state = planner_text(self._driver.planner) if self._is_open else "not open"
         return f"<{type(self).__name__} of {self._config.model}: {state}>"
 
     @property
-    def manager(self) -> TieringOffloadingManager:
-        """The synchronous manager behind this engine. For invariants and inspection."""
-        return self._manager
+    def driver(self) -> PlannerDriver:
+        """The driver of the planner and the tiers. For invariants and inspection."""
+        return self._driver
 
     def stats(self) -> EngineStatistics:
         """Return counters and gauges; works on a closed engine too.
 
-        Thread-safe; see `TieringOffloadingManager.stats`.
+        Thread-safe; see `PlannerDriver.stats`.
         """
-        manager = self._require_started()
-        return self._transfers.stats(manager.stats(), self._steps.missed_events)
+        driver = self._require_started()
+        return self._transfers.stats(driver.stats(), self._steps.missed_events)
 
     def explain(self, req_id: str) -> RequestTimeline | None:
-        """Return the timeline of a request; see `TieringOffloadingManager.explain`."""
+        """Return the timeline of a request; see `PlannerDriver.explain`."""
         return self._require_started().explain(req_id)
 
     def timelines(self) -> tuple[RequestTimeline, ...]:
@@ -190,10 +193,10 @@ class EngineLifecycle:
             self._closing = self._loop.create_task(self._close(limit_s), name="kvoffload:close")
         await until_done(self._closing)
 
-    def _require_started(self) -> TieringOffloadingManager:
+    def _require_started(self) -> PlannerDriver:
         if not hasattr(self, "_transfers"):
             raise ClosedError("the engine is not open")
-        return self._manager
+        return self._driver
 
     def _require_open(self) -> None:
         if not self._is_open:
@@ -201,9 +204,9 @@ class EngineLifecycle:
         self._steps.ensure_open()
 
     def _start(self) -> None:
-        """Create manager and transport; runs on a helper thread that the loop awaits."""
-        self._manager = self._spec.get_manager()
-        self._transport = self._create_transport(self._manager.get_primary_kv_view())
+        """Create driver and transport; runs on a helper thread that the loop awaits."""
+        self._driver = self._spec.get_driver(PlannerDriver)
+        self._transport = self._create_transport(self._driver.get_primary_kv_view())
         self._has_transport = True
 
     async def _end(self, timeout_s: float) -> None:
@@ -216,7 +219,7 @@ class EngineLifecycle:
         """Close transport and tiers; runs on a helper thread that the loop awaits."""
         try:
             if self._has_transport and not self._transport.close(timeout_s):
-                hold_pages(self._manager.get_primary_kv_view(), "a copy that has not ended")
+                hold_pages(self._driver.get_primary_kv_view(), "a copy that has not ended")
         finally:
             self._spec.shutdown(timeout_s)
 
@@ -224,11 +227,11 @@ class EngineLifecycle:
         deadline_s = self._loop.time() + timeout_s
         self._steps.stop()
         self._transfers.stop()
-        has_landed = await self._transfers.quiesce(timeout_s / 2)
+        has_landed = await self._transfers.running.quiesce(timeout_s / 2)
         self._transfers.abandon()
         self._steps.waiters.give_up()
         try:
-            self._steps.end(self._manager)
+            self._steps.end(self._driver)
         finally:
             left_s = max(0.0, deadline_s - self._loop.time())
             await self._end(left_s if has_landed else left_s / 2)

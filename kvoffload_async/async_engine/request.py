@@ -53,14 +53,13 @@ class Waiters:
                 waiter.wake()
 
     def progressed(self, *, has_room: bool) -> None:
-        """Wake the waiters for progress and, if `has_room`, the first waiter for room."""
+        """Wake the waiters for progress and, if `has_room`, the first of those for room."""
         woken, self.for_progress = self.for_progress, {}
         for waiter in woken:
             waiter.wake()
         if has_room:
             self._round += 1
-            if self.for_room:
-                self.room_left()
+            self.room_left()
 
     def room_left(self) -> None:
         """Wake the next waiter for room, unless it has already found none in this round.
@@ -269,7 +268,8 @@ class EngineRequest:
         def release() -> None:
             del self._copies[copy]
             if not self._copies:
-                self.wake()
+                if self._calls:
+                    self.wake()
                 self.report_release()
 
         return release

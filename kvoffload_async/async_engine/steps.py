@@ -15,12 +15,12 @@ from typing import Final
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
 from kvoffload_async.async_engine.transfers import Transfers
-from kvoffload_async.core.index import OnResolved
-from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
+from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.manager import RoomWatch
-from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.runtime.loop import clock_of
 from kvoffload_async.types import LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput
 
 _CALLS_PER_STEP: Final = 32
@@ -46,7 +46,11 @@ class Steps:
         """Done when the running reset ends; None without one."""
         self.missed_events = 0
         """Number of events dropped for slow readers, summed over readers."""
-        self._manager: TieringOffloadingManager | None = None
+        self._driver: PlannerDriver | None = None
+        self.lag = Histogram()
+        """Seconds from scheduling a step's end until the loop runs it."""
+        self.clock = clock_of(self._loop)
+        """Returns the time of the planner's steps, in seconds."""
         self._is_due = False
         self._num_calls = 0
         """Number of calls in this step."""
@@ -55,21 +59,24 @@ class Steps:
         self._later: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
 
-    def begin(self, manager: TieringOffloadingManager) -> None:
+    def begin(self, driver: PlannerDriver) -> None:
         """Accept calls from now on."""
-        self._manager = manager
-        watch_keys(manager.planner, self.waiters.decided)
+        self._driver = driver
+        driver.planner.primary.decided = self.waiters.decided
+        for tier in driver.planner.tiers:
+            tier.index.watch(self.waiters.decided)
+        driver.on_schedule_end()  # from now on, this thread is the owner's
 
     def stop(self) -> None:
         """Reject further calls; waiting calls raise ClosedError."""
-        self._manager = None
+        self._driver = None
         self._schedule_later(math.inf)
         self.waiters.wake_all()
 
-    def end(self, manager: TieringOffloadingManager) -> None:
+    def end(self, driver: PlannerDriver) -> None:
         """End the last step, and the readers' iterations."""
         try:
-            self._finish(manager)
+            self._finish(driver)
         finally:
             self._has_ended = True
             self._tell_readers()
@@ -83,7 +90,7 @@ class Steps:
 
     def ensure_open(self) -> None:
         """Raise ClosedError before `begin` and after `stop`, StateError after an internal error."""
-        if self._manager is None:
+        if self._driver is None:
             raise ClosedError("the engine is not open")
         if self._fault is not None:
             raise StateError(f"the engine has failed: {self._fault}") from self._fault
@@ -95,8 +102,8 @@ class Steps:
 
         A step keeps what its calls have looked up.
         """
-        if self._manager is not None and self._num_calls >= _CALLS_PER_STEP:
-            self._finish(self._manager)
+        if self._driver is not None and self._num_calls >= _CALLS_PER_STEP:
+            self._finish(self._driver)
             self.schedule()  # for what is due later
         self._num_calls += 1
 
@@ -105,11 +112,21 @@ class Steps:
         self._has_progress = True
         self.schedule()
 
+    def note_report(self) -> None:
+        """Record that a tier has reported something, maybe within a call of the core's.
+
+        The end of the step takes it in, also if the step has polled the tiers before.
+        """
+        if self._driver is not None:
+            self._driver.interrupt_step()
+        self._has_progress = True
+        self.schedule()
+
     def schedule(self) -> None:
         """End the step after this iteration of the loop; repeated calls have no effect."""
-        if not self._is_due and self._manager is not None:
+        if not self._is_due and self._driver is not None:
             self._is_due = True
-            self._loop.call_soon(self._end_step)
+            self._loop.call_soon(self._end_step, self.clock())
 
     async def next_progress(self, deadline_s: float) -> None:
         """Wait for any progress of a tier or copy, or until the deadline.
@@ -139,25 +156,28 @@ class Steps:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _end_step(self) -> None:
+    def _end_step(self, scheduled_s: float) -> None:
         self._is_due = False
-        if self._manager is not None:
-            self._finish(self._manager)
-            wakes_in_s = self._manager.wakes_in_s()
+        self.lag.observe(self.clock() - scheduled_s)
+        if self._driver is not None:
+            self._finish(self._driver)
+            wakes_in_s = self._driver.wakes_in_s()
             if self._later is not None or wakes_in_s < math.inf:
                 self._schedule_later(wakes_in_s)
 
-    def _finish(self, manager: TieringOffloadingManager) -> None:
+    def _finish(self, driver: PlannerDriver) -> None:
         """Hand the step's effects to the tiers; wake waiters only after progress.
 
         A retry of a waiter for room starts a new step: woken by every step, it would spin.
         """
-        counters = manager.planner.counters
+        counters = driver.planner.counters
         results_before = counters.job_results
+        # Progress that is reported from now on is that of the next step, which takes it in.
+        has_progress, self._has_progress = self._has_progress, False
         self._num_calls = 0
         try:
-            manager.on_schedule_end()
-            events = list(manager.take_events())
+            driver.on_schedule_end()
+            events = list(driver.take_events())
         except OffloadError as error:  # an internal error: waiting calls must not hang
             self._fault = error
             self.waiters.wake_all()
@@ -168,9 +188,9 @@ class Steps:
             unread.extend(events)
         if events:
             self._tell_readers()
-        if self._has_progress or events or counters.job_results != results_before:
-            self._has_progress = False
-            self.waiters.progressed(has_room=manager.planner.primary.room > 0)
+        if has_progress or events or counters.job_results != results_before:
+            is_wanted = bool(self.waiters.for_room)
+            self.waiters.progressed(has_room=is_wanted and driver.planner.primary.room > 0)
 
     def _schedule_later(self, delay_s: float) -> None:
         """Schedule a step in `delay_s` seconds, replacing the last timer; infinity: none."""
@@ -183,13 +203,6 @@ class Steps:
         """Wake the readers of events."""
         news, self._news = self._news, self._loop.create_future()
         news.set_result(None)
-
-
-def watch_keys(planner: Planner, decided: OnResolved) -> None:
-    """Call `decided` with keys whose writes have ended or whose probes were answered."""
-    planner.primary.decided = decided
-    for tier in planner.tiers:
-        tier.index.watch(decided)
 
 
 _IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
@@ -245,13 +258,14 @@ class Stores:
 
     def __init__(
         self,
-        manager: TieringOffloadingManager,
+        driver: PlannerDriver,
         steps: Steps,
         transfers: Transfers,
     ) -> None:
         """Create the object; reserves nothing."""
-        self._manager = manager
-        self._primary = manager.planner.primary
+        self._driver = driver
+        self._planner = driver.planner
+        self._primary = driver.planner.primary
         self._steps = steps
         self._transfers = transfers
 
@@ -336,24 +350,24 @@ class Stores:
 
     def _has_all(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether all current-generation keys are in the primary or being written there."""
-        current = self._manager.generation.current(keys)
+        current = self._driver.generation.current(keys)
         if LookupResult.MISS in self._primary.lookup_many(current):
             return False
-        self._manager.begin_step()  # a pending write may have failed by now
+        self._driver.begin_step()  # a pending write may have failed by now
         if LookupResult.MISS not in self._primary.lookup_many(current):
             return True
-        self._manager.interrupt_step()  # the store may wait for a permit
+        self._driver.interrupt_step()  # the store may wait for a permit
         return False
 
     def _prepare(self, request: EngineRequest, left: _KeysLeft) -> PrepareStoreOutput | None:
         """Reserve slots for the offered blocks; the caller must use them before it awaits."""
-        granted = self._manager.prepare_store(left.offered, request.ctx)
+        self._planner.begin_step(self._steps.clock())  # each report of a tier is taken in by itself
+        current = self._driver.generation.current(left.offered)
+        granted = self._planner.prepare_store(current, request.ctx)
         left.note_answer(granted, self._primary.room_made)
         has_news = granted is None or granted.evicted_keys or not granted.keys_to_store
-        if has_news or self._steps.waiters.everybody:
+        if has_news or self._steps.waiters.everybody:  # else the step ends with the copy
             self._steps.schedule()
-        else:  # the step ends with the copy, which may take long
-            self._manager.interrupt_step()
         self._pass_room_on()
         return granted
 
@@ -380,7 +394,9 @@ class Stores:
     ) -> None:
         release()
         generation = granted.store_spec.generation
-        self._manager.complete_store(granted.keys_to_store, request.ctx, success, generation)
+        self._planner.complete_store(
+            granted.keys_to_store, request.ctx, success=success, generation=generation
+        )
         self._steps.note_progress()
 
 

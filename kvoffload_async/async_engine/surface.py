@@ -1,7 +1,7 @@
 """The asynchronous engine, and its search for a request's longest cached prefix.
 
-It runs the core of the synchronous facade on the caller's event loop, without a second thread. A
-*step* of the core is one iteration of the loop with calls or progress.
+It runs the planner and the tiers on the caller's event loop, without a second thread. A *step* of
+the planner is one iteration of the loop with calls or progress.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from kvoffload_async.async_engine.lifecycle import EngineLifecycle
 from kvoffload_async.async_engine.request import EngineRequest, Waiter
 from kvoffload_async.core.tier_state import TURN_S
 from kvoffload_async.errors import InvalidatedError, StateError
-from kvoffload_async.facade.tiering import TieringOffloadingManager
+from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.types import (
+    CPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -37,11 +38,9 @@ class PrefixSearch:
     not pinned and may have been evicted.
     """
 
-    def __init__(
-        self, manager: TieringOffloadingManager, request: EngineRequest, waiter: Waiter
-    ) -> None:
+    def __init__(self, driver: PlannerDriver, request: EngineRequest, waiter: Waiter) -> None:
         """Look up all blocks up to the first missing one, so that all promotions start at once."""
-        self._manager = manager
+        self._driver = driver
         self._keys = request.keys
         self._ctx = request.ctx
         self._waiter = waiter
@@ -74,21 +73,20 @@ class PrefixSearch:
     def readable(self) -> int:
         """Return the number of readable blocks before the first undecided block."""
         count = min(map(self._ctx.key_positions.__getitem__, self._undecided)) - 1
-        answers = self._manager.lookup_many(self._keys[:count], self._ctx, stop_at_miss=True)
-        is_hit = [answer is LookupResult.HIT for answer in answers]
+        is_hit = [answer is LookupResult.HIT for answer in self._ask(self._keys[:count])]
         return count if all(is_hit) else is_hit.index(False)
 
     @property
     def _is_notified(self) -> bool:
         """Whether every tier announces its answers; external ones do not, and may open late."""
-        return all(tier.index.notifies for tier in self._manager.planner.tiers)
+        return all(tier.index.notifies for tier in self._driver.planner.tiers)
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> None:
         """Look up keys, head to tail, up to the first miss; blocks behind it are useless."""
         if not keys:
             return
         undecided = self._undecided
-        answers = self._manager.lookup_many(keys, self._ctx, stop_at_miss=True)
+        answers = self._ask(keys)
         is_notified = self._is_notified  # a tier may have opened at the call
         self._current.update(keys[: len(answers)])
         for key, answer in zip(keys, answers, strict=False):
@@ -101,6 +99,13 @@ class PrefixSearch:
                 self._waiter.expect(key)
                 if answer is LookupResult.RETRY and not is_notified:
                     self._waiter.expect_progress()
+
+    def _ask(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
+        """Return the core's answers up to the first miss; of another generation, all are one."""
+        self._driver.begin_step()
+        if keys and not self._driver.generation.has(keys[0]):
+            return [LookupResult.MISS]
+        return self._driver.planner.lookup_many(keys, self._ctx, stop_at_miss=True)
 
     def _end_before(self, key: OffloadKey) -> None:
         positions = self._ctx.key_positions
@@ -142,7 +147,7 @@ class OffloadEngine(EngineLifecycle):
                 generation).
         """
         self._begin_call()
-        generation = self._manager.generation
+        generation = self._driver.generation
         positions: dict[OffloadKey, int] = {}
         try:
             keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
@@ -154,7 +159,7 @@ class OffloadEngine(EngineLifecycle):
                 f"block_hashes: {error}; give a sequence of bytes, one hash for each full block"
             ) from None
         ctx = ReqContext(req_id, kv_transfer_params, positions, trace_context=trace_context)
-        self._manager.on_new_request(ctx)
+        self._driver.begin_request(ctx)
         request = EngineRequest(ctx, keys, self._steps.waiters)
         self._requests[request] = None
         try:
@@ -164,7 +169,7 @@ class OffloadEngine(EngineLifecycle):
             request.end()
             if self._is_open:
                 self._unpin(request)
-                self._manager.on_request_finished(ctx)
+                self._driver.planner.on_request_finished(ctx)
                 self._steps.note_progress()
 
     async def lookup(self, request: EngineRequest, timeout_s: float = 10.0) -> int:
@@ -186,7 +191,7 @@ class OffloadEngine(EngineLifecycle):
         # The core applies its deferral limit only during a lookup.
         limit_s = self._loop.time() + self._config.deferral_timeout_s
         with request.call() as waiter:
-            search = PrefixSearch(self._manager, request, waiter)
+            search = PrefixSearch(self._driver, request, waiter)
             while True:
                 found = search.settled()
                 is_late = self._loop.time() >= deadline_s
@@ -261,7 +266,9 @@ class OffloadEngine(EngineLifecycle):
                 self._unpin(request)
                 return 0
             keys, blocks = request.keys[:count], blocks[: count * self._config.blocks_per_chunk]
-            spec = self._manager.prepare_load(keys, request.ctx)
+            planner = self._driver.planner
+            slots = planner.prepare_load(keys, request.ctx)
+            spec = CPULoadStoreSpec(as_block_ids(slots), planner.primary.generation)
             self._steps.schedule()
             release = request.occupy(blocks)
             await self._transfers.run(
@@ -273,7 +280,7 @@ class OffloadEngine(EngineLifecycle):
                 ended=partial(self._load_ended, keys, request, spec.generation, release),
                 deadline_s=deadline_s,
             )
-        if not self._manager.generation.has(keys[0]):
+        if not self._driver.generation.has(keys[0]):
             raise _invalidated(request)
         return count
 
@@ -324,7 +331,7 @@ class OffloadEngine(EngineLifecycle):
 
         Copies started later are not awaited. `EngineRequest.released` waits for one request.
         """
-        return await self._transfers.quiesce(seconds(timeout_s))
+        return await self._transfers.running.quiesce(seconds(timeout_s))
 
     # -- reset and invalidation -----------------------------------------------------------------
 
@@ -347,22 +354,22 @@ class OffloadEngine(EngineLifecycle):
         deadline_s = self._loop.time() + limit_s
         await self._steps.ready(deadline_s)
         self._steps.resetting = ended = self._loop.create_future()
-        planner = self._manager.planner
+        planner = self._driver.planner
         planner.promotions_paused = True
         try:
-            if not await self._transfers.quiesce(deadline_s - self._loop.time()):
+            if not await self._transfers.running.quiesce(deadline_s - self._loop.time()):
                 raise TimeoutError("a copy to or from the device still runs: nothing was reset")
             self._steps.schedule()
             while planner.jobs and self._loop.time() < deadline_s:
                 await self._steps.next_progress(deadline_s)
             self._require_open()
-            self._manager.reset_cache_now()
+            self._driver.reset_cache_now()
             for request in self._requests:
                 request.invalidate()
         finally:
             self._steps.resetting = None
             ended.set_result(None)
-            self._manager.on_reset_flushed()
+            planner.reset_flushed()
             self._steps.note_progress()
             self._steps.waiters.wake_all()
 
@@ -379,7 +386,7 @@ class OffloadEngine(EngineLifecycle):
             ConfigError: `generation` is neither an integer nor a label.
         """
         self._require_open()
-        self._manager.invalidate(generation)
+        self._driver.invalidate(generation)
         for request in self._requests:
             self._unpin(request)
             request.invalidate()
@@ -432,20 +439,20 @@ class OffloadEngine(EngineLifecycle):
             self._unpin(request)
             return 0
         request.prefix_blocks = 0
-        count = self._manager.hold(request.keys[:found], request.ctx)
+        count = self._driver.planner.hold(request.keys[:found], request.ctx)
         request.prefix_blocks = count or 0
         return count
 
     def _resident(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many leading keys are readable."""
-        answers = self._manager.planner.primary.lookup_many(keys)
+        answers = self._driver.planner.primary.lookup_many(keys)
         hits = takewhile(lambda answer: answer is LookupResult.HIT, answers)
         return sum(1 for _ in hits)
 
     def _unpin(self, request: EngineRequest) -> None:
         """End a request's pins, or its wait for room."""
         request.prefix_blocks = 0
-        if self._manager.on_request_scheduled(request.ctx):
+        if self._driver.planner.on_request_scheduled(request.ctx):
             self._steps.note_progress()
 
     def _load_ended(
@@ -457,7 +464,7 @@ class OffloadEngine(EngineLifecycle):
         _success: bool,
     ) -> None:
         release()
-        self._manager.complete_load(keys, request.ctx, generation)
+        self._driver.planner.complete_load(keys, request.ctx, generation)
         self._steps.note_progress()
 
 

@@ -66,6 +66,9 @@ class Transfers:
     """Runs copies; loads and stores have separate limiters, so that neither starves the other.
 
     Not thread-safe; call only from the event loop's thread.
+
+    Attributes:
+        running: The copies under way.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Transfers:
         self._block_bytes = block_bytes
         self._num_copies = 0
         loop = asyncio.get_running_loop()
-        self._running = RunningTransfers(loop)
+        self.running = RunningTransfers(loop)
         self._clock = clock_of(loop)
         self._durations = {Direction.LOAD: Histogram(), Direction.STORE: Histogram()}
         self._failed_copies = 0
@@ -96,8 +99,8 @@ class Transfers:
     async def permit(self, direction: Direction, deadline_s: float, ctx: ReqContext) -> Permit:
         """Wait for a permit; BusyError if too many calls wait, TimeoutError at the deadline."""
         limiter = self._limiters[direction]
-        if not limiter.is_busy:
-            return await limiter.acquire()
+        if (free := limiter.try_acquire()) is not None:
+            return free
         if self._recorder is not None:
             self._recorder.advance(self._clock())
             self._recorder.note(ctx, "waits", reason=f"other {_CALLS[direction]} to end")
@@ -147,19 +150,23 @@ class Transfers:
             self._durations[direction].observe(self._clock() - began_s)
             self._failed_copies += error is not None
             release()
-            record_end(error)
+            if record_end is not None:
+                record_end(error)
             ended(error is None)
 
         began_s = self._clock()
-        record_end = self._record(ctx, direction, len(host.block_ids), began_s)
+        record_end: Ended | None = None
+        if self._recorder is not None:
+            record_end = self._record(ctx, direction, len(host.block_ids), began_s)
         try:
             device = GPULoadStoreSpec(as_block_ids(device_blocks), (len(device_blocks),), (0,))
             copies = BlockCopies(direction, device, host)
             transfer = self._transport.submit(copies, self._transport.record_compute())
-            landing = self._running.start(transfer, landed)
+            landing = self.running.start(transfer, landed)
         except BaseException as error:
             self._failed_copies += 1
-            record_end(error)
+            if record_end is not None:
+                record_end(error)
             ended(False)
             if isinstance(error, KeyboardInterrupt):  # the user's
                 raise
@@ -170,17 +177,13 @@ class Transfers:
         if outcome.error is not None:
             raise TransportError(text_of(outcome.error)) from outcome.error
 
-    async def quiesce(self, timeout_s: float) -> bool:
-        """Wait until the copies under way have ended, but for later ones; False at the deadline."""
-        return await self._running.quiesce(timeout_s)
-
     def stats(self, manager: OffloadingStatistics, missed_events: int) -> EngineStatistics:
         """Return the manager's statistics extended by copies, waiting calls and missed events."""
         return EngineStatistics(
             primary=manager.primary,
             tiers=manager.tiers,
             planner=manager.planner,
-            copies=len(self._running),
+            copies=len(self.running),
             waiting_loads=self._num_waiting[Direction.LOAD],
             waiting_stores=self._num_waiting[Direction.STORE],
             runtime=manager.runtime,
@@ -195,8 +198,7 @@ class Transfers:
     ) -> Ended:
         """Record the start of a copy; return a function that records its end."""
         recorder = self._recorder
-        if recorder is None:
-            return _record_nothing
+        assert recorder is not None  # noqa: S101 - for the type checker
         copy_id, num_bytes = self._num_copies, num_blocks * self._block_bytes
         self._num_copies += 1
         recorder.advance(began_s)
@@ -224,7 +226,7 @@ class Transfers:
 
     def abandon(self) -> None:
         """Stop tracking running copies; their callers get a ClosedError."""
-        self._running.abandon(ClosedError("the engine was closed before the copy had ended"))
+        self.running.abandon(ClosedError("the engine was closed before the copy had ended"))
 
 
 @dataclass(slots=True, eq=False)
@@ -303,7 +305,3 @@ class RunningTransfers:
             running.ended(outcome.error)
         finally:
             running.landed.set_result(outcome)
-
-
-def _record_nothing(_error: BaseException | None) -> None:
-    """Ignore the end of a copy when there is no recorder."""

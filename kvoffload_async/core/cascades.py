@@ -475,7 +475,7 @@ class Cascades:
     def offer_faster(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> None:
         """Queue blocks promoted from a tier for the faster tiers that are known to lack them."""
         for faster in range(index):
-            lacking = self._tiers[faster].lacks(keys)
+            lacking = self._tiers[faster].index.lacks(keys)
             if lacking:
                 self.defer(faster, lacking, now_s)
 
@@ -544,7 +544,8 @@ class Cascades:
         self._primary.unpin(record.job.keys)
         tier, keys = self._tiers[index], record.job.keys
         # Only an exact index can confirm that a block has landed.
-        landed = frozenset(keys).difference(tier.lacks(keys)) if tier.is_exact else frozenset()
+        lacking = tier.index.lacks(keys) if tier.index.is_exact else keys
+        landed = frozenset(keys).difference(lacking)
         self._finish(index, record.job, landed, None, now_s)
 
     # -- reset and shutdown ---------------------------------------------------------------------
@@ -717,8 +718,8 @@ class Touches:
         keys = list(dict.fromkeys(chain.from_iterable(reversed(self.used))))
         self.used.clear()
         for index, tier in enumerate(self._tiers):
-            if tier.is_exact:
-                lacking = tier.lacks(keys)
+            if tier.index.is_exact:
+                lacking = tier.index.lacks(keys)
                 if lacking:
                     self._cascades.defer_reused(index, lacking, now_s)
                     absent = frozenset(lacking)

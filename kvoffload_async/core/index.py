@@ -250,6 +250,9 @@ class _Line:
         return ((0.0, through / (self._blocks_squared + squares)),)
 
 
+AskNearer = Callable[[Sequence[OffloadKey], Any], Sequence[LookupResult]]
+"""Looks keys up in the nearer tiers on behalf of a request; returns HIT, MISS or RETRY for each."""
+
 OnResolved = Callable[[Sequence[OffloadKey]], object]
 """Called with keys whose lookup result has changed; must not call back into the core."""
 
@@ -304,8 +307,8 @@ class KeyIndex(ABC):
         """Return the keys known to be absent. Starts no probe."""
 
     @abstractmethod
-    def peek(self, key: OffloadKey) -> LookupResult:
-        """Return the known answer: HIT, MISS, or RETRY while it is outstanding. Starts no probe."""
+    def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Return the known answers: HIT, MISS, or RETRY while outstanding. Starts no probe."""
 
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
@@ -369,9 +372,10 @@ class ExactIndex(KeyIndex):
                 break
         return answers
 
-    def peek(self, key: OffloadKey) -> LookupResult:
-        """Return HIT or MISS."""
-        return LookupResult.MISS if self._present.get(key) is None else LookupResult.HIT
+    def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Return HIT or MISS for each key."""
+        found = self._present.find(keys)
+        return [LookupResult.MISS if each is None else LookupResult.HIT for each in found]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Add keys."""
@@ -484,10 +488,10 @@ class ProbedIndex(KeyIndex):
         known = self._known(keys).items()
         return [key for key, verdict in known if verdict % _PHASES == _ABSENT]
 
-    def peek(self, key: OffloadKey) -> LookupResult:
-        """Return the current verdict; MISS if no live request has looked up the key."""
-        verdict = self._verdicts.get(key)
-        return LookupResult.MISS if verdict is None else _ANSWERS[verdict % _PHASES]
+    def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Return the current verdicts; MISS for a key that no live request has looked up."""
+        found = self._verdicts.find(keys)
+        return [LookupResult.MISS if v is None else _ANSWERS[v % _PHASES] for v in found]
 
     def next_probe(self) -> StartProbe | None:
         """Return a probe of the queued keys; None if there are none, or at the probe limit."""
@@ -669,13 +673,11 @@ class CostGatedIndex(KeyIndex):
             for key in keys:
                 self._news.update(self._blocked.pop(key, {}))
 
-    def resolve(
-        self, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult], *, all_requests: bool
-    ) -> None:
+    def resolve(self, ask_nearer: AskNearer, *, all_requests: bool) -> None:
         """Add the keys that all nearer tiers lack to the missed ones; call before a step's end.
 
         Args:
-            ask_nearer: Looks a key up in the nearer tiers; RETRY while an answer is outstanding.
+            ask_nearer: Looks keys up in the nearer tiers; RETRY while an answer is outstanding.
             all_requests: Whether to examine all requests, not only those with resolved keys.
         """
         news, self._news = self._news, {}
@@ -685,12 +687,10 @@ class CostGatedIndex(KeyIndex):
         for request in news:
             self._resolve(request, ask_nearer)
 
-    def _resolve(
-        self, request: Hashable, ask_nearer: Callable[[OffloadKey, Hashable], LookupResult]
-    ) -> None:
+    def _resolve(self, request: Hashable, ask_nearer: AskNearer) -> None:
         unknown = self.unknown[request]
-        for key in tuple(unknown):
-            answer = ask_nearer(key, request)
+        keys = tuple(unknown)
+        for key, answer in zip(keys, ask_nearer(keys, request), strict=True):
             if answer is LookupResult.RETRY:
                 self._blocked.setdefault(key, {})[request] = None
                 return
@@ -711,9 +711,9 @@ class CostGatedIndex(KeyIndex):
         """Return the keys known to be absent."""
         return self._index.lacks(keys)
 
-    def peek(self, key: OffloadKey) -> LookupResult:
-        """Return the inner index's answer."""
-        return self._index.peek(key)
+    def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Return the inner index's answers."""
+        return self._index.peek(keys)
 
     def next_probe(self) -> StartProbe | None:
         """End a step: admit or decline the undecided requests; return the next probe."""
@@ -841,9 +841,9 @@ class AskedIndex(KeyIndex):
                 break
         return answers
 
-    def peek(self, key: OffloadKey) -> LookupResult:
-        """Return HIT: only a lookup shows whether the tier has the key."""
-        return LookupResult.HIT
+    def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Return HIT for each key: only a lookup tells whether the tier has it."""
+        return [LookupResult.HIT] * len(keys)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return an empty list: no key is known to be absent."""

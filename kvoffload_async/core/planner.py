@@ -18,10 +18,9 @@ from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch, Verdict
-from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import StateError
-from kvoffload_async.statistics import MissReason
-from kvoffload_async.tables.keymap import require_keys
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -48,6 +47,7 @@ class Planner:
 
     Attributes:
         now_s: Time of the current step's start, in seconds.
+        sources: The object through which each tier is looked up: its `TierState`, or a wrapper.
     """
 
     def __init__(self, primary: Primary, tiers: Sequence[TierState], deferral_s: float) -> None:
@@ -65,10 +65,11 @@ class Planner:
         self.deferral_s = deferral_s
         self.counters = PlannerCounters()
         self._search = TierSearch(self.tiers)
+        self.sources = self._search.sources
         self.room = Room(
             primary,
             self.tiers,
-            lambda key, request: self._search.find(key, request, self.now_s),
+            lambda keys, request: self._search.find(keys, request, self.now_s),
             partial(self._submit, is_promotion=True),
         )
         self.requests: dict[ReqContext, RequestState] = {}
@@ -85,14 +86,11 @@ class Planner:
         )
         self._touches = Touches(self.tiers, self.cascades, self.own)
         self._asking: RequestState | None = None
+        self._ahead: dict[OffloadKey, Verdict] = {}
+        """What the tiers have answered, in one call, to keys that a request asks for one by one."""
         self._found = self.room.found
         self._next_job_id: JobId = 0
         self.begin_step(0.0)
-
-    @property
-    def sources(self) -> list[TierLookup]:
-        """The object through which each tier is looked up: its `TierState`, or a wrapper of it."""
-        return self._search.sources
 
     # -- the scheduler's calls ------------------------------------------------------------------
 
@@ -115,13 +113,19 @@ class Planner:
         self._end_if_done(request)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
-        """Look up one key; see `lookup_many`."""
+        """Look up one key; see `lookup_many`.
+
+        The first lookup of a round asks the tiers for all keys that the request was not answered
+        in the last step, as it will repeat them.
+        """
+        if not LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            require_keys((key,))
         request = self._asking
-        is_asking = request is not None and request.ctx is ctx and not request.is_finished
-        if request is not None and is_asking and self.primary.lookup(key) is _HIT:
-            self._found.append(key)
-            return self._count_lookups((key,), (_HIT,), (_HIT,), request)[0]
-        return self.lookup_many((key,), ctx, stop_at_miss=True)[0]
+        if request is None or request.ctx is not ctx or request.is_finished:
+            request = self._live_request(ctx)
+            self._begin_round(request)
+            self._ask_ahead(request)
+        return self._answer((key,), (self.primary.lookup(key),), request)[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> tuple[int, bool]:
         """Look up a prompt's blocks, up to the first that is nowhere.
@@ -143,10 +147,9 @@ class Planner:
             self.counters.lookups += 1
             self.counters.pending_hits += 1
             return 0, True
-        require_keys(keys[:1])
-        if keys and self._misses(keys[0], request):  # most prompts are new
+        if not keys or (first := self.lookup(keys[0], ctx)) is _MISS:  # most prompts are new
             return 0, False
-        answers = self.lookup_many(keys, ctx, stop_at_miss=True)
+        answers = [first, *self.lookup_many(keys[1:], ctx, stop_at_miss=True)]
         length = len(answers) - answers.count(_MISS)
         return length, answers.count(_HIT) < length
 
@@ -170,14 +173,15 @@ class Planner:
         require_keys(keys)
         if request is not self._asking:
             self._begin_round(request)
-        if stop_at_miss and keys and self._misses(keys[0], request):
-            return [_MISS]
         answers: list[LookupResult] = []
-        for start in range(0, len(keys), _KEYS_AT_ONCE):
-            part = keys[start : start + _KEYS_AT_ONCE]
-            answers += self._look_up(part, request, stop_at_miss=stop_at_miss)
-            if stop_at_miss and answers[-1] is LookupResult.MISS:
+        size = 1 if stop_at_miss else _KEYS_AT_ONCE  # most prompts are new: their first block tells
+        while len(answers) < len(keys):
+            part = keys[len(answers) : len(answers) + size]
+            in_primary = self.primary.lookup_many(part)
+            answers += self._answer(part, in_primary, request, stop_at_miss=stop_at_miss)
+            if stop_at_miss and answers[-1] is _MISS:
                 break
+            size = _KEYS_AT_ONCE
         return answers
 
     def prepare_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> list[int]:
@@ -278,12 +282,12 @@ class Planner:
     def collect(self) -> None:
         """Apply the job results and slot releases queued in the tier states; serve the queue."""
         for index, tier in enumerate(self.tiers):
-            if not (tier.jobs.ended or tier.jobs.released):
-                continue
-            for job, result in tier.jobs.take_ended():
-                self._job_ended(index, job, result)
-            for record in tier.jobs.take_released():
-                self._job_released(index, record)
+            if tier.jobs.ended:
+                for job, result in tier.jobs.take_ended():
+                    self._job_ended(index, job, result)
+            if tier.jobs.released:
+                for record in tier.jobs.take_released():
+                    self._job_released(index, record)
         if self.room.queue:
             self.room.serve_first()
 
@@ -304,9 +308,10 @@ class Planner:
         if self._search.has_unknown:
             self._search.end_step(self.now_s)
         self._asking = None
-        self.room.end_step()
+        gave_up = self.room.end_step()
         self.cascades.send_pending(self.now_s)
-        self.collect()  # what was given up has ended
+        if gave_up:
+            self.collect()
 
     @property
     def has_pending_work(self) -> bool:
@@ -397,44 +402,69 @@ class Planner:
         else:
             self.cascades.released(index, record, self.now_s)
 
-    def _misses(self, key: OffloadKey, request: RequestState) -> bool:
-        """Return whether the primary and all tiers are known to lack a key; if so, count a miss."""
-        if self.promotions_paused or self.primary.lookup(key) is not _MISS:
-            return False
-        if not self._search.all_lack(key, request, self.now_s):
-            return False
-        self.counters.lookups += 1
-        self.counters.misses["absent"] += 1
-        self.counters.block_misses += request.decides((key,))
-        self.primary.counters.count_lookups((_MISS,))
-        return True
+    def _ask_ahead(self, request: RequestState) -> None:
+        """Ask the tiers, in one call, for the keys that a request repeats."""
+        if not request.again:
+            return
+        keys, request.again = list(request.again), ()
+        answers = zip(keys, self.primary.lookup_many(keys), strict=True)
+        absent = [key for key, found in answers if found is _MISS]
+        paused = self.promotions_paused
+        self._ahead = self._search.ask(absent, request, is_paused=paused, stop_at_miss=False)
 
-    def _look_up(
-        self, keys: Sequence[OffloadKey], request: RequestState, *, stop_at_miss: bool
+    def _answer(
+        self,
+        keys: Sequence[OffloadKey],
+        in_primary: Sequence[LookupResult],
+        request: RequestState,
+        *,
+        stop_at_miss: bool = False,
     ) -> list[LookupResult]:
-        in_primary = self.primary.lookup_many(keys)
-        outcomes: list[LookupResult | MissReason] = list(in_primary)
+        """Return and count the answers to keys, given the primary's.
+
+        Args:
+            keys: The keys.
+            in_primary: The primary's answers.
+            request: The request that looks up the keys; its round has begun.
+            stop_at_miss: Whether the answers end with the first MISS.
+        """
+        outcomes: Sequence[Verdict] = in_primary
         if _MISS in in_primary:
             outcomes = self._look_below(keys, in_primary, request, stop_at_miss=stop_at_miss)
-        if request.is_refused:
-            outcomes = ["no_room" if each is _PENDING else each for each in outcomes]
-        elif request.ticket and _PENDING in in_primary:
-            behind = request.wants.keys() - request.ticket.keys()
-            outcomes = [
-                "no_room" if each is _PENDING and key in behind else each
-                for key, each in zip(keys, outcomes, strict=False)
-            ]
-        if (_PENDING in outcomes or _RETRY in outcomes) and not self._defer(request):
-            outcomes = [
-                each if each is _HIT or isinstance(each, str) else "expired" for each in outcomes
-            ]
-        if stop_at_miss:
-            missing = next((i for i, each in enumerate(outcomes, 1) if isinstance(each, str)), None)
-            outcomes = outcomes[:missing]
-        self._found += [
-            key for key, each in zip(keys, outcomes, strict=False) if not isinstance(each, str)
-        ]
-        return self._count_lookups(keys, in_primary, outcomes, request)
+        may_wait = request.is_deferred and not (
+            request.is_refused or request.ticket or request.is_expired
+        )
+        if not may_wait and (_PENDING in outcomes or _RETRY in outcomes):
+            outcomes = self._wait(keys, in_primary, outcomes, request)
+        answers: list[LookupResult] = []
+        counters, decided = self.counters, request.decided
+        for key, found, outcome in zip(keys, in_primary, outcomes, strict=True):
+            if isinstance(outcome, str):
+                counters.misses[outcome] += 1
+                counters.block_misses += key not in decided
+                decided.add(key)
+                answers.append(_MISS)
+                if stop_at_miss:
+                    break
+                continue
+            if outcome is _HIT:
+                counters.block_hits += key not in decided
+                decided.add(key)
+            elif found is _MISS:
+                request.searched[key] = outcome is _PENDING
+            answers.append(outcome)
+            self._found.append(key)
+        num_hits = answers.count(_HIT)
+        counters.lookups += len(answers)
+        counters.hits += num_hits
+        counters.pending_hits += answers.count(_PENDING)
+        counters.retries += answers.count(_RETRY)
+        own, being_written = self.primary.counters, in_primary[: len(answers)].count(_PENDING)
+        own.lookups += len(answers)
+        own.hits += num_hits
+        own.pending_hits += being_written
+        own.misses += len(answers) - num_hits - being_written
+        return answers
 
     def _look_below(
         self,
@@ -443,8 +473,8 @@ class Planner:
         request: RequestState,
         *,
         stop_at_miss: bool,
-    ) -> list[LookupResult | MissReason]:
-        """Look up keys in the tiers that the primary lacks; return the answers for all `keys`.
+    ) -> list[Verdict]:
+        """Look up in the tiers the keys that the primary lacks; return the outcomes of all keys.
 
         A request in the queue, or with a ticket, is not looked up again: what the ticket leaves out
         is a miss.
@@ -453,47 +483,61 @@ class Planner:
             keys: The keys, at least one of which the primary lacks.
             in_primary: The primary's answers.
             request: The request.
-            stop_at_miss: Whether answers behind the first miss are of no use.
+            stop_at_miss: Whether outcomes behind the first miss are of no use.
         """
-        absent = [key for key, found in zip(keys, in_primary, strict=True) if found is _MISS]
-        known: dict[OffloadKey, LookupResult | MissReason] = {}
-        if request.is_queued:
-            known = {key: _PENDING for key in absent if key in request.wants}
-        elif request.ticket:
-            known = {key: "no_room" for key in absent if key in request.wants}
-        if request.elsewhere:
-            known.update({key: _PENDING for key in absent if key in request.elsewhere})
-        if known:
-            absent = [key for key in absent if key not in known]
-        if absent:
-            verdicts = self._search.ask(
-                absent,
-                request,
-                self.now_s,
-                is_paused=self.promotions_paused,
-                stop_at_miss=stop_at_miss,
-            )
-            outcomes = {key: self._outcome(each, request) for key, each in verdicts.items()}
-            request.elsewhere.update(key for key, each in outcomes.items() if each is _PENDING)
-            known.update(outcomes)
-        answers = zip(keys, in_primary, strict=True)
+        wants = request.wants if request.is_queued or request.ticket else ()
         # Behind a miss, the search has no verdict.
-        return [known.get(key, "absent") if found is _MISS else found for key, found in answers]
+        outcomes: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent")
+        absent: list[OffloadKey] = []
+        for key, found in zip(keys, in_primary, strict=True):
+            if found is not _MISS:
+                outcomes[key] = found
+            elif request.searched.get(key):
+                outcomes[key] = _PENDING
+            elif key in wants:
+                outcomes[key] = _PENDING if request.is_queued else "no_room"
+            elif key in self._ahead:
+                outcomes[key] = self._ahead.pop(key)
+            else:
+                absent.append(key)
+        if absent:
+            paused = self.promotions_paused
+            outcomes |= self._search.ask(
+                absent, request, is_paused=paused, stop_at_miss=stop_at_miss
+            )
+        return list(map(outcomes.__getitem__, keys))
 
-    def _outcome(self, verdict: Verdict, request: RequestState) -> LookupResult | MissReason:
-        """Return the answer for a key that the primary lacks."""
-        if isinstance(verdict, str):
-            return verdict
-        if verdict is _RETRY:
-            request.is_undecided = True
-            return _RETRY
-        if request.is_refused or not self.room.budget:
-            self.counters.promotions_refused += 1
-            return "no_room"
-        return _PENDING
+    def _wait(
+        self,
+        keys: Sequence[OffloadKey],
+        in_primary: Sequence[LookupResult],
+        outcomes: Sequence[Verdict],
+        request: RequestState,
+    ) -> Sequence[Verdict]:
+        """Defer a request for keys that are not readable yet; a miss where it may not wait."""
+        final: list[Verdict] = []
+        ticket, wants = request.ticket, request.wants
+        for key, found, outcome in zip(keys, in_primary, outcomes, strict=True):
+            answer = outcome
+            if outcome is _PENDING and found is _MISS and not request.is_queued:
+                if request.is_refused or not self.room.budget:
+                    self.counters.promotions_refused += 1
+                    answer = "no_room"
+            elif outcome is _PENDING and (
+                request.is_refused or (ticket and key in wants and key not in ticket)
+            ):
+                answer = "no_room"
+            final.append(answer)
+        if _PENDING in final or _RETRY in final:
+            if not request.is_deferred:
+                self._defer(request)
+            if request.is_expired:
+                waiting = (_PENDING, _RETRY)
+                return ["expired" if each in waiting else each for each in final]
+        return final
 
     def _defer(self, request: RequestState) -> bool:
-        """Record a deferred lookup; return whether its request may still be deferred."""
+        """Record that a request is deferred in this step; return whether it may still be."""
         counts = not request.is_queued or self.room.is_head(request)
         self.counters.deferrals_expired += request.defer(self.now_s, self.deferral_s, counts=counts)
         return not request.is_expired
@@ -505,41 +549,10 @@ class Planner:
         num_stored = self.primary.stored_now + max(pending, default=0)
         return self.room.room_for_store(count, is_whole=is_whole, num_stored=num_stored)
 
-    def _count_lookups(
-        self,
-        keys: Sequence[OffloadKey],
-        in_primary: Sequence[LookupResult],
-        outcomes: Sequence[LookupResult | MissReason],
-        request: RequestState,
-    ) -> list[LookupResult]:
-        """Update the lookup counters; return the outcomes, with miss reasons replaced by MISS."""
-        counters = self.counters
-        answers: list[LookupResult] = []
-        hits: list[OffloadKey] = []
-        missing: list[OffloadKey] = []
-        for key, answer in zip(keys, outcomes, strict=False):
-            if isinstance(answer, str):
-                counters.misses[answer] += 1
-                missing.append(key)
-                answers.append(_MISS)
-                continue
-            if answer is _HIT:
-                hits.append(key)
-            answers.append(answer)
-        counters.lookups += len(answers)
-        counters.hits += len(hits)
-        counters.pending_hits += answers.count(_PENDING)
-        counters.retries += answers.count(_RETRY)
-        if hits:
-            counters.block_hits += request.decides(hits)
-        if missing:
-            counters.block_misses += request.decides(missing)
-        self.primary.counters.count_lookups(in_primary[: len(answers)])
-        return answers
-
     def _begin_round(self, request: RequestState) -> None:
         """Begin a request's series of lookups; the previous request's series ends."""
-        self._asking = request
+        self._asking, self._ahead = request, {}
+        self._search.begin_round(request, self.now_s)
         self.room.begin_round(request, self.now_s)
 
     def _decide(self, request: RequestState) -> bool:
@@ -584,7 +597,7 @@ class Planner:
         )
         self._next_job_id += 1
         self.counters.jobs_submitted += 1
-        self.tiers[index].take_on(job)
+        self.tiers[index].submit(job)
 
     def _end_if_done(self, request: RequestState) -> None:
         if not request.can_end:

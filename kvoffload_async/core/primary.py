@@ -803,8 +803,9 @@ class Primary(ResidentBlocks):
         if readable:
             self._recency.note(ctx, readable, reused=True)
         self._recency.note(ctx, wanted, reused=False)
-        self._recency.note(ctx, declined, reused=None)
-        self.counters.declined_blocks += len(declined)
+        if declined:
+            self._recency.note(ctx, declined, reused=None)
+            self.counters.declined_blocks += len(declined)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
@@ -871,14 +872,14 @@ class Primary(ResidentBlocks):
     def room_excluding(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many slots can be reserved without evicting these readable blocks."""
         refs = self._refs
-        found = (slot for slot in self._blocks.find(keys) if slot is not None)
-        return self._room_excluding({slot for slot in found if not refs[slot] & PINS})
+        slots = {slot for slot in self._blocks.find(keys) if slot is not None}
+        return self._room_excluding({slot for slot in slots if not refs[slot] & PINS})
 
     def _room_excluding(self, unpinned: Collection[int]) -> int:
         """Return how many slots can be reserved without evicting the blocks in `unpinned`."""
         if self.drops_pending:
             return self.room - len(unpinned)
-        return self.room - sum(not self._refs[slot] for slot in unpinned)
+        return self.room - [self._refs[slot] for slot in unpinned].count(0)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Reserve slots for as many absent keys as fit, evicting other blocks if needed.

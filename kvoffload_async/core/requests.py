@@ -14,25 +14,25 @@ class RequestState:
     """
 
     __slots__ = (
-        "_decided",
         "_deferred_at_s",
         "_deferred_s",
         "_undecided_since_s",
+        "again",
         "asked_at_s",
         "awaits",
         "blocked_since_s",
         "ctx",
-        "elsewhere",
+        "decided",
         "failed",
         "is_deferred",
         "is_expired",
         "is_finished",
         "is_queued",
         "is_refused",
-        "is_undecided",
         "lacking",
         "parked",
         "request_level_tiers",
+        "searched",
         "ticket",
         "undecided_blocks",
         "waits",
@@ -56,16 +56,19 @@ class RequestState:
         """(tier, key) of failed promotions, which are not retried for this request."""
         self.lacking: dict[int, set[OffloadKey]] = {}
         """Tier -> keys that the tier lacks; not looked up there again while the request waits."""
-        self.elsewhere: set[OffloadKey] = set()
-        """Keys that this step's lookups have found in a tier."""
+        self.searched: dict[OffloadKey, bool] = {}
+        """Key that this step's lookups have searched in the tiers and not missed -> whether a tier
+        has it: if not, the answer is outstanding."""
+        self.again: Collection[OffloadKey] = ()
+        """The keys of the last step's `searched`, while the request waits: it will ask again."""
+        self.decided: set[OffloadKey] = set()
+        """Keys that were answered HIT or MISS."""
         self.asked_at_s = 0.0
         """Time of the last lookup, in seconds."""
         self.waits = False
         """Whether the request has made a lookup and not proceeded since."""
         self.is_deferred = False
         """Whether a lookup of this step was deferred."""
-        self.is_undecided = False
-        """Whether a lookup of this step waits for the answer to a probe."""
         self.wants: dict[OffloadKey, None] = {}
         """The run of a request in the queue or with a ticket, and what lies behind it."""
         self.ticket: dict[OffloadKey, bool] = {}
@@ -82,7 +85,6 @@ class RequestState:
         self._deferred_s = 0.0
         self._deferred_at_s: float | None = None
         self._undecided_since_s: float | None = None
-        self._decided: set[OffloadKey] = set()
 
     @property
     def can_end(self) -> bool:
@@ -91,11 +93,10 @@ class RequestState:
 
     def ordered(self, keys: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
         """Return keys in prompt order if their positions are known, else as given."""
-        positions = self.ctx.key_positions
-        if not positions:
-            return list(keys)
-        last = max(positions.values()) + 1
-        return sorted(keys, key=lambda key: positions.get(key, last))
+        positions, keys = self.ctx.key_positions, list(keys)
+        known = [key for key in keys if key in positions]
+        known.sort(key=positions.__getitem__)
+        return known + [key for key in keys if key not in positions]
 
     def defer(self, now_s: float, limit_s: float, *, counts: bool) -> bool:
         """Record a deferred lookup; return True if this reaches the limit on deferral.
@@ -117,6 +118,7 @@ class RequestState:
         """Record that lookups are not deferred: the time until one is again does not count."""
         self._deferred_at_s = None
         self.lacking.clear()
+        self.again = ()
 
     def begin_round(self, now_s: float) -> None:
         """Record the start of a series of lookups."""
@@ -124,12 +126,6 @@ class RequestState:
         self.waits = not self.is_expired
         if self._undecided_since_s is None:
             self._undecided_since_s = now_s
-
-    def decides(self, keys: Iterable[OffloadKey]) -> int:
-        """Record the keys that were answered HIT or MISS; return how many were not before."""
-        before = len(self._decided)
-        self._decided.update(keys)
-        return len(self._decided) - before
 
     def proceed(self) -> float | None:
         """Record that the request no longer waits for lookups.
@@ -148,6 +144,6 @@ class RequestState:
         self.writing.clear()
         self.parked.clear()
         self.undecided_blocks.clear()
-        self.elsewhere.clear()
+        self.searched.clear()
         self.end_deferral()
         self.waits = self.is_deferred = False

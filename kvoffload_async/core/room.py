@@ -80,8 +80,8 @@ from kvoffload_async.types import LookupResult, OffloadKey, ReqContext
 _HIT: Final = LookupResult.HIT
 _MISS: Final = LookupResult.MISS
 
-Find = Callable[[OffloadKey, RequestState], int | None]
-"""Returns the nearest tier that has a block and may load it for a request; None if none does."""
+Find = Callable[[Sequence[OffloadKey], RequestState], Sequence[int | None]]
+"""Returns for each block the nearest tier that may load it for a request; None if none does."""
 
 Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], object]
 """Submits a promotion: tier index, request, keys, and their slots."""
@@ -158,8 +158,8 @@ class Room:
     @property
     def budget(self) -> int:
         """Slots that tickets and promotions in flight may name together."""
-        held = len(self._primary.pool.holds)
-        return max(0, self._primary.num_slots - self.reserved - held)
+        pool = self._primary.pool
+        return max(0, pool.num_slots - self.reserved - len(pool.holds))
 
     @property
     def named(self) -> int:
@@ -324,8 +324,8 @@ class Room:
             first = next(index for index, key in enumerate(named) if key in absent)
             if tier is not None:
                 request.failed.update((tier, key) for key in named if key in absent)
-            elsewhere = self._find(named[first], request) is not None
-            self._release(request, named if elsewhere else named[first:])
+            (elsewhere,) = self._find([named[first]], request)
+            self._release(request, named[first:] if elsewhere is None else named)
             if request.ticket and not request.awaits:
                 self._note_landed(request)
             self._notify(request)
@@ -342,8 +342,12 @@ class Room:
         """Serve the queue at the start of a step, before any lookup but after all ends."""
         self._serve(self._stepped_at_s)
 
-    def end_step(self) -> None:
-        """Queue the requests that were deferred in this step, and serve the queue."""
+    def end_step(self) -> bool:
+        """Queue the requests that were deferred in this step, and serve the queue.
+
+        Returns:
+            Whether promotions may have been given up for it: their results are to be collected.
+        """
         now_s = self._stepped_at_s
         if self.guarded:
             self._primary.unpin(self.guarded)
@@ -364,6 +368,7 @@ class Room:
             self._give_up_silent(now_s)
         if self._is_contended or self.queue:
             self._serve(now_s, counts=True)
+        return self._is_contended
 
     def reset(self) -> None:
         """Drop all tickets and the queue; call before `Primary.reset`."""
@@ -389,12 +394,13 @@ class Room:
         for request, keys in asked.items():
             if request.is_expired:
                 self.leave(request)
-            elif request.waits and request.is_deferred and not request.is_undecided:
+            elif request.waits and request.is_deferred and all(request.searched.values()):
                 self._want(request, keys)
+            asks_again = request.is_deferred and not request.is_queued
+            request.again, request.searched = (request.searched if asks_again else ()), {}
             if not request.is_deferred:
                 request.end_deferral()
-            request.elsewhere.clear()
-            request.is_deferred = request.is_undecided = request.is_refused = False
+            request.is_deferred = request.is_refused = False
         self._rounds.clear()
         self.found.clear()
         self._num_examined = 0
@@ -471,12 +477,12 @@ class Room:
         """
         keys = list(islice(request.wants, self.budget))
         answers = zip(keys, self._primary.lookup_many(keys), strict=True)
-        absent = dict.fromkeys((key for key, answer in answers if answer is _MISS), 0)
+        missing = [key for key, answer in answers if answer is _MISS]
+        absent = dict.fromkeys(missing, 0)
         if not is_due and not self._fits(keys, absent):
             return keys, absent
         self._searched_s = now_s
-        for key in list(absent):
-            tier = self._find(key, request)
+        for key, tier in zip(missing, self._find(missing, request), strict=True):
             if tier is None:
                 run = keys[: keys.index(key)]
                 return run, {key: absent[key] for key in run if key in absent}
@@ -485,8 +491,9 @@ class Room:
 
     def _fits(self, run: Sequence[OffloadKey], absent: Collection[OffloadKey]) -> bool:
         """Return whether a run fits next to the tickets, and its absent blocks into the primary."""
-        new = sum(key not in self._holders and key not in self.in_flight for key in run)
-        if self.named + new > self.budget:
+        holders, in_flight = self._holders, self.in_flight
+        new = [key for key in run if key not in holders and key not in in_flight]
+        if self.named + len(new) > self.budget:
             return False
         return len(absent) <= self._primary.room_excluding(
             [key for key in run if key not in absent]
@@ -532,7 +539,7 @@ class Room:
             self._primary.unpin(pinned)
             return False
         self._dequeue(request)
-        self._unnamed_in_flight -= sum(key in in_flight for key in new)
+        self._unnamed_in_flight -= len(in_flight.intersection(new))
         for key in run:
             holders[key] = holders.get(key, 0) + 1
         for key in run if being_written else ():
@@ -582,7 +589,7 @@ class Room:
 
     def _end_flight(self, keys: Sequence[OffloadKey]) -> None:
         self.in_flight.difference_update(keys)
-        self._unnamed_in_flight -= sum(key not in self._holders for key in keys)
+        self._unnamed_in_flight -= len(keys) - sum(map(self._holders.__contains__, keys))
         self._version += 1
 
     def _note_landed(self, request: RequestState) -> None:

@@ -14,9 +14,10 @@ from kvoffload_async.statistics import MissReason, SkipReason
 from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
 
 _RETRY: Final = LookupResult.RETRY
+_FOUND: Final = LookupResult.HIT_PENDING
 
-Verdict = int | LookupResult | MissReason
-"""Result of a search: the tier that has the block, RETRY if it is unknown yet, or why none has."""
+Verdict = LookupResult | MissReason
+"""Result of a search: HIT_PENDING if a tier has the block, RETRY if unknown, or why none has."""
 
 
 class TierSearch:
@@ -37,37 +38,19 @@ class TierSearch:
         self._tiers = tiers
         self.sources: list[TierLookup] = list(tiers)
         self.has_unknown = False
+        self._skipped: list[SkipReason | None] = []
+        """By tier: why the request of the current round cannot load from it; None if it can."""
         self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
         """By tier: (is available, loads permitted) of each nearer tier at the last `_resolve`."""
 
-    def all_lack(self, key: OffloadKey, request: RequestState, now_s: float) -> bool:
-        """Return whether every tier is known to lack a key; if so, count a lookup in each.
-
-        False also if a tier's index is not exact or if a tier is skipped. A tier that this request
-        has asked for the key before is not counted again.
-        """
-        if request.is_expired or request.failed:
-            return False
-        for index, tier in enumerate(self._tiers):
-            if tier.cost_gated is not None or not tier.index.is_exact:
-                return False
-            if _skips(tier, request.ctx, now_s) is not None:
-                return False
-            if tier.index.peek(key) is LookupResult.HIT:
-                return False
-            lacking = request.lacking.setdefault(index, set())
-            if key not in lacking:
-                self.sources[index].lookup_many([key], request.ctx, stop_at_miss=True)
-                lacking.add(key)
-                tier.counters.lookups += 1
-                tier.counters.misses += 1
-        return True
+    def begin_round(self, request: RequestState, now_s: float) -> None:
+        """Begin a request's series of lookups: find out from which tiers it may load now."""
+        self._skipped = [_skips(tier, request.ctx, now_s) for tier in self._tiers]
 
     def ask(
         self,
         keys: Sequence[OffloadKey],
         request: RequestState,
-        now_s: float,
         *,
         is_paused: bool,
         stop_at_miss: bool,
@@ -76,8 +59,7 @@ class TierSearch:
 
         Args:
             keys: Keys that are absent from the primary.
-            request: The request that looks up the keys.
-            now_s: Time of the step, in seconds.
+            request: The request that looks up the keys; its round has begun.
             is_paused: Whether promotions are paused.
             stop_at_miss: Whether the verdicts end with the first miss.
         """
@@ -87,17 +69,13 @@ class TierSearch:
         verdicts: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent")
         last = len(self._tiers) - 1
         for index, tier in enumerate(self._tiers):
-            is_remote = tier.locality is Locality.REMOTE
             has_unknown = _RETRY in verdicts.values()
-            asked = list(verdicts)
-            if index:
-                asked = [key for key in verdicts if not isinstance(verdicts[key], int)]
-            if has_unknown and is_remote:
-                asked = self._leave_unknown(tier, asked, request, verdicts)
+            asked = self._unfound(tier, request, verdicts) if index else list(verdicts)
+            if asked and (self._skipped[index] is not None or request.failed):
+                asked = self._leave_skipped(index, asked, request, verdicts)
             if asked:
-                asked = self._leave_skipped(index, asked, request, now_s, verdicts)
-            if asked:
-                is_final = stop_at_miss and index == last and (is_remote or not has_unknown)
+                knows = tier.locality is Locality.REMOTE or not has_unknown
+                is_final = stop_at_miss and index == last and knows
                 self._ask_tier(index, asked, request, verdicts, stop_at_miss=is_final)
         if stop_at_miss:
             for reached, verdict in enumerate(verdicts.values(), 1):
@@ -105,14 +83,19 @@ class TierSearch:
                     return dict(islice(verdicts.items(), reached))
         return verdicts
 
-    def find(self, key: OffloadKey, request: RequestState, now_s: float) -> int | None:
-        """Return the nearest tier known to have a block that a request may load; None if none."""
+    def find(
+        self, keys: Sequence[OffloadKey], request: RequestState, now_s: float
+    ) -> list[int | None]:
+        """Return for each key the nearest tier from which a request may load the block, or None."""
+        found: dict[OffloadKey, int | None] = dict.fromkeys(keys)
         for index, tier in enumerate(self._tiers):
-            if (index, key) in request.failed or _skips(tier, request.ctx, now_s) is not None:
+            if _skips(tier, request.ctx, now_s) is not None:
                 continue
-            if tier.index.peek(key) is LookupResult.HIT:
-                return index
-        return None
+            rest = [key for key in keys if found[key] is None]
+            for key, answer in zip(rest, tier.index.peek(rest), strict=True):
+                if answer is LookupResult.HIT and (index, key) not in request.failed:
+                    found[key] = index
+        return list(found.values())
 
     def end_step(self, now_s: float) -> None:
         """Pass the nearer tiers' answers of this step to the cost-gated tiers that need them."""
@@ -131,38 +114,37 @@ class TierSearch:
         self._nearer_in_use[index] = in_use
         cost_gated.resolve(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
 
-    def _leave_unknown(
-        self,
-        tier: TierState,
-        keys: Sequence[OffloadKey],
-        request: RequestState,
-        verdicts: Mapping[OffloadKey, Verdict],
+    def _unfound(
+        self, tier: TierState, request: RequestState, verdicts: Mapping[OffloadKey, Verdict]
     ) -> list[OffloadKey]:
-        """Return the keys that all nearer tiers are known to lack; only these are looked up.
+        """Return the keys to look up in a tier: those that no nearer tier is known to have.
 
-        The other keys are unknown yet, and a cost-gated tier is warned to expect them.
+        For a remote tier, only those that all nearer tiers are known to lack. The other keys are
+        unknown yet, and a cost-gated tier is warned to expect them.
         """
-        if tier.cost_gated is not None:
-            unknown = [key for key in keys if verdicts[key] is _RETRY]
+        asked: list[OffloadKey] = []
+        unknown: list[OffloadKey] = []
+        for key, verdict in verdicts.items():
+            if verdict is _RETRY and tier.locality is Locality.REMOTE:
+                unknown.append(key)
+            elif verdict is not _FOUND:
+                asked.append(key)
+        if unknown and tier.cost_gated is not None:
             tier.cost_gated.expect(unknown, request.ctx)
             self.has_unknown = True
-        return [key for key in keys if verdicts[key] is not _RETRY]
+        return asked
 
     def _leave_skipped(
         self,
         index: int,
         keys: list[OffloadKey],
         request: RequestState,
-        now_s: float,
         verdicts: dict[OffloadKey, Verdict],
     ) -> list[OffloadKey]:
         """Return the keys to look up in a tier; count the others as skipped."""
-        tier = self._tiers[index]
-        reason = _skips(tier, request.ctx, now_s)
+        tier, reason = self._tiers[index], self._skipped[index]
         left: list[OffloadKey] = []
         if reason is None:
-            if not request.failed:
-                return keys
             reason = "failed"
             left = [key for key in keys if (index, key) not in request.failed]
             keys = [key for key in keys if (index, key) in request.failed]
@@ -205,7 +187,7 @@ class TierSearch:
             if answer is LookupResult.MISS:
                 missing.append(key)
             else:
-                verdicts[key] = index if answer is LookupResult.HIT else _RETRY
+                verdicts[key] = _FOUND if answer is LookupResult.HIT else _RETRY
         counters, hits = tier.counters, answers.count(LookupResult.HIT)
         counters.lookups += len(answers) - len(missing)
         counters.hits += hits
@@ -219,19 +201,17 @@ class TierSearch:
 
 
 def _ask_nearer(
-    tiers: Sequence[TierState], now_s: float, key: OffloadKey, ctx: ReqContext
-) -> LookupResult:
-    """Return HIT if a usable tier has the block, RETRY if one has not resolved it, else MISS."""
-    answer = LookupResult.MISS
+    tiers: Sequence[TierState], now_s: float, keys: Sequence[OffloadKey], ctx: ReqContext
+) -> list[LookupResult]:
+    """Return for each key HIT if a usable tier has it, RETRY if one may have it, or MISS."""
+    answers = [LookupResult.MISS] * len(keys)
     for tier in tiers:
         if _skips(tier, ctx, now_s) is not None:
             continue
-        known = tier.index.peek(key)
-        if known is LookupResult.HIT:
-            return known
-        if known is LookupResult.RETRY:
-            answer = known
-    return answer
+        for number, known in enumerate(tier.index.peek(keys)):
+            if known is not LookupResult.MISS and answers[number] is not LookupResult.HIT:
+                answers[number] = known
+    return answers
 
 
 def _skips(tier: TierState, ctx: ReqContext, now_s: float) -> SkipReason | None:

@@ -85,6 +85,7 @@ class TierState:
     Attributes:
         jobs: Jobs, from submission until their result and their release have been taken.
         index: The known contents of the tier.
+        lookup_many: The index's; see `KeyIndex.lookup_many`.
         cost_gated: The index, if it probes only for requests that miss enough blocks; else None.
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots occupied by promotions: until the block has landed, or the promotion
@@ -129,6 +130,7 @@ class TierState:
         """
         self.name = name
         self.index = index
+        self.lookup_many: Callable[..., list[LookupResult]] = index.lookup_many
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
         self.jobs = Ledger(slot_bytes, self._note_result, self._note_release)
         self.health = TierHealth(breaker or BreakerSettings())
@@ -156,12 +158,6 @@ class TierState:
     def label(self) -> str:
         """A name unique among the tiers of the engine."""
         return self.event_log.ownership or self.name
-
-    def lookup_many(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
-    ) -> list[LookupResult]:
-        """Return HIT, MISS or RETRY for each key; see `KeyIndex.lookup_many`."""
-        return self.index.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
 
     def skips_load(self, ctx: ReqContext, now_s: float) -> SkipReason | None:
         """Return why a request cannot load from this tier now; None if it can."""
@@ -205,15 +201,6 @@ class TierState:
         return blocks > 0 and now_s - self._quiet_since_s > TURN_S + 2 * self._load_seconds * blocks
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the index knows all of the tier's contents."""
-        return self.index.is_exact
-
-    def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the subset of keys known to be absent from the tier."""
-        return self.index.lacks(keys)
-
-    @property
     def has_pending_work(self) -> bool:
         """Whether a job has no result yet, a result was not taken, or a probe is outstanding.
 
@@ -245,20 +232,27 @@ class TierState:
         Raises:
             StateError: The numbers of keys and block ids differ; the job was not accepted.
         """
-        _require_slots(job)
-        self._start(job)
-
-    def take_on(self, job: JobMetadata) -> None:
-        """Submit a job like `submit`; count it in the breakers and in the tier's slots."""
-        _require_slots(job)
+        num_blocks = len(job.keys)
+        # Keys and slots are validated by the actor, off this thread: it costs time per block.
+        if len(job.block_ids) != num_blocks:
+            raise StateError(
+                f"job {job.job_id} has {num_blocks} keys but {len(job.block_ids)} block_ids"
+            )
         if not (self.promotion_slots or self.cascading_blocks):
             self._quiet_since_s = job.submit_time
         self.health.job_submitted(job)
         if job.is_promotion:
-            self.promotion_slots += len(job.keys)
+            self.promotion_slots += num_blocks
         else:
-            self.cascading_blocks += len(job.keys)
-        self._start(job)
+            self.cascading_blocks += num_blocks
+        self.counters.submit(job)
+        if not self.jobs.accept(job):
+            return
+        if self._closed:
+            error = TierClosedError(f"job {job.job_id} came after the shutdown")
+            self.jobs.handle(JobAbandoned(job.job_id, error))
+        else:
+            self.effects.append(StartJob(job))
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None) -> None:
         """Forward a use of blocks to the tier, if it is open."""
@@ -340,6 +334,7 @@ class TierState:
         for listener in self.index.listeners:
             opened.index.watch(listener)
         self.index, self.cost_gated = opened.index, opened.cost_gated
+        self.lookup_many = opened.lookup_many
         self.event_log, self.observed = opened.event_log, opened.observed
         self.medium, self.locality = opened.medium, opened.locality
         self.backpressure, self.remedies = opened.backpressure, opened.remedies
@@ -359,16 +354,6 @@ class TierState:
         return self.jobs.ids_in(JobState.ORPHANED)
 
     # -- internal -------------------------------------------------------------------------------
-
-    def _start(self, job: JobMetadata) -> None:
-        self.counters.submit(job)
-        if not self.jobs.accept(job):
-            return
-        if self._closed:
-            error = TierClosedError(f"job {job.job_id} came after the shutdown")
-            self.jobs.handle(JobAbandoned(job.job_id, error))
-        else:
-            self.effects.append(StartJob(job))
 
     def _finish(self, event: JobFinished) -> None:
         job = self.jobs.handle(event)
@@ -416,16 +401,13 @@ class TierState:
 
     def _note_result(self, job: JobMetadata, result: JobResult) -> None:
         self.counters.count(job, result)
+        if not result.orphaned:
+            self._free(job)
         now_s = self.health.now_s
         if now_s is None:  # without a planner
             return
         self.health.job_ended(job, result, now_s)
-        if job.is_promotion:
-            self.promotion_slots -= 0 if result.orphaned else len(job.keys)
-            return
-        if not result.orphaned:
-            self.cascading_blocks -= len(job.keys)
-        if self.backpressure is None:
+        if job.is_promotion or self.backpressure is None:
             return
         if result.success:
             num_bytes = result.transfer_bytes or 0
@@ -434,17 +416,11 @@ class TierState:
             self.backpressure.store_failed(now_s)
 
     def _note_release(self, record: JobRecord) -> None:
-        if self.health.now_s is None:  # without a planner
-            return
-        if record.job.is_promotion:
-            self.promotion_slots -= len(record.job.keys)
+        self._free(record.job)
+
+    def _free(self, job: JobMetadata) -> None:
+        """Record that the copy of a job has ended."""
+        if job.is_promotion:
+            self.promotion_slots -= len(job.keys)
         else:
-            self.cascading_blocks -= len(record.job.keys)
-
-
-def _require_slots(job: JobMetadata) -> None:
-    # Keys and slots are validated by the actor, off this thread: it costs time per block.
-    if len(job.block_ids) != len(job.keys):
-        raise StateError(
-            f"job {job.job_id} has {len(job.keys)} keys but {len(job.block_ids)} block_ids"
-        )
+            self.cascading_blocks -= len(job.keys)

@@ -624,7 +624,7 @@ class PluggedTiers:
             if self._is_closed or port.state.skips_load(self._context, now_s) is not None:
                 transfer.refuse(self._refusal(port, "loads"))
                 continue
-            absent = set(port.state.lacks([transfer.keys[index] for index in missing]))
+            absent = set(port.state.index.lacks([transfer.keys[index] for index in missing]))
             if absent:
                 transfer.refuse(BlockMissingError(f"{port.state.name} has no such block"))
             if wanted := [index for index in missing if transfer.keys[index] not in absent]:
@@ -658,7 +658,7 @@ class PluggedTiers:
         )
         transfer.add_job()
         port.transfers[job.job_id] = transfer, following
-        port.state.take_on(job)
+        port.state.submit(job)
         if port.state.jobs.ended:  # it was refused
             self._wake()
 

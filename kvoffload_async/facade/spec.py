@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvoffload_async.abc.tier import TierLocation
 from kvoffload_async.abc.transport import Transport
@@ -19,6 +19,7 @@ from kvoffload_async.errors import (
     naming_shortage,
 )
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
+from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.manager import OffloadingManager, tiers_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
@@ -40,6 +41,9 @@ if TYPE_CHECKING:  # do not import torch before a caller passes tensors
 
     from kvoffload_async.transport.layout import KVLayout
     from kvoffload_async.transport.streams import DeviceRuntime
+
+
+D = TypeVar("D", bound=PlannerDriver)
 
 
 class _Spec(ABC):
@@ -274,7 +278,7 @@ class TieringOffloadingSpec(_Spec):
         self._status = EngineStatus(self.config.model, read_stats)
         self._recorder: TraceRecorder | None = None
         self._is_shut_down = False
-        self._manager: TieringOffloadingManager | None = None
+        self._driver: PlannerDriver | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -309,20 +313,31 @@ class TieringOffloadingSpec(_Spec):
             TierUnavailableError: The storage of a tier cannot be reached.
             TierTimeoutError: A tier did not open in time.
         """
-        if self._manager is None:
+        return self.get_driver(TieringOffloadingManager)
+
+    def get_driver(self, kind: type[D]) -> D:
+        """Like `get_manager`, for a caller that needs less than a manager.
+
+        Args:
+            kind: The class to return an object of: `PlannerDriver` or a subclass; the same in each
+                call.
+        """
+        driver = self._driver
+        if driver is None:
             try:
                 with naming_shortage("the threads of the engine cannot be started"):
                     self._status.listen(self._status_path())
-                    self._manager = self._create_manager()
-                    self._status.serve(self._manager.stats, self._manager.slowest_requests)
+                    driver = self._driver = self._create_driver(kind)
+                    self._status.serve(driver.stats, driver.slowest_requests)
             except BaseException:
                 try:
                     self._close(self.config.shutdown_timeout_s)
                 finally:
-                    self._manager = None
+                    self._driver = None
                 raise
-            guard_forks(self, _manager=None, _host=None)
-        return self._manager
+            guard_forks(self, _driver=None, _host=None)
+        assert isinstance(driver, kind)  # noqa: S101 - for the type checker
+        return driver
 
     def _status_path(self) -> str | None:
         """Return the path of the status socket, or None."""
@@ -353,8 +368,8 @@ class TieringOffloadingSpec(_Spec):
     def _close(self, timeout_s: float) -> None:
         self._status.close()
         try:
-            if self._manager is not None:
-                self._manager.shutdown(timeout_s)
+            if self._driver is not None:
+                self._driver.shutdown(timeout_s)
         finally:
             recorder, self._recorder = self._recorder, None
             if recorder is not None:
@@ -367,7 +382,7 @@ class TieringOffloadingSpec(_Spec):
         """Return the tiers' configurations; called after the primary was mapped."""
         return self.config.secondary_tiers
 
-    def _create_manager(self) -> TieringOffloadingManager:
+    def _create_driver(self, kind: type[D]) -> D:
         config = self.config
         primary = self._create_primary()
         tiers: list[SecondaryTierManager | UnopenedTier] = []
@@ -384,7 +399,7 @@ class TieringOffloadingSpec(_Spec):
                 close_unused(tier, config.shutdown_timeout_s)
             primary.shutdown()
             raise
-        return TieringOffloadingManager(
+        return kind(
             primary,
             tiers,
             bridge=self.runtime,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -33,14 +32,13 @@ from kvoffload_async.statistics import TierStatistics, UnopenedStatistics
 from kvoffload_async.types import (
     JobId,
     Medium,
-    OffloadingEvent,
     ReqContext,
     ScheduleEndContext,
 )
 
 logger = logging.getLogger(__name__)
 
-_POLL_S: Final = 0.05
+POLL_S: Final = 0.05
 """Interval, in seconds, of polling external managers, which send no notifications."""
 
 
@@ -242,6 +240,7 @@ class TierGroup:
         managers: The managers of the open tiers, by tier index.
         states: The states that the planner drives, one per tier.
         links: The links of the open tiers, by tier index.
+        external: The links to external managers among them.
     """
 
     def __init__(
@@ -254,7 +253,7 @@ class TierGroup:
         """Create a link to each manager; calls no method of an external manager."""
         self.managers: dict[int, SecondaryTierManager] = {}
         self.links: dict[int, TierLink | ExternalLink] = {}
-        self._external: list[ExternalLink] = []
+        self.external: list[ExternalLink] = []
         self._bridges: list[Bridge] = []
         self.states: list[TierState] = []
         self._slot_bytes = slot_bytes
@@ -295,45 +294,28 @@ class TierGroup:
         planner.collect()
         self._breaker_log.update(planner.now_s)
 
-    def end_step(self, context: ScheduleEndContext | None, planner: Planner) -> None:
-        """Queue the step's probes, and hand all effects over to the tiers."""
+    def end_step(
+        self, planner: Planner, context: ScheduleEndContext | None = None, *, probes: bool = True
+    ) -> None:
+        """Hand all effects over to the tiers; an external manager may refuse jobs at once.
+
+        Args:
+            planner: The planner, which collects what was refused.
+            context: The scheduler's, for external managers.
+            probes: Whether to begin probes for the keys that were looked up in the step.
+        """
         for link in self.links.values():
-            if link.state.may_probe:
+            if probes and link.state.may_probe:
                 link.end_step(context)
-        self.flush(planner)
-
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Remove and yield the tiers' events."""
-        for link in self.links.values():
-            yield from link.take_events()
-
-    def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored; for consumers that lost state."""
-        for link in self.links.values():
-            link.announce_anew()
-
-    def has_pending_work(self) -> bool:
-        """Return whether a tier has unfinished jobs or unanswered probes."""
-        return any(link.has_pending_work() for link in self.links.values())
-
-    def polls_in_s(self) -> float:
-        """Return the seconds until external managers must be polled; infinity if never."""
-        for link in self._external:
-            if link.state.jobs.orphaned_count or link.has_pending_work():
-                return _POLL_S
-        return math.inf
+        for bridge in self._bridges:
+            bridge.flush()
+        for external in self.external:
+            external.flush()
+            planner.collect()
 
     def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
         """Return each tier's statistics, from the planner's figures. Thread-safe."""
         return tuple(starmap(self._stats_of, enumerate(taken)))
-
-    def flush(self, planner: Planner) -> None:
-        """Hand effects over to the tiers; an external manager may refuse jobs at once."""
-        for bridge in self._bridges:
-            bridge.flush()
-        for link in self._external:
-            link.flush()
-            planner.collect()
 
     # -- calls that block ----------------------------------------------------------------------
 
@@ -361,11 +343,11 @@ class TierGroup:
             planner.begin_step(began_s)
             self.collect(planner)
             planner.cascades.send_pending(planner.now_s)
-            self.flush(planner)
+            self.end_step(planner, probes=False)
             if left_s <= 0 or not planner.has_pending_work:
                 return
             # Bounded, because a tier of another engine may use the bridge and wake this thread.
-            wait_s = min(left_s, _POLL_S)
+            wait_s = min(left_s, POLL_S)
             has_news = bridge.runner.wait_until(has_results, wait_s)
             left_s -= max(self._clock() - began_s, 0.0 if has_news else wait_s)
 
@@ -417,7 +399,7 @@ class TierGroup:
         self.managers = dict(sorted({**self.managers, index: manager}.items()))
         self.links = dict(sorted({**self.links, index: link}.items()))
         links = self.links.values()
-        self._external = [link for link in links if isinstance(link, ExternalLink)]
+        self.external = [link for link in links if isinstance(link, ExternalLink)]
         self._bridges = list(dict.fromkeys(li.bridge for li in links if isinstance(li, TierLink)))
         return link
 

@@ -2,414 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import logging
-import math
-import platform
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Sequence
 
-from kvoffload_async.block_io.choice import implementation
-from kvoffload_async.config import WriteBack, one_of, parse_generation
-from kvoffload_async.core.counters import Histogram
-from kvoffload_async.core.health import BreakerSettings, BreakerState
-from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.readings import Snapshot, read_planner, take_snapshot
-from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import (
-    ClosedError,
-    ConfigError,
-    OffloadError,
-    StateError,
-    Trouble,
-    remedy_of,
-    text_of,
-)
-from kvoffload_async.facade.manager import Generation, OffloadingManager, planner_text
-from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
-from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_group import TierGroup, UnopenedTier
-from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.owned import Closing, guard_forks, warn_unclosed
-from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
-from kvoffload_async.timeline import RequestTimeline, SlowRequest
+from kvoffload_async.facade.driver import PlannerDriver
+from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
-    ENGINE_REQ_ID,
     CPULoadStoreSpec,
     LookupResult,
-    OffloadingEvent,
     OffloadKey,
     OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    ScheduleEndContext,
     as_block_ids,
 )
-from kvoffload_async.waiting import seconds
-
-logger = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN: Final = 60.0
 
 
-class LossWarnings:
-    """Logs a warning when blocks were not stored in a tier, at most once a minute per tier.
-
-    Blocks dropped by a reset do not count: the caller asked for it.
-
-    Not thread-safe; call only from the owner's thread.
-    """
-
-    def __init__(self, planner: Planner, now_s: float) -> None:
-        """Count the losses from `now_s` on, in seconds."""
-        self._planner = planner
-        self._told = [Counter[str]() for _ in planner.tiers]
-        self._told_s = [now_s for _ in planner.tiers]
-        self._next_s = [now_s for _ in planner.tiers]
-
-    def check(self, now_s: float, *, is_last: bool = False) -> None:
-        """Log the blocks that each tier has lost since its last warning, if a warning is due."""
-        for index, tier in enumerate(self._planner.tiers):
-            counters, told = tier.counters, self._told[index]
-            lost = counters.dropped_blocks - counters.dropped["reset"]
-            lost += counters.failed_store_blocks
-            if lost > told.total() and (is_last or now_s >= self._next_s[index]):
-                self._warn(index, tier, now_s)
-                self._told_s[index], self._next_s[index] = now_s, now_s + _SECONDS_BETWEEN
-
-    def _warn(self, index: int, tier: TierState, now_s: float) -> None:
-        """Log the losses by reason, each with its remedy."""
-        dropped, told = tier.counters.dropped, self._told[index]
-        since = {
-            reason: count - told[reason]
-            for reason, count in (
-                ("evicted", dropped["evicted"]),
-                ("failed", tier.counters.failed_store_blocks),
-                ("closed", dropped["closed"]),
-            )
-            if count > told[reason]
-        }
-        told.update(since)
-        logger.warning(
-            "tier %s: %d blocks have been lost in the last %.0f s: %s; %d more wait for room",
-            tier.label,
-            sum(since.values()),
-            now_s - self._told_s[index],
-            "; ".join(
-                f"{count} {_LOSSES[reason]} ({remedy_of(_cause_of(reason, tier), tier.remedies)})"
-                for reason, count in since.items()
-            ),
-            self._planner.cascades.queues[index].count,
-        )
-
-
-_LOSSES: Final = {
-    "evicted": "evicted from the primary before the tier had room for them",
-    "failed": "given up after failed stores",
-    "closed": "not stored before the shutdown",
-}
-_TROUBLES: Final = {"evicted": Trouble.TOO_SLOW, "closed": Trouble.CLOSED_TOO_SOON}
-
-
-def _cause_of(reason: str, tier: TierState) -> Trouble:
-    """Return why a tier's blocks were lost for a reason."""
-    if reason == "failed":
-        return Trouble.STORES_FAILED
-    if not tier.is_available:
-        return Trouble.NOT_OPEN
-    if tier.health.stores.state is not BreakerState.CLOSED:
-        return Trouble.SUSPENDED
-    return Trouble.HANGING if tier.jobs.orphaned_count else _TROUBLES[reason]
-
-
-class OwnerSteps:
-    """Measures the time that the begin and end of each step take on the owner's thread.
-
-    The end of a step publishes a snapshot of the planner's figures by one assignment, so other
-    threads read a consistent snapshot without waiting.
-
-    Not thread-safe, except `published` and `read`; call only from the owner's thread.
-    """
-
-    def __init__(self, clock: Callable[[], float], planner: Planner) -> None:
-        self._clock = clock
-        self._planner = planner
-        self._durations = Histogram()
-        self._longest_s = self._step_s = 0.0
-        self._block_io = _block_io()
-        self.publish()
-
-    def began(self, since_s: float) -> None:
-        """Record the duration of the step's begin, which started at `since_s`, in seconds."""
-        self._owner = threading.get_ident()
-        self._step_s += self._clock() - since_s
-
-    def ended(self, since_s: float) -> None:
-        """Record the duration of the step's end, which started at `since_s`; then publish."""
-        self._step_s += self._clock() - since_s
-        self._durations.observe(self._step_s)
-        self._longest_s = max(self._longest_s, self._step_s)
-        self._step_s = 0.0
-        self.publish()
-
-    def publish(self) -> None:
-        """Publish a snapshot for other threads."""
-        self._owner = threading.get_ident()
-        self._published = take_snapshot(self._planner)
-
-    def published(self) -> Snapshot:
-        """Return the latest snapshot; on the owner's thread, take a new one."""
-        if threading.get_ident() == self._owner:
-            self.publish()
-        return self._published
-
-    def read(self, bridge: Bridge | None) -> RuntimeStatistics:
-        """Return the durations of steps, and the statistics of the bridge that tiers share."""
-        version, python = _versions()
-        return RuntimeStatistics(
-            version=version,
-            python=python,
-            block_io=self._block_io,
-            loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
-            step_seconds=self._durations.read(),
-            longest_step_s=self._longest_s,
-            wake_ups=0 if bridge is None else bridge.wake_ups,
-        )
-
-
-def _block_io() -> str:
-    """Return the name of the block I/O implementation; "python" if its setting is invalid."""
-    try:
-        return implementation().name
-    except ConfigError:
-        return "python"
-
-
-@functools.cache
-def _versions() -> tuple[str, str]:
-    """Return the versions of this package and the interpreter; cached."""
-    return importlib.metadata.version("kvoffload-async"), platform.python_version()
-
-
-TimelineListener = Callable[[RequestTimeline], None]
-"""Called on the owner's thread; must not block."""
-
-FindParent = Callable[[ReqContext], object | None]
-
-
-class Explaining:
-    """Timelines of the last `explain_requests` requests.
-
-    Not thread-safe, except `slowest_requests`; call only from the owner's thread.
-
-    Attributes:
-        recorder: Records the timelines; None: recording is off.
-    """
-
-    recorder: RequestRecorder | None
-    _listeners: tuple[TimelineListener, ...] = ()
-
-    def explain(self, req_id: str) -> RequestTimeline | None:
-        """Return the timeline of a request so far, also after its end; `print` it.
-
-        If several requests have the id, the latest is returned.
-
-        Returns:
-            None if the request is not recorded.
-
-        Raises:
-            StateError: Recording is off: `explain_requests` is 0.
-        """
-        return self._require_recorder().explain(req_id)
-
-    def timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return the timelines of all recorded requests, oldest first.
-
-        Raises:
-            StateError: Recording is off: `explain_requests` is 0.
-        """
-        return self._require_recorder().timelines()
-
-    def slowest_requests(self, count: int = 5) -> tuple[SlowRequest, ...] | None:
-        """Return the recent requests with the longest waits; None if recording is off.
-
-        Thread-safe.
-        """
-        return None if self.recorder is None else self.recorder.slowest(count)
-
-    def watch_timelines(
-        self, listener: TimelineListener, find_parent: FindParent | None = None
-    ) -> None:
-        """Pass each timeline to a listener, once, at the end of the step that completes it.
-
-        A timeline is complete when no copy for its request is running. At shutdown, and when the
-        recorder drops a request, the timeline is passed incomplete. The error of a listener is
-        logged, and the listener is removed.
-
-        Args:
-            listener: Called on the owner's thread; must not block.
-            find_parent: Returns the trace context of a new request; by default the request's own.
-
-        Raises:
-            StateError: Recording is off: `explain_requests` is 0.
-        """
-        recorder = self._require_recorder()
-        recorder.keep_complete()
-        if find_parent is not None:
-            recorder.find_parent = find_parent
-        self._listeners += (listener,)
-
-    def _require_recorder(self) -> RequestRecorder:
-        if self.recorder is None:
-            raise StateError(
-                "no request is recorded: set explain_requests, the number of requests to keep"
-            )
-        return self.recorder
-
-    def _give_timelines_up(self) -> None:
-        """At shutdown, pass all remaining timelines to the listener, incomplete ones included."""
-        if self.recorder is not None:
-            self._hand_timelines_over()
-            self.recorder.give_up()
-            self._hand_timelines_over()
-
-    def _hand_timelines_over(self) -> None:
-        if self.recorder is None or not self._listeners:
-            return
-        for timeline in self.recorder.take_complete():
-            for listener in self._listeners:
-                try:
-                    listener(timeline)
-                except Exception:
-                    self._listeners = tuple(one for one in self._listeners if one != listener)
-                    logger.exception(
-                        "request %s: a listener for timelines failed and is not called again; "
-                        "fix it, and watch anew",
-                        timeline.req_id,
-                    )
-
-
-class TieringOffloadingManager(Explaining, OffloadingManager):
+class TieringOffloadingManager(PlannerDriver, OffloadingManager):
     """Cascades stored blocks to every secondary tier and promotes them back on a lookup.
 
-    Tiers are polled at most once per phase of a step: for its lookups, at the first one, and for
-    its stores, unless lookups have polled before. Submitted jobs are handed over in one wake-up at
-    the end of the step.
-
     Not thread-safe, except `stats`; call only from the owner's (the scheduler's) thread.
-
-    Attributes:
-        planner: Decides on all transfers; exposed for invariant checks and inspection.
     """
-
-    def __init__(
-        self,
-        primary: CPUPrimaryTierOffloadingManager,
-        secondary_tiers: Sequence[SecondaryTierManager | UnopenedTier],
-        *,
-        bridge: Bridge | None = None,
-        write_back: str | None = None,
-        deferral_timeout_s: float = 30.0,
-        breaker: BreakerSettings | None = None,
-        drain_timeout_s: float = 30.0,
-        shutdown_timeout_s: float = 30.0,
-        check_invariants: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        generation: int | str | None = None,
-        explain_requests: int = 0,
-        reuse_capacities: Sequence[float | None] = (),
-    ) -> None:
-        """Combine a primary with tiers; the manager owns them.
-
-        Args:
-            primary: The primary; only this manager may call it.
-            secondary_tiers: The tiers, in lookup order.
-            bridge: The bridge that the tiers share, if any; for `wait_for_progress`, and to
-                write pending blocks back at shutdown.
-            write_back: "wait", "drop", or None: drop only for a request's last store; see
-                `OffloadConfig`.
-            deferral_timeout_s: Maximum total seconds that a request is deferred.
-            breaker: Circuit-breaker settings for failing tiers.
-            drain_timeout_s: Seconds per tier that `reset_cache` waits for running jobs.
-            shutdown_timeout_s: Seconds per tier that `shutdown` waits.
-            check_invariants: Check every invariant at the end of every step; for debugging.
-            clock: Monotonic seconds.
-            generation: Identifies the weights of the blocks; see `invalidate`.
-            explain_requests: Number of requests to record for `explain`.
-            reuse_capacities: For each tier with `admission` "reuse" its capacity in blocks, None
-                for the others; empty: all tiers store everything.
-        """
-        self.generation = Generation(generation)
-        self._primary = primary
-        self._bridge = bridge
-        self._clock = clock
-        self._drain_timeout_s = drain_timeout_s
-        self._shutdown_timeout_s = shutdown_timeout_s
-        self._check_invariants = check_invariants
-        chosen = None if write_back is None else one_of(WriteBack)(write_back, "write_back")
-        primary.core.drops_pending = chosen is WriteBack.DROP
-        self._last_drops_pending = chosen is not WriteBack.WAIT
-        self._tiers = TierGroup(
-            secondary_tiers, breaker or BreakerSettings(), primary.row_bytes, clock
-        )
-        self.recorder = RequestRecorder(explain_requests) if explain_requests else None
-        parts = (primary.core, self._tiers.states, deferral_timeout_s)
-        self.planner: Planner = (
-            Planner(*parts)
-            if self.recorder is None
-            else RecordingPlanner(*parts, self.recorder, clock)
-        )
-        if any(capacity is not None for capacity in reuse_capacities):
-            self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
-        self._losses = LossWarnings(self.planner, clock())
-        self._steps = OwnerSteps(clock, self.planner)
-        self._polled_this_step = self._polled_for_stores = False
-        self._closed = False
-        self._closing: Closing[None] = Closing()
-        guard_forks(self, _closed=True, _closing=Closing.closed(None))
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and self._tiers.states:
-            warn_unclosed(self, "shutdown()")
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else planner_text(self.planner)
-        return f"<{type(self).__name__}: {state}>"
-
-    @property
-    def secondary_tiers(self) -> Sequence[SecondaryTierManager]:
-        """The managers of the open tiers, in lookup order."""
-        return tuple(self._tiers.managers.values())
-
-    def get_primary_kv_view(self) -> memoryview:
-        """See `CPUPrimaryTierOffloadingManager.get_primary_kv_view`."""
-        return self._primary.get_primary_kv_view()
 
     @property
     def room_made(self) -> int:
         return self.planner.primary.room_made
 
-    # -- requests --------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; its policy is REQUEST_LEVEL if any tier wants whole requests."""
-        self._ensure_open()
-        # Check before any tier is called.
-        if req_context.req_id == ENGINE_REQ_ID:
-            raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
-        if req_context in self.planner.requests:
-            raise StateError(f"request {req_context.req_id!r} is known already")
-        wanting = self._tiers.begin_request(req_context, self.planner)
-        self.planner.on_new_request(req_context, wanting)
-        policy = OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL
-        return RequestOffloadingContext(policy)
+        wants_all = self.begin_request(req_context)
+        return RequestOffloadingContext(
+            OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL
+        )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End a request; tiers are informed once no further job can be submitted for it."""
@@ -427,10 +53,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             return self.planner.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
         answers: list[LookupResult] = []
         for key in keys:
-            is_current = self.generation.has(key)
-            answers.append(
-                self.planner.lookup(key, req_context) if is_current else LookupResult.MISS
-            )
+            answers.append(self.lookup(key, req_context))
             if stop_at_miss and answers[-1] is LookupResult.MISS:
                 break
         return answers
@@ -445,8 +68,9 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         return self.planner.lookup_prefix(keys, req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        self.begin_step()
-        if not self.generation.has(key):
+        if not self._polled_this_step:
+            self.begin_step()
+        if self.generation.tag and not self.generation.has(key):
             return LookupResult.MISS
         return self.planner.lookup(key, req_context)
 
@@ -454,27 +78,6 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self.generation.require(keys)
         slots = self.planner.prepare_load(keys, req_context)
         return CPULoadStoreSpec(as_block_ids(slots), self.planner.primary.generation)
-
-    def hold(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
-        """Pin blocks that were HIT in this step until the request loads, for drivers that await.
-
-        The pins end if they are unused for a second while others wait for room.
-
-        Returns:
-            The number of blocks, of which the first are pinned, as far as there is room for pins;
-            None if the request must wait for room: then repeat its lookups.
-        """
-        return self.planner.hold(keys, req_context)
-
-    def on_request_scheduled(self, req_context: ReqContext) -> bool:
-        """Record that a request no longer waits for loads, or has ended.
-
-        Needed only if steps are ended without a `ScheduleEndContext`, which lists such requests.
-
-        Returns:
-            Whether the request had a ticket, or a place in the queue for one, until now.
-        """
-        return self.planner.on_request_scheduled(req_context)
 
     def complete_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, generation: int | None = None
@@ -511,120 +114,7 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
             return  # a copy has ended after the shutdown
         self.planner.complete_store(keys, req_context, success=success, generation=generation)
 
-    # -- steps ----------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        """Apply the tiers' reports, once per step. Call only from the owner's thread.
-
-        Lookups begin the step themselves, if that was not done before. A store does not: some
-        schedulers offer a step's stores after its end, and then compute for long. The next step's
-        first lookup must see what has landed meanwhile.
-
-        Raises:
-            ClosedError: The manager is shut down.
-        """
-        if not self._polled_this_step:
-            self._poll_timed()
-            self._polled_this_step = True
-
-    def interrupt_step(self) -> None:
-        """Make the next call poll the tiers and read the clock again within the current step.
-
-        For drivers whose steps last long. Call only from the owner's thread.
-        """
-        self._polled_this_step = self._polled_for_stores = False
-
-    def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: submit promotions and late cascades, and report used blocks to the tiers."""
-        if self._closed:
-            return
-        began_s = self._clock()
-        if not self._polled_this_step:
-            self._poll(began_s)
-        self._polled_this_step = self._polled_for_stores = False
-        self.planner.end_step(() if context is None else context.new_req_ids)
-        self._losses.check(self.planner.now_s)
-        self._tiers.end_step(context, self.planner)
-        self._steps.ended(began_s)
-        if self._listeners:
-            self._hand_timelines_over()
-        if self._check_invariants:
-            check_state(self.planner)
-
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Remove and return the events of the primary and of every tier."""
-        primary = self.planner.primary
-        events = [*primary.take_events()] if primary.event_log.entries else []
-        return iter([*events, *self._tiers.take_events()])
-
-    def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored in a tier.
-
-        For consumers of events that have lost their state.
-        """
-        self._tiers.announce_anew()
-
-    @property
-    def dropped_events(self) -> int:
-        """Number of events of primary and tiers that were dropped because a buffer was full."""
-        logs = [tier.event_log for tier in self.planner.tiers]
-        return sum(log.dropped for log in (self._primary.core.event_log, *logs))
-
-    def has_pending_work(self) -> bool:
-        return self.planner.has_pending_work or self._tiers.has_pending_work()
-
-    def stats(self) -> OffloadingStatistics:
-        """Return counters and gauges, also after shutdown.
-
-        Thread-safe. Other threads than the owner's get the values at the end of the last step.
-        """
-        published = self._steps.published()
-        return OffloadingStatistics(
-            primary=self._primary.primary_stats(published.primary),
-            tiers=self._tiers.stats(published.tiers),
-            planner=read_planner(published.planner),
-            runtime=self._steps.read(self._bridge),
-        )
-
-    def wait_for_progress(self, timeout_s: float) -> bool:
-        """Wait until a tier has a report, at most `timeout_s` seconds.
-
-        For drivers without other work between steps; a scheduler does not need it.
-
-        Returns:
-            Whether a report is available.
-
-        Raises:
-            StateError: The tiers share no bridge.
-        """
-        if self._bridge is None:
-            raise StateError("the tiers share no bridge: poll them instead")
-        for tier in self.planner.tiers:
-            if tier.cost_gated is not None and tier.cost_gated.has_decided:
-                return True  # repeat lookups that returned RETRY: some answers have changed
-        return self._bridge.wait_for_progress(seconds(timeout_s))
-
-    def wakes_in_s(self) -> float:
-        """Return the seconds until a step is due that no notification triggers."""
-        pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
-        due_s = math.inf if pending_s is None else pending_s
-        return min(due_s, self.planner.room.wakes_in_s(), self._tiers.polls_in_s())
-
-    def invalidate(self, generation: int | str) -> None:
-        """Begin another generation after a change of weights, between steps. Non-blocking.
-
-        Blocks of former generations are no longer served from the primary or any tier, transfers
-        in flight included. Requests that began before get only misses and store no more blocks.
-        Create the keys of later requests with the new `generation.key`. Returning to a former
-        label makes its blocks available again: never reuse a label for other weights.
-
-        Raises:
-            ConfigError: `generation` is neither an integer nor a valid label.
-        """
-        self._ensure_open()
-        self.generation = Generation(parse_generation(generation, "generation"))
-
-    # -- calls that block ----------------------------------------------------------------------
+    # -- reset ----------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
         """Empty the primary, between steps; the secondary tiers keep their blocks.
@@ -637,75 +127,5 @@ class TieringOffloadingManager(Explaining, OffloadingManager):
         self._tiers.drain(self._drain_timeout_s)
         self._reset()
 
-    def reset_cache_now(self) -> None:
-        """Empty the primary like `reset_cache`, but fail running jobs without waiting."""
-        self._ensure_open()
-        self._tiers.abandon()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._polled_this_step = self._polled_for_stores = False
-        self._poll_timed()
-        for tier in self.planner.tiers:
-            tier.abandon_rest()  # jobs that have not ended within the timeout
-        self.planner.collect()
-        self.planner.reset_cache()
-
     def on_reset_flushed(self) -> None:
         self.planner.reset_flushed()
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Shut every tier down, then release the primary's memory; idempotent.
-
-        Pending blocks are written back for at most half of the timeout; the remaining ones are
-        lost. The memory is not released while a copy may still access it.
-
-        Args:
-            timeout: Seconds to wait for running jobs, in total for all tiers.
-
-        Raises:
-            OffloadError: A tier failed to close; all others were shut down. After any error,
-                another call does what is left.
-        """
-        timeout_s = self._shutdown_timeout_s if timeout is None else seconds(timeout, "timeout")
-        self._closing.run(self._shut_down, timeout_s)
-
-    def _shut_down(self, timeout_s: float) -> None:
-        self._closed = True
-        self._polled_this_step = self._polled_for_stores = False
-        deadline_s = self._clock() + timeout_s
-        self.planner.end_tickets()
-        try:
-            self._tiers.store_pending(self.planner, self._bridge, timeout_s / 2)
-        except OffloadError as error:  # such as a closed event loop; the shutdown must continue
-            logger.warning("pending blocks could not be stored: %s", error)
-        self.planner.close()
-        self._losses.check(self._clock(), is_last=True)  # while the tiers' states say why
-        unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
-        self._losses.check(self._clock(), is_last=True)
-        self._give_timelines_up()
-        self._steps.publish()
-        if unfinished:
-            logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
-        else:
-            self._primary.shutdown()
-        if errors:
-            names = ", ".join(map(text_of, errors))
-            raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
-
-    # -- internal -------------------------------------------------------------------------------
-
-    def _poll_timed(self) -> None:
-        """Apply the tiers' reports, and count the time that it takes as the step's."""
-        self._ensure_open()
-        began_s = self._clock()
-        self._poll(began_s)
-        self._steps.began(began_s)
-
-    def _poll(self, now_s: float) -> None:
-        self.planner.begin_step(now_s)
-        self._tiers.collect(self.planner)
-
-    def _ensure_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the manager was shut down")

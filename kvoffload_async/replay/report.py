@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import Prompt
 from kvoffload_async.statistics import OffloadingStatistics
 
@@ -226,7 +226,7 @@ class Report:
 
 def build_report(
     spec: TieringOffloadingSpec,
-    manager: TieringOffloadingManager,
+    manager: PlannerDriver,
     tier_names: Sequence[str],
     tally: Tally,
     *,

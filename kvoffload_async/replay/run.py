@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
+from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool
 from kvoffload_async.replay.drivers import DriverOptions
 from kvoffload_async.replay.drivers.asynchronous import AsyncDriver
@@ -145,7 +145,7 @@ class _Run:
         spec: TieringOffloadingSpec,
         options: ReplayOptions,
         pool: FramePool,
-        manager: TieringOffloadingManager,
+        manager: PlannerDriver,
     ) -> None:
         self._spec = spec
         self._options = options
@@ -254,7 +254,7 @@ async def _replay_awaited(
     with _start_errors():
         await engine.__aenter__()
     try:
-        run = _Run(spec, options, pool, engine.manager)
+        run = _Run(spec, options, pool, engine.driver)
         driver = AsyncDriver(engine, memory, pool, run.tally, run.driver_options)
         run.begin()
         await driver.run(iter(source))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -22,7 +23,7 @@ from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.runtime.loop import LoopRunner, LoopThread
+from kvoffload_async.runtime.loop import LoopRunner, LoopThread, SameLoopRunner
 from kvoffload_async.runtime.owned import Closing
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
@@ -309,7 +310,7 @@ class Bridge:
         if batch:
             self.wake_ups += 1
             try:
-                self.runner.call_soon(self._execute, batch, self.runner.now_s())
+                self.runner.call_soon(self._execute_batch, batch, self.runner.now_s())
             except ClosedError:  # the loop ended after the check
                 self._give_up()
 
@@ -327,13 +328,33 @@ class Bridge:
                 link.state.close()
                 link.state.abandon_rest()
 
-    def _execute(self, batch: Batch, handed_over_s: float) -> None:
+    def _execute_batch(self, batch: Batch, handed_over_s: float) -> None:
         """Execute a batch. Thread: loop."""
         self.lag.observe(self.runner.now_s() - handed_over_s)
-        execute(batch)
+        for actor, effects in batch:
+            _execute(actor, effects)
 
     def _has_events(self) -> bool:
         return any(map(_inbox_of, self.links))
+
+
+class SameLoopBridge(Bridge):
+    """Executes effects at once, for an owner that runs on the loop: nothing is handed over.
+
+    A tier never calls the owner back: the end of a job that ends within the call is in the inbox
+    until the owner's next step.
+    """
+
+    runner: SameLoopRunner
+
+    def flush(self) -> None:
+        """Execute the tiers' effects; on another thread, as in closing, hand them over."""
+        if threading.get_ident() != self.runner.thread_id:
+            super().flush()
+            return
+        for link in self.links:
+            if link.state.effects:
+                _execute(link.actor, link.state.take_effects())
 
 
 class RuntimeHost:
@@ -362,14 +383,13 @@ class RuntimeHost:
         self._loop_thread.close(timeout_s)
 
 
-def execute(batch: Batch) -> None:
-    """Execute the effects in order. Thread: loop."""
-    for actor, effects in batch:
-        for effect in effects:
-            match effect:
-                case StartJob(job):
-                    actor.start_job(job)
-                case StartProbe(generation, keys, chains):
-                    actor.start_probe(generation, keys, chains)
-                case TouchBlocks(keys):
-                    actor.touch(keys)
+def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:
+    """Execute a tier's effects in order. Thread: loop."""
+    for effect in effects:
+        match effect:
+            case StartJob(job):
+                actor.start_job(job)
+            case StartProbe(generation, keys, chains):
+                actor.start_probe(generation, keys, chains)
+            case TouchBlocks(keys):
+                actor.touch(keys)

@@ -154,23 +154,24 @@ class SameLoopRunner(ThreadsafeRunner):
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_progress: Callable[[], object]) -> None:
-        """Call `on_progress` on the loop's thread whenever a tier has posted an event."""
+        """Call `on_progress` on the loop's thread whenever a tier has posted an event.
+
+        It may be called within a call of the owner's, and must not call the core.
+        """
         super().__init__(loop)
         self._on_progress = on_progress
+        self.thread_id = threading.get_ident()
+        """The loop's thread, which creates this object."""
         self.now_s = clock_of(loop)
         """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
-
-    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """See `LoopRunner.call_soon`: on the loop's own thread, without a system call."""
-        if _running_loop() is self._loop:
-            self._loop.call_soon(callback, *args)
-        else:
-            super().call_soon(callback, *args)
 
     def notify(self) -> None:
         """See `LoopRunner.notify`."""
         super().notify()
-        self.call_soon(self._on_progress)
+        if threading.get_ident() == self.thread_id:
+            self._on_progress()
+        else:
+            self.call_soon(self._on_progress)
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:

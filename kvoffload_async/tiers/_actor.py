@@ -169,31 +169,20 @@ class TierActor:
 
     def start_job(self, job: JobMetadata) -> None:
         """Accept a job; it will finish exactly once."""
-        try:
-            self._accept(job)
-        except Exception as error:  # noqa: BLE001 - third-party bounds; the job must end
-            side = self._loads if job.is_promotion else self._stores
-            side.waiting.pop(job.job_id, None)
-            failure = TierUnavailableError(f"{self.name} cannot run the job: {text_of(error)}")
-            self._finish_unrun(self._run_of(job, side), failure)
-
-    def _accept(self, job: JobMetadata) -> None:
         side = self._loads if job.is_promotion else self._stores
-        run = self._run_of(job, side)
-        if self._closing:
-            self._finish_unrun(run, TierClosedError(f"{self.name} is closed"))
-        elif (defect := self._defect_of(job)) is not None:
-            self._finish_unrun(run, defect)
-        elif len(side.waiting) >= self._tier.bounds.queued_jobs:
-            self._finish_unrun(run, TierBusyError(f"{self.name} has too many jobs queued"))
-        else:
-            side.waiting[job.job_id] = self._due[job.job_id] = run
-            if self._next_deadline is None:
-                self._await_deadline(run)
-            self._start_ready(side)
-
-    def _run_of(self, job: JobMetadata, side: _Side) -> _Run:
-        return _Run(job, side, self._loop.time(), self._clock())
+        run = _Run(job, side, self._loop.time(), self._clock())
+        try:
+            error = self._defect_of(job, side)
+            if error is None:
+                side.waiting[job.job_id] = self._due[job.job_id] = run
+                if self._next_deadline is None:
+                    self._await_deadline(run)
+                self._start_ready(side)
+        except Exception as cause:  # noqa: BLE001 - third-party bounds; the job must end
+            side.waiting.pop(job.job_id, None)
+            error = TierUnavailableError(f"{self.name} cannot run the job: {text_of(cause)}")
+        if error is not None:
+            self._finish_unrun(run, error)
 
     def start_probe(
         self,
@@ -281,13 +270,17 @@ class TierActor:
             return error
         return None
 
-    def _defect_of(self, job: JobMetadata) -> TierError | None:
-        """Return why a job is invalid, or None."""
+    def _defect_of(self, job: JobMetadata, side: _Side) -> TierError | None:
+        """Return why a job cannot be accepted, or None."""
+        if self._closing:
+            return TierClosedError(f"{self.name} is closed")
         if len(set(job.keys)) < len(job.keys):
             return RepeatedKeyError(f"job {job.job_id} names a key twice")
         slots, num_slots = job.block_ids.tolist(), len(self._env.kv_view)
         if slots and (min(slots) < 0 or max(slots) >= num_slots):
             return UnknownSlotError(f"job {job.job_id} names a slot outside of 0..{num_slots - 1}")
+        if len(side.waiting) >= self._tier.bounds.queued_jobs:
+            return TierBusyError(f"{self.name} has too many jobs queued")
         return None
 
     def _start_ready(self, side: _Side) -> None:

@@ -75,9 +75,12 @@ def error_of(task: asyncio.Task[Any]) -> TierError:
 
 def validate_result(failures: object, num_blocks: int) -> tuple[BlockFailures, TierError | None]:
     """Return a tier's result for a job, or an error if it violates the contract."""
-    if isinstance(failures, Mapping) and all(
-        isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)
-        for i, e in failures.items()
+    if isinstance(failures, Mapping) and (
+        not failures
+        or all(
+            isinstance(i, int) and 0 <= i < num_blocks and isinstance(e, TierError)
+            for i, e in failures.items()
+        )
     ):
         return dict(failures), None
     return {}, TierUnavailableError(f"the tier broke its contract: it returned {failures!r}")
@@ -157,10 +160,11 @@ class Announcements:
         """
         del self._watches[watch]
         self._including_stores -= watch.includes_stores
-        if looks:
-            self._look(watch)
-        if not self._watches:
-            self._forget()
+        if self._announced or self._stored:
+            if looks:
+                self._look(watch)
+            if not self._watches:
+                self._forget()
         return frozenset(watch.outdated) if looks else frozenset()
 
     def _look(self, watch: Watch) -> None:

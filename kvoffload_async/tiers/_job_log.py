@@ -77,7 +77,8 @@ class JobLog:
         self._overdue.discard(job.job_id)
         first = error or next(iter(failures.values()), None)
         if first is None:
-            logger.debug("tier %s: %s ended after %.4f s", self._name, described(job), seconds)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("tier %s: %s ended after %.4f s", self._name, described(job), seconds)
             return
         if (refusals := self._limited.get(type(first))) is not None:
             more = refusals.note(now_s)

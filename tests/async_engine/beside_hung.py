@@ -33,7 +33,7 @@ async def check_work_beside_the_hung_tier(world, calls, first_block):
 
 async def _check_store(world, tier, text, first_block):
     blocks = list(range(first_block, first_block + len(text)))
-    label = (world.engine.manager.generation.label or "").encode()
+    label = (world.engine.driver.generation.label or "").encode()
     world.fill([block_hash + label for block_hash in hashes(text)], blocks)
     async with world.engine.request("beside", hashes(text)) as request:
         assert await world.during(world.engine.store(request, blocks)) == len(text)
@@ -43,7 +43,7 @@ async def _check_store(world, tier, text, first_block):
 
 
 async def _check_promotion(world, tier, block):
-    label = (world.engine.manager.generation.label or "").encode()
+    label = (world.engine.driver.generation.label or "").encode()
     (block_hash,) = hashes(PROMOTED)
     async with world.engine.request("beside", [block_hash]) as request:
         row = np.zeros(SLOT_BYTES, dtype=np.uint8)

@@ -279,7 +279,7 @@ async def test_a_defect_in_the_last_step_is_raised_when_all_is_closed():
         def defective():
             raise StateError("a defect")
 
-        world.engine.manager.on_schedule_end = defective
+        world.engine.driver.on_schedule_end = defective
         with pytest.raises(StateError, match="a defect"):
             await world.engine.close()
         assert not world.tiers[0].is_open
@@ -290,7 +290,7 @@ async def test_a_tier_that_reports_while_the_engine_closes_begins_no_step():
     async with opened() as world:
         closing = asyncio.create_task(world.engine.close())
         await turns(1)
-        world.engine.manager._bridge.runner.notify()
+        world.engine.driver._bridge.runner.notify()
         await closing
         await turns()
 

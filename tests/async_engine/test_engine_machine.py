@@ -77,7 +77,7 @@ class Serving:
 
     async def serve(self):
         engine, chain = self.world.engine, hashes(self.text)
-        label = engine.manager.generation.label or ""
+        label = engine.driver.generation.label or ""
         computed = [block_hash + label.encode() for block_hash in chain]
         async with engine.request(self.name, chain) as request:
             self.request = request
@@ -419,7 +419,7 @@ async def test_concurrent_requests_over_threads_read_their_own_bytes(seed, monke
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         assert await engine.quiesce()
-        core = engine.manager.planner
+        core = engine.driver.planner
         while core.jobs or core.cascades.has_pending:
             await engine._steps.next_progress(engine._loop.time() + 1.0)
         check_quiescent(core)

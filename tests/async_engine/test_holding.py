@@ -21,7 +21,7 @@ LONG = "abcdefghij"
 
 
 def retained(world):
-    return world.engine.manager.planner.room.named_blocks
+    return world.engine.driver.planner.room.named_blocks
 
 
 @on_loop

@@ -35,12 +35,12 @@ def test_all_blocks_of_a_store_reach_the_slab_before_the_engine_is_closed(tmp_pa
         async with OffloadEngine(config_over(tmp_path), kv_caches=kv_caches) as engine:
             async with engine.request("r", block_hashes) as request:
                 assert await engine.store(request, range(BLOCKS)) == BLOCKS
-            (tier,) = engine.manager.planner.tiers
+            (tier,) = engine.driver.planner.tiers
         return tier.counters
 
     async def open_again():
         async with OffloadEngine(config_over(tmp_path), kv_caches=kv_caches) as engine:
-            (tier,) = engine.manager.planner.tiers
+            (tier,) = engine.driver.planner.tiers
             return len(tier.index)
 
     counters = asyncio.run(store())
@@ -93,4 +93,4 @@ async def test_closing_does_not_wait_for_a_tier_that_is_out_of_order():
         (tier,) = world.tiers
         tier.finish(tier.parked[0], error=TierUnavailableError("down"))
         await turns()
-        assert not world.engine.manager.has_pending_work()
+        assert not world.engine.driver.has_pending_work()

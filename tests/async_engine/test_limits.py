@@ -109,7 +109,7 @@ async def test_a_transfer_that_raises_is_a_failure_too():
 async def test_a_defect_of_the_core_reaches_everybody_who_waits():
     async with opened(slots=4, tiers=[SCRIPTED]) as world:
         await only_in_the_tier(world, "ab")
-        end_step = world.engine.manager.on_schedule_end
+        end_step = world.engine.driver.on_schedule_end
 
         def defective():
             end_step()
@@ -118,13 +118,13 @@ async def test_a_defect_of_the_core_reaches_everybody_who_waits():
         async with world.engine.request("r", hashes("ab")) as request:
             task = asyncio.create_task(world.engine.lookup(request))
             await turns(1)
-            world.engine.manager.on_schedule_end = defective
+            world.engine.driver.on_schedule_end = defective
             await turns()
             with pytest.raises(StateError, match="the engine has failed: a defect"):
                 await task
             with pytest.raises(StateError, match="has failed"):
                 await world.engine.lookup(request)
-            world.engine.manager.on_schedule_end = end_step
+            world.engine.driver.on_schedule_end = end_step
         loop = asyncio.get_running_loop()
         assert {str(c["exception"]) for c in loop.unhandled} == {"a defect"}
         loop.unhandled.clear()

@@ -138,8 +138,8 @@ async def test_who_waits_does_not_spin():
     async with opened(slots=4, tiers=[SCRIPTED], bounds=EngineBounds(concurrent_stores=2)) as world:
         await only_in_the_tier(world, "ab")
         steps = []
-        end_step = world.engine.manager.on_schedule_end
-        world.engine.manager.on_schedule_end = lambda: (steps.append(1), end_step())
+        end_step = world.engine.driver.on_schedule_end
+        world.engine.driver.on_schedule_end = lambda: (steps.append(1), end_step())
         async with (
             world.engine.request("r", hashes("ab")) as request,
             world.engine.request("s", hashes("stuv")) as storing,

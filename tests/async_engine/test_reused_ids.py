@@ -45,7 +45,7 @@ async def test_a_copy_from_before_a_reset_makes_nothing_readable():
         async with world.engine.request("r", hashes("a")) as request:
             before = asyncio.create_task(world.engine.store(request, [0]))
             await turns()
-            world.engine.manager.reset_cache()
+            world.engine.driver.reset_cache_now()
             after = asyncio.create_task(world.engine.store(request, [0]))
             await turns()
             world.transport.complete(world.parked[0])
@@ -68,7 +68,7 @@ async def test_a_prefix_from_before_a_reset_is_unpinned_once():
             world.engine.request("w", hashes("a")) as other,
         ):
             assert await world.engine.lookup(one) == 1
-            world.engine.manager.reset_cache()
+            world.engine.driver.reset_cache_now()
             assert await world.during(world.engine.store(other, [0])) == 1
             assert await world.engine.lookup(one) == 1
             assert world.counts["pinned"] == 1

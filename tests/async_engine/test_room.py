@@ -252,13 +252,13 @@ async def test_a_store_offers_again_only_as_many_blocks_as_room_was_made_for():
                 assert await world.engine.lookup(reader) == 1
             async with world.engine.request("w", hashes(text)) as writer:
                 offers = []
-                prepare_store = world.engine.manager.prepare_store
+                prepare_store = world.engine.driver.planner.prepare_store
 
                 def counted(keys, ctx):
                     offers.append(len(keys))
                     return prepare_store(keys, ctx)
 
-                world.engine.manager.prepare_store = counted
+                world.engine.driver.planner.prepare_store = counted
                 storing_all = storing(world, writer, list(range(len(text))))
                 await turns()
                 await readers.aclose()

@@ -37,14 +37,14 @@ class Counted:
         self.keys = []
         self.waiters = world.engine._steps.waiters
         self.before = self.waiters.wake_ups
-        lookup_many = world.engine.manager.lookup_many
+        lookup_many = world.engine.driver.planner.lookup_many
 
         def counted(keys, ctx, *, stop_at_miss):
             answers = lookup_many(keys, ctx, stop_at_miss=stop_at_miss)
             self.keys += keys[: len(answers)]
             return answers
 
-        world.engine.manager.lookup_many = counted
+        world.engine.driver.planner.lookup_many = counted
 
     @property
     def wake_ups(self):
@@ -330,7 +330,7 @@ async def test_a_tier_with_an_index_of_its_own_is_asked_again_whenever_something
         task = start(world, "r", "ab")
         await turns()
         assert not task.done()
-        world.engine.manager.secondary_tiers[0].answer = LookupResult.MISS
+        world.engine.driver.secondary_tiers[0].answer = LookupResult.MISS
         async with world.engine.request("s", hashes("x")):
             pass
         await turns()
@@ -363,7 +363,7 @@ async def test_a_tier_that_announces_no_results_is_polled_while_it_has_jobs(monk
         task = start(world, "r", "a")
         await jump(0.1)
         assert not task.done()
-        world.engine.manager.secondary_tiers[0].is_done = True
+        world.engine.driver.secondary_tiers[0].is_done = True
         await jump(0.1)
         assert task.done(), "long before its deadline, though nothing else has happened"
         assert await task == 1
@@ -421,7 +421,7 @@ async def test_a_tier_that_opens_during_a_lookup_is_asked_again_whenever_somethi
         await turns()
         assert not task.done()
         Late.is_there = True
-        thread = world.engine.manager._tiers._unopened[0]._thread
+        thread = world.engine.driver._tiers._unopened[0]._thread
         while thread.is_alive():
             await turns()
         async with world.engine.request("s", hashes("x")):
@@ -431,7 +431,7 @@ async def test_a_tier_that_opens_during_a_lookup_is_asked_again_whenever_somethi
         world.tiers[0].finish(probe)
         await turns()
         assert not task.done()
-        world.engine.manager.secondary_tiers[0].answer = LookupResult.MISS
+        world.engine.driver.secondary_tiers[0].answer = LookupResult.MISS
         async with world.engine.request("s", hashes("x")):
             pass
         await turns()

@@ -32,7 +32,7 @@ def test_a_burst_through_a_small_primary_arrives_in_the_slab(tmp_path, write_bac
                 block_hashes = [number.to_bytes(32, "big") for number in numbers]
                 async with engine.request(str(first), block_hashes) as request:
                     assert await engine.store(request, range(A_REQUEST), timeout_s=60) == A_REQUEST
-            (tier,) = engine.manager.planner.tiers
+            (tier,) = engine.driver.planner.tiers
         return tier
 
     tier = asyncio.run(store())

@@ -209,7 +209,7 @@ class World:
 
     @property
     def core(self):
-        return self.engine.manager.planner
+        return self.engine.driver.planner
 
     @property
     def counts(self):
@@ -275,7 +275,7 @@ class World:
     async def check_rest(self):
         await self.calm()
         check_quiescent(self.core)
-        for manager, tier in zip(self.engine.manager.secondary_tiers, self.tiers, strict=True):
+        for manager, tier in zip(self.engine.driver.secondary_tiers, self.tiers, strict=True):
             if tier.capabilities.exclusive and isinstance(tier, ScriptedTier):
                 index = manager.tier_state.index
                 assert len(index) == len(tier.blocks)

@@ -157,7 +157,7 @@ class EngineRequests:
                 await self.engine.lookup(request)
                 is_last = self.mode == "cut" and number == SLOTS // CHAIN - 1
                 keys = request.keys[:-1] if is_last else request.keys
-                self.engine.manager.prepare_load(keys, request.ctx)
+                self.engine.driver.planner.prepare_load(keys, request.ctx)
 
     async def halves(self):
         taken = []
@@ -177,7 +177,7 @@ class EngineRequests:
 
     async def rest(self):
         async with asyncio.timeout(DEADLINE_S):
-            while self.engine.manager.planner.jobs or not await self.engine.quiesce(1.0):
+            while self.engine.driver.planner.jobs or not await self.engine.quiesce(1.0):
                 await self.engine.wait_for_progress(0.001)
 
     async def serve_one(self, number):  # noqa: C901 - a case a mode

@@ -277,14 +277,14 @@ async def awaited(soak):
                         serving = serve(engine, memory, soak, requests, frames)
                         group.create_task(serving, name=f"soak:{number}")
             deadline_s = time.monotonic() + REST_S
-            while not await engine.quiesce(1.0) or has_work(engine.manager):
+            while not await engine.quiesce(1.0) or has_work(engine.driver):
                 assert time.monotonic() < deadline_s, f"not at rest; seed {soak.seed}"
                 await engine.wait_for_progress(0.05)
             await asyncio.sleep(0)
             if soak.chance.random() < 0.1:
-                engine.manager.reset_cache()
-                engine.manager.on_reset_flushed()
-            soak.at_rest(engine.manager, len(asyncio.all_tasks()))
+                engine.driver.reset_cache_now()
+                engine.driver.planner.reset_flushed()
+            soak.at_rest(engine.driver, len(asyncio.all_tasks()))
 
 
 async def serve(engine, memory, soak, requests, frames):

@@ -244,3 +244,17 @@ def test_a_job_counts_as_finished_when_its_result_exists_whoever_takes_it():
     assert len(results(tier)) == 2
     assert read_tier(take_tier(tier), tier) == read
     assert tier.health.loads.is_closed, "without a planner, no breaker is consulted"
+
+
+def test_the_blocks_of_a_job_count_until_its_copy_has_ended_with_and_without_a_planner():
+    tier = running(job(0, "abc"), job(1, "de", promotion=True), job(2, "f", promotion=True))
+    tier.submit(job(1, "g"))
+    assert (tier.cascading_blocks, tier.promotion_slots) == (3, 3), "the id of `g` is in use"
+    tier.handle(JobFinished(0))
+    tier.handle(JobOverdue(1, LATE))
+    assert (tier.cascading_blocks, tier.promotion_slots) == (0, 3), "a late copy goes on"
+    tier.handle(JobFinished(1))
+    tier.abandon_rest()
+    assert (tier.cascading_blocks, tier.promotion_slots) == (0, 1)
+    tier.handle(JobFinished(2))
+    assert (tier.cascading_blocks, tier.promotion_slots) == (0, 0)

@@ -224,7 +224,7 @@ def test_a_step_asks_the_near_tier_only_for_requests_with_news(chain):
     first = chain.step()["near"]
     peeked = []
     peek = chain.near.index.peek
-    chain.near.index.peek = lambda key: peeked.append(key) or peek(key)
+    chain.near.index.peek = lambda keys: peeked.extend(keys) or peek(keys)
     chain.step()
     chain.step()
     assert peeked == []

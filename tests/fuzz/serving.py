@@ -348,7 +348,7 @@ class Serving:
         repr(self.engine)
 
     async def heal(self, _chance):
-        calm(self.engine.manager.secondary_tiers)
+        calm(self.engine.driver.secondary_tiers)
         if self.transport is not None:
             self.transport.calm()
 
@@ -425,7 +425,7 @@ class Serving:
                 stats.copies
                 or stats.waiting_loads
                 or stats.waiting_stores
-                or self.engine.manager.has_pending_work()
+                or self.engine.driver.has_pending_work()
             ):
                 break
             law(self.loop.time() < deadline_s, f"not at rest: {stats.primary.slots}")

@@ -170,7 +170,7 @@ async def work(engine):
             held = await engine.lookup(request)
             await engine.load(request, list(range(held)))
             await engine.store(request, list(range(4)))
-        while engine.manager.has_pending_work():
+        while engine.driver.has_pending_work():
             await engine.wait_for_progress(1.0)
         await engine.reset()
 

@@ -146,7 +146,7 @@ def test_what_is_in_flight_at_the_shutdown_has_spans_that_say_so(provider, expor
 
 async def serve(config, device, provider):
     async with OffloadEngine(config, kv_caches=device) as engine:
-        trace_requests(engine.manager, provider)
+        trace_requests(engine.driver, provider)
         with provider.get_tracer("server").start_as_current_span("generate"):
             async with engine.request("1", [bytes(32)]) as request:
                 await engine.store(request, [0])

@@ -275,9 +275,9 @@ def test_a_spec_that_was_never_shut_down_warns_and_is_not_kept_alive():
 def test_a_manager_that_was_never_shut_down_warns():
     with TieringOffloadingSpec(CONFIG) as spec:
         tier = spec.get_manager().secondary_tiers[0]
-        seen = weakref.ref(spec._manager)
+        seen = weakref.ref(spec._driver)
         with pytest.warns(ResourceWarning, match=r"TieringOffloadingManager was never"):
-            spec._manager = None
+            spec._driver = None
         assert seen() is None
         assert tier.shutdown().is_clean
 

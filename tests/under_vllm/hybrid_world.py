@@ -215,7 +215,7 @@ class Hybrid:
         names = {known: name for name, known in self.texts.items()}
         ends = range(BLOCK, len(text) + 1, BLOCK)
         keys = [make_offload_key(names[tuple(text[:end])], group) for end in ends]
-        return [not tier.lacks([key]) for key in keys]
+        return [not tier.index.lacks([key]) for key in keys]
 
     def close(self):
         self._rows = None

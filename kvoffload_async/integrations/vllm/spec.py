@@ -25,10 +25,9 @@ from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ConfigError, StateError
-from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.spec import D, TieringOffloadingSpec
 from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
@@ -376,9 +375,9 @@ class _SharedSpec(TieringOffloadingSpec):
         self.num_blocks, self.stride_bytes = len(buffer.view), buffer.stride_bytes
         return buffer
 
-    def _create_manager(self) -> TieringOffloadingManager:
+    def _create_driver(self, kind: type[D]) -> D:
         try:
-            return super()._create_manager()
+            return super()._create_driver(kind)
         except BaseException:
             self.outer.remove_process_folders()
             raise

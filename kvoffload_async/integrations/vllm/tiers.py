@@ -373,7 +373,7 @@ class VllmTier(tiering.SecondaryTierManager):
             return
         try:
             # Not the manager's call, which checks the length of each key: these have vLLM's hashes.
-            self._state.take_on(job)
+            self._state.submit(job)
         except StateError as error:
             logger.error("Job %s was refused: %s", job.job_id, error)  # noqa: TRY400 - expected
             self._report(job.keys, refused(job, error))

@@ -46,7 +46,7 @@ class AsyncDriver:
     ) -> None:
         """Create an idle driver; the arguments are those of `StepwiseDriver`."""
         self._engine = engine
-        self._manager = engine.manager
+        self._core = engine.driver
         self._memory = memory
         self._pool = pool
         self._tally = tally
@@ -84,7 +84,7 @@ class AsyncDriver:
     async def rest(self, timeout_s: float) -> bool:
         """Wait until the engine is idle; return False at the deadline."""
         deadline_s = time.monotonic() + timeout_s
-        while not await self._engine.quiesce(_WATCH_S) or self._manager.has_pending_work():
+        while not await self._engine.quiesce(_WATCH_S) or self._core.has_pending_work():
             if time.monotonic() > deadline_s:
                 return False
             await self._engine.wait_for_progress(_WATCH_S)
@@ -212,12 +212,12 @@ class AsyncDriver:
         """Return the keys that are not in the primary; empty without secondary tiers."""
         if not self._options.tier_names:
             return set()
-        state_of = self._manager.planner.primary.state_of
+        state_of = self._core.planner.primary.state_of
         return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
         """Return the tier that has the key, the first one in the order of lookup."""
-        *others, last = zip(self._options.tier_names, self._manager.planner.tiers, strict=True)
+        *others, last = zip(self._options.tier_names, self._core.planner.tiers, strict=True)
         for name, tier in others:
             if tier.index.lookup(key, request.ctx) is LookupResult.HIT:
                 return name
@@ -226,7 +226,7 @@ class AsyncDriver:
     async def _follow_jobs(self, req_id: str) -> None:
         """Wait until a request has no jobs in flight."""
         progress, progress_at_s = -1, time.monotonic()
-        planner = self._manager.planner
+        planner = self._core.planner
         counters = planner.counters
         ids = {req_id, f"{req_id}/whole"}
         while any(job.req_context.req_id in ids for _, job in planner.jobs.values()):

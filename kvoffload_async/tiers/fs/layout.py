@@ -27,8 +27,6 @@ from typing import Any, Final
 from kvoffload_async.tiers.files.ops import disk_bytes, safe_name
 from kvoffload_async.types import (
     OffloadKey,
-    get_offload_block_hash,
-    get_offload_group_idx,
     make_offload_key,
 )
 
@@ -92,7 +90,8 @@ class Namespace:
             if key is None:
                 names.append("")
                 continue
-            digits, group = get_offload_block_hash(key).hex(), get_offload_group_idx(key)
+            text = key.hex()  # of the hash, and of the group in eight digits
+            digits, group = text[:-8], int(text[-8:], 16)
             if self.is_vllms:
                 names.append(f"{folder}/{digits[:3]}/{digits[3:5]}_g{group}/{digits}{BLOCK_SUFFIX}")
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from itertools import compress
 from typing import Self
 
 from kvoffload_async.abc.tier import TierEnvironment
@@ -156,7 +157,7 @@ class NativeFiles:
         """Return the keys that have a file; errors count as absent."""
         root, _, names = self._located(keys)
         found = await self._file_io.has_files((root.fd, root.path), names)
-        return frozenset(key for key, is_there in zip(keys, found, strict=True) if is_there)
+        return frozenset(compress(keys, found))
 
     async def close(self) -> None:
         """Wait until all operations have ended."""

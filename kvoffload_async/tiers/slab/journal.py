@@ -509,7 +509,7 @@ class Journal:
             while True:
                 noted = len(self._removed)
                 removed = itertools.islice(self._removed, noted)
-                body = b"".join([*removed, *(packed for _, packed in puts)])
+                body = b"".join([*removed, *[packed for _, packed in puts]])
                 if not body:
                     return
                 has_room = self._end_units + len(body) // RECORD_BYTES < self._max_units

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, Self
@@ -303,7 +303,10 @@ class Transfers:
         now_s = self._loop.time()
         unchecked = self._unchecked(batch.segments, now_s)
         checking = self._checks.begin(unchecked) if unchecked else None
-        await self._move(Direction.LOAD, batch)
+        moved = await self._move(Direction.LOAD, batch, batch.runs)
+        batch.take(moved)
+        if moved.errors:
+            await self._retry(Direction.LOAD, batch, moved.errors)
         error: BaseException | None = None
         if checking is not None:
             if not checking.done():
@@ -330,7 +333,10 @@ class Transfers:
         if self._data_path.journal.has_removals:
             error = await self._flushes.add(None)  # before the slots are overwritten
         if error is None:
-            await self._move(Direction.STORE, batch)
+            moved = await self._move(Direction.STORE, batch, batch.runs)
+            batch.take(moved)
+            if moved.errors:
+                await self._retry(Direction.STORE, batch, moved.errors)
             if len(batch.failures) < len(batch.indices):
                 error = await self._commits.add(batch)
                 if self._data_path.journal.needs_compaction:
@@ -353,26 +359,7 @@ class Transfers:
 
     # -- payload --------------------------------------------------------------------------------
 
-    async def _move(self, direction: Direction, batch: Batch) -> None:
-        """Copy all blocks; after an error in a run, retry its blocks one by one."""
-        moved = await self._move_runs(direction, batch, batch.runs)
-        batch.take(moved)
-        if not moved.errors:
-            return
-        errors = dict(moved.errors)
-        for run in batch.runs:
-            for offset in range(run.length if run.length > 1 else 0):
-                index = run.start + offset
-                if errors.get(index, ENDED_EARLY) != ENDED_EARLY:
-                    single = (Run(run.address + offset, index, 1),)
-                    moved = await self._move_runs(direction, batch, single)
-                    batch.take_some(single, moved)
-                    del errors[index]
-                    if moved.errors:
-                        errors[index] = moved.errors[0]
-        batch.fail_with(errors)
-
-    async def _move_runs(self, direction: Direction, batch: Batch, runs: Sequence[Run]) -> Moved:
+    async def _move(self, direction: Direction, batch: Batch, runs: Sequence[Run]) -> Moved:
         """Copy runs of a batch, with O_DIRECT unless that is refused.
 
         Returns:
@@ -392,6 +379,27 @@ class Transfers:
             extents = segments.extents(runs, is_direct=False)
             moved = await move(extents, wanted)
         return moved
+
+    async def _retry(self, direction: Direction, batch: Batch, failed: Mapping[int, int]) -> None:
+        """Copy the blocks of runs with an error one by one, and record the errors that are left.
+
+        Args:
+            direction: LOAD or STORE.
+            batch: The batch.
+            failed: The errors of the runs, by index of the block.
+        """
+        errors = dict(failed)
+        for run in batch.runs:
+            for offset in range(run.length if run.length > 1 else 0):
+                index = run.start + offset
+                if errors.get(index, ENDED_EARLY) != ENDED_EARLY:
+                    single = (Run(run.address + offset, index, 1),)
+                    moved = await self._move(direction, batch, single)
+                    batch.take_some(single, moved)
+                    del errors[index]
+                    if moved.errors:
+                        errors[index] = moved.errors[0]
+        batch.fail_with(errors)
 
     # -- coalesced calls ---------------------------------------------------------------------------
 

@@ -372,7 +372,7 @@ class Host:
             if len(run) < min(len(request.wants), room.budget) and request.blocked_since_s is None:
                 key = list(request.wants)[len(run)]
                 is_there = self.primary.lookup(key) is not MISS
-                if is_there or self.planner._search.find(key, request, self.now_s) is not None:
+                if is_there or self.planner._search.find([key], request, self.now_s) != [None]:
                     self.refused.append(f"a ticket is granted without {self.names[key]}")
             return grant(request, run, absent)
 
@@ -507,6 +507,7 @@ class Host:
             self._age(request.blocked_since_s),
             tuple(failed),
             tuple(lacking),
+            self._letters(sorted(request.again)),
         )
 
     def _blocks(self):
@@ -548,7 +549,7 @@ class Host:
             state.is_silent,
             bool(jobs) and self._age(state._quiet_since_s),
             "".join(sorted(map(self.names.__getitem__, tier.contents))),
-            tuple(state.index.peek(key) for key in self.names),
+            tuple(state.index.peek(tuple(self.names))),
             self._asked(state.index, whose),
             tuple(map(self._letters, tier.probes.values())),
         )
