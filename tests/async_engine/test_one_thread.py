@@ -95,7 +95,7 @@ async def test_a_job_that_ends_within_the_call_is_taken_in_by_the_next_step(prom
             async with world.engine.request("r", hashes("ab")) as request:
                 assert await world.during(world.engine.store(request, [0, 1])) == 2
             await turns()
-            assert "JobSettled" in reports
+            assert "JobFinished" in reports
         (tier,) = world.engine.stats().tiers
         assert tier.failed_jobs_by_error == {"TierBusyError": tier.finished_jobs}
         assert tier.jobs_in_flight == 0
