@@ -22,12 +22,12 @@ from kvoffload_async import (
     OffloadKey,
     SecondaryTierFactory,
     TierCapabilities,
-    TierClosedError,
     TierEnvironment,
     TierError,
     TieringOffloadingSpec,
     make_offload_key,
 )
+from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.types import LookupResult, Medium, ReqContext
 

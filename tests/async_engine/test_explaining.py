@@ -5,9 +5,11 @@ import asyncio
 import pytest
 import torch
 
-from kvoffload_async import EngineBounds, JobEnded, JobStarted, Note, OffloadEngine
+from kvoffload_async import OffloadEngine
 from kvoffload_async.abc.transport import Transport
+from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import ClosedError, TransportError
+from kvoffload_async.timeline import JobEnded, JobStarted, Note
 
 CONFIG = {"cpu_bytes_to_use": 8192, "model": "m", "explain_requests": 4}
 HASHES = [bytes([number]) * 32 for number in range(2)]

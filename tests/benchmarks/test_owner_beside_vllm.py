@@ -21,7 +21,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from kvoffload_async import AsyncTier, TierBounds, TierCapabilities
+from kvoffload_async import AsyncTier, TierCapabilities
+from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 

@@ -21,7 +21,8 @@ import time
 
 import pytest
 
-from kvoffload_async import AsyncTier, OffloadEngine, TierBounds, TierCapabilities
+from kvoffload_async import AsyncTier, OffloadEngine, TierCapabilities
+from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.abc.transport import TransferOutcome, Transport
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.transport.completion import CompletableTransfer

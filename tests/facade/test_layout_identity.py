@@ -4,11 +4,11 @@ import pytest
 
 from kvoffload_async import (
     ExampleSecondaryTierManager,
-    KVIdentity,
     SecondaryTierFactory,
     SecondaryTierManager,
     TieringOffloadingSpec,
 )
+from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.testing import ScriptedTier
 
 BLOCK = 4096

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from kvoffload_async import ConfigError, TierLocation, TierUnavailableError
-from kvoffload_async.errors import TierTimeoutError
+from kvoffload_async import ConfigError
+from kvoffload_async.abc.tier import TierLocation
+from kvoffload_async.errors import TierTimeoutError, TierUnavailableError
 from kvoffload_async.facade import locations
 from kvoffload_async.facade.locations import check_locations, examine
 from kvoffload_async.runtime.machine import Limit

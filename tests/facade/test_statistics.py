@@ -10,11 +10,7 @@ from facade.worlds import EXCLUSIVE, PROBED, SLOT_BYTES, Alone, World, filled, k
 from kvoffload_async import (
     CPUPrimaryTierOffloadingManager,
     OffloadingStatistics,
-    PlannerStatistics,
-    PrimaryStatistics,
     ReqContext,
-    SlotStatistics,
-    TierStatistics,
     statistics,
 )
 from kvoffload_async.core.counters import (
@@ -24,6 +20,12 @@ from kvoffload_async.core.counters import (
     TierObservations,
 )
 from kvoffload_async.errors import TierUnavailableError
+from kvoffload_async.statistics import (
+    PlannerStatistics,
+    PrimaryStatistics,
+    SlotStatistics,
+    TierStatistics,
+)
 from kvoffload_async.testing import ScriptedTier
 
 

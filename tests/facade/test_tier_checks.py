@@ -9,10 +9,9 @@ from kvoffload_async import (
     OffloadEngine,
     SecondaryTierFactory,
     TieringOffloadingSpec,
-    TierLocation,
-    TierUnavailableError,
 )
-from kvoffload_async.errors import TierTimeoutError
+from kvoffload_async.abc.tier import TierLocation
+from kvoffload_async.errors import TierTimeoutError, TierUnavailableError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing import ScriptedTier
 

@@ -13,10 +13,9 @@ from kvoffload_async import (
     LookupResult,
     ReqContext,
     TieringOffloadingSpec,
-    TierTimeoutError,
     make_offload_key,
 )
-from kvoffload_async.errors import BlockMissingError
+from kvoffload_async.errors import BlockMissingError, TierTimeoutError
 from kvoffload_async.facade.secondary import FileSystemTierManager, SecondaryTierManager
 from kvoffload_async.testing.harness import ManagerHarness, key_of
 

@@ -29,16 +29,14 @@ from kvoffload_async import (
     BusyError,
     ClosedError,
     Direction,
-    EngineBounds,
     InvalidatedError,
     OffloadEngine,
     OffloadError,
-    Transfer,
-    TransferOutcome,
-    Transport,
     TransportError,
 )
 from kvoffload_async.abc.pages import hold_pages
+from kvoffload_async.abc.transport import Transfer, TransferOutcome, Transport
+from kvoffload_async.async_engine.transfers import EngineBounds
 
 JUNK = 0xAA
 DEVICE_BLOCKS = 24

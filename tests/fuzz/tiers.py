@@ -15,10 +15,10 @@ from kvoffload_async import (
     JobResult,
     LookupResult,
     SecondaryTierManager,
-    TierBounds,
     TierCapabilities,
-    TierFullError,
 )
+from kvoffload_async.abc.tier import TierBounds
+from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing import Fault, FaultPlan, FaultyTier
 
 NONSENSE = (None, 7, "text", {None: None}, object(), [None], float("nan"))

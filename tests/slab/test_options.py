@@ -2,9 +2,10 @@ import pytest
 from faulty_files import FaultyFileOps
 from slab.stores import BLOCK, KIB
 
-from kvoffload_async import ConfigError, Locality, SecondaryTierFactory, SlabTierManager
+from kvoffload_async import ConfigError, SecondaryTierFactory, SlabTierManager
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.tiers.slab.opening import OnMismatch
+from kvoffload_async.types import Locality
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from remote.mooncake.fakes import FakeStore
 from servers.seaweedfs import SeaweedServer
 from servers.valkey import ValkeyServer
 
-from kvoffload_async import GcOptions, MaintenanceControl, OffloadEngine, find_stores
+from kvoffload_async import OffloadEngine
+from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl
+from kvoffload_async.facade.maintenance import find_stores
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 

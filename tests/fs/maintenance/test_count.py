@@ -13,8 +13,8 @@ from fs.maintenance.stores import disk_bytes, truncate, usage_of
 from fs.places import KIB
 from fs.spaces import K, end_of, start
 
-from kvoffload_async import GcOptions, MaintenanceControl, find_stores
-from kvoffload_async.abc.maintenance import Problem
+from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl, Problem
+from kvoffload_async.facade.maintenance import find_stores
 from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.maintenance import inspection

@@ -9,7 +9,8 @@ import pytest
 from fs.maintenance.stores import HOUR_S
 from fs.spaces import rescan
 
-from kvoffload_async import GcOptions, MaintenanceControl, find_stores
+from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl
+from kvoffload_async.facade.maintenance import find_stores
 from kvoffload_async.replay.source import ChatWorkload
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.ops import FileOps

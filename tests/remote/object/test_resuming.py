@@ -12,8 +12,9 @@ import pytest
 from remote.object.tiers import names_in, tier_on
 from typer.testing import CliRunner
 
-from kvoffload_async import GcOptions, MaintenanceControl, Removal, Summary, find_stores
+from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl, Removal, Summary
 from kvoffload_async.cli.app import app
+from kvoffload_async.facade.maintenance import find_stores
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
