@@ -63,7 +63,7 @@ def test_keys_that_are_repeated_are_asked_for_in_one_call():
     world.step()
     assert asked(world, ctx, "abc") == [PENDING] * 3, "it has its ticket: no tier is asked"
     assert heard.taken() == [(0, ks("abcd"))]
-    world.settle_all()
+    world.finish_all()
     assert asked(world, ctx, "abc") == [HIT] * 3
     world.step()
     world.wind_down()
@@ -79,7 +79,7 @@ def test_only_what_is_asked_for_counts_and_is_waited_for():
     world.step()
     ((_, job),) = world.running.values()
     assert job.keys == tuple(ks("a"))
-    world.settle_all()
+    world.finish_all()
     world.wind_down()
 
 
@@ -97,7 +97,7 @@ def test_a_key_of_which_no_answer_is_outstanding_any_more_keeps_nobody_waiting()
     ((_, job),) = world.running.values()
     assert job.keys == tuple(ks("a"))
     world.tiers[0].is_probing = False
-    world.settle_all()
+    world.finish_all()
     world.wind_down()
 
 
@@ -111,7 +111,7 @@ def test_a_block_that_is_stored_after_the_tiers_were_asked_is_found():
     world.store(other, "b")
     assert asked(world, ctx, "b") == [HIT]
     world.step()
-    world.settle_all()
+    world.finish_all()
     world.wind_down()
 
 
@@ -164,7 +164,7 @@ def test_a_further_key_costs_few_calls_over_all_rounds(is_stored):
             for tier in world.tiers:
                 tier.answer_probes()
             while world.running:
-                world.settle()
+                world.finish_job()
             world.planner.collect()
             world.now_s += 1.0
             world.planner.begin_step(world.now_s)
