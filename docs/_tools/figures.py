@@ -127,7 +127,7 @@ def _with_share(figures: Report) -> str:
 def _head(titles: list[str]) -> Iterator[str]:
     shown = [NAMES.get(title, title) for title in titles]
     yield _row(shown)
-    yield _row(["---"] * len(shown))
+    yield "|---" * len(shown) + "|"
 
 
 def _row(cells: list[str]) -> str:

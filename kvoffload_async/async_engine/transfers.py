@@ -178,7 +178,7 @@ class Transfers:
             raise TransportError(text_of(outcome.error)) from outcome.error
 
     def stats(self, manager: OffloadingStatistics, missed_events: int) -> EngineStatistics:
-        """Return the manager's statistics extended by copies, waiting calls and missed events."""
+        """Return the driver's statistics extended by copies, waiting calls and missed events."""
         return EngineStatistics(
             primary=manager.primary,
             tiers=manager.tiers,

@@ -321,7 +321,7 @@ class OwnTier:
         return OpenOwnTier(SecondaryTierFactory.create_secondary_tier(config, view, _SPEC))
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return its configured or automatic capacity."""
+        """Return the tier's capacity in bytes, as configured or chosen here; None: unbounded."""
         given = self._configured(None, stored_bytes).get(_CAPACITY)
         return None if given is None else parse_size_bytes(given, _CAPACITY)
 

@@ -276,7 +276,7 @@ def measure(
 
 
 def turns(plan: Plan, baselines: Sequence[Baseline], contenders: Sequence[Contender]) -> int:
-    """Return the total number of turns."""
+    """Return how many measurements `plan` makes, over all block sizes and rounds."""
     return len(plan.works) * plan.rounds * (1 + len(baselines) + len(contenders))
 
 

@@ -210,7 +210,7 @@ def _check_transfer(config: Mapping[str, Any], fields: Rules, where: str = "") -
     reject_unknown(config, fields, f"{where}kv-transfer-config")
     _check({"kv_connector": None, "kv_role": None, EXTRA: {}} | dict(config), fields, where)
     if EXTRA not in config:
-        raise InputError(f"{where}{EXTRA}: missing; it has the engine's keys, as secondary_tiers")
+        raise InputError(f"{where}{EXTRA}: missing; add an object with the keys of the engine")
 
 
 def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str = "") -> HostConfig:

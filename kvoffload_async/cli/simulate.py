@@ -55,7 +55,9 @@ class SimulateOptions(CommandOptions):
         max=_MOST_BLOCKS,
     )
     admission: str = flag(
-        "all", "The tier's admission: all stored blocks, or only likely reuse.", metavar="all|reuse"
+        "all",
+        "The tier's admission: all stored blocks, or only those likely to be reused.",
+        metavar="all|reuse",
     )
     warm_half: bool = flag(
         False,

@@ -115,7 +115,7 @@ class Pages(mmap.mmap):
 
     @property
     def holders(self) -> list[str]:
-        """Names of the current holders."""
+        """Names of those that copy to or from the memory now."""
         return list(self._holders().values())
 
     def hold(self, who: str) -> Callable[[], None]:

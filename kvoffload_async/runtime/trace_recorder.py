@@ -81,7 +81,7 @@ class TraceFiles:
         return fd
 
     def close(self, fd: int) -> None:
-        """Close a file."""
+        """Close a trace file."""
         self._ops.close(fd)
 
     def _is_trace(self, path: str, is_free: bool) -> bool:

@@ -372,7 +372,7 @@ def test_of_several_tiers_those_that_cannot_delete_keep_the_object(start, memory
     for _ in range(2):
         host.adapter.delete([host.key(1)])
     assert host.lookup([host.key(1)]) == [True]
-    assert caplog.text.count("tiers of type example cannot, and keep them") == 1
+    assert caplog.text.count("tiers of type example cannot, so they keep them") == 1
     until(lambda: host.told["deleted"] == [host.key(1)])
 
 

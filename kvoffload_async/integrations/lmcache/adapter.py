@@ -238,7 +238,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             elif unable and not self._cannot_delete:
                 self._cannot_delete = True
                 logger.warning(
-                    "LMCache has asked to delete objects: tiers of type %s cannot, and keep them",
+                    "LMCache asked to delete objects; tiers of type %s cannot, so they keep them",
                     ", ".join(unable),
                 )
         for model, group in sorted(missing):

@@ -319,7 +319,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
 
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
-        """Return the digest of this worker's tensors."""
+        """Return the digest of the layout of this worker's tensors."""
         layers = {} if self._surroundings is None else self._surroundings.registered_layers()
         if not layers:
             return layout_of_pages(kv_caches)
