@@ -451,8 +451,6 @@ class OffloadConfig(Options):
     """Name of the primary tier's eviction policy: "lru", "arc" or "hd"."""
     store_threshold: int = option(at_least(0), 0)
     """Store a block, in the primary and the tiers, only when it is offered for the n-th time."""
-    max_tracker_size: int = option(at_least(1), 64_000)
-    """Keys whose offers are counted for `store_threshold`."""
     enable_kv_cache_events: bool = option(parse_bool, default=False)
     """Record events for `take_events`."""
     write_back: str | None = option(or_none(one_of(WriteBack)), None)

@@ -50,7 +50,7 @@ def test_a_configuration_is_checked_without_a_server(config):
         ("bytes_in_flight", "many"),
         ("call_timeout_s", -1),
         ("max_retries", 99),
-        ("remember_present_s", -1),
+        ("positive_cache_ttl_s", -1),
         ("negative_cache_ttl_s", "1"),
         ("integrity_key_file", "relative"),
         ("io_timeout_s", "soon"),
@@ -79,7 +79,6 @@ def test_a_value_that_cannot_be_used_is_named(base, key, value):
         ({"tls_ca_file": "/ca.pem"}, "tls_ca_file: goes with a URL of valkeys://"),
         ({"tls_ca_file": "ca.pem"}, "tls_ca_file: it must be the absolute path"),
         ({"password_file": "/not/there"}, "password_file: '/not/there' cannot be read"),
-        ({"username": ""}, "username: "),
     ],
 )
 def test_options_of_valkey_are_checked(options, said):
