@@ -34,7 +34,7 @@ class Unplayable(ExampleSecondaryTierManager):
         (["--tier", "fs:verfy=off"], "did you mean 'verify'?"),
         (["--tier", "fs:verify=maybe"], "verify: 'maybe' is unknown"),
         (["--tier", "fs:root_dir=3"], "root_dir: 3 is not valid; give a path"),
-        (["--tier", "fs:root_dir"], "expected key=value, got 'root_dir'"),
+        (["--tier", "fs:root_dir"], "expected TYPE[:key=value,...]"),
         (["--tier", "fs:fsync=3"], "fsync: 3 is not valid; it must be true or false"),
         (["--tier", "fs:capacity_bytes=1MiB"], "capacity_bytes: '1MiB' is less than the"),
         (["--tier", "slab:capacity_bytes=1KiB"], "capacity_bytes: '1KiB' is less than the"),
