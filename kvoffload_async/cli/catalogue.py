@@ -139,32 +139,6 @@ def geometry_table(settings: Mapping[str, Any]) -> Table:
     return table
 
 
-def tiers_as_json() -> dict[str, Any]:
-    """Return the registered tiers and their options, as JSON has them."""
-    return {
-        "tiers": [
-            {
-                "type": entry.name,
-                "summary": entry.summary,
-                "is_usable": entry.is_usable,
-                "options": list(map(_as_json, entry.options)),
-            }
-            for entry in tier_entries()
-        ],
-        "common_options": list(map(_as_json, common_options())),
-    }
-
-
-def _as_json(option: Option) -> dict[str, Any]:
-    is_required = option.default is REQUIRED
-    return {
-        "name": option.name,
-        "is_required": is_required,
-        "default": None if is_required else option.default,
-        "summary": option.summary,
-    }
-
-
 def option_table(options: Sequence[Option]) -> Table:
     """Return a table of a tier's options."""
     table = Table("option", "default", "")

@@ -22,7 +22,7 @@ class Unplayable(ExampleSecondaryTierManager):
         (["--block-bytes", "5000"], "'5000' is not valid; it must be a multiple of 4096"),
         (["--block-bytes", "4KiB,8KiB,4096"], "--block-bytes: '4096' is given twice"),
         (["--total-bytes", "lots"], "--total-bytes: 'lots' is not valid"),
-        (["--total-bytes", "1MiB"], "use at least 67108864, or fewer --keys-per-job"),
+        (["--total-bytes", "1MiB"], "use at least 67108864, or smaller --block-bytes"),
         (["--total-bytes", "900TiB"], "more than half of what this machine has; use at most"),
         (["--keys-per-job", "0"], "Invalid value for '--keys-per-job'"),
         (["--one-job", "-1"], "Invalid value for '--one-job'"),

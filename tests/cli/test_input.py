@@ -77,9 +77,6 @@ def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
         (["--tier", "fs"], "root_dir: missing"),
         (["--tier", "fs:root_dir=relative"], "root_dir: 'relative' is not an absolute path"),
         (["--block-bytes", "4Q"], "--block-bytes: '4Q' is not valid"),
-        (["--primary-bytes", "0"], "--primary-bytes: '0' is not valid"),
-        (["--primary-bytes", "1KiB"], "1024 bytes hold no block"),
-        (["--primary-blocks", "5", "--primary-bytes", "1MiB"], "are mutually exclusive"),
         (["--policy", "lur"], "did you mean 'lru'?"),
         (["--json", "no/such/place"], "--json no/such/place: cannot be written"),
         (["--config", "no-such-file"], "no-such-file: cannot be read"),
@@ -184,7 +181,8 @@ def test_flags_override_the_file_and_the_file_the_defaults(command):
 
 
 def test_primary_bytes_are_cut_to_whole_rows(command):
-    report = command.figures("--primary-bytes", "1MiB", "--block-bytes", "5000", "--limit", 3)
+    config = command.config(cpu_bytes_to_use="1MiB")
+    report = command.figures("--config", config, "--block-bytes", "5000", "--limit", 3)
     assert (report["primary_blocks"], report["row_bytes"]) == (128, 8192)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvoffload_async.bench import Plan, run_bench
 from kvoffload_async.bench.contender import OpenOwnTier
-from kvoffload_async.facade.example import ExampleSecondaryTierManager
+from kvoffload_async.facade.secondary import ExampleSecondaryTierManager
 from laboratory.bench import relative_table
 from laboratory.peers import PEERS, Entry
 
