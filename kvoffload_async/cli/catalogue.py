@@ -31,13 +31,11 @@ class TierEntry:
         name: Its `type` in the configuration.
         summary: One line; the reason if the tier cannot be used.
         options: Its own options, without those common to all tiers.
-        is_usable: Whether its class can be imported.
     """
 
     name: str
     summary: str
     options: tuple[Option, ...] = ()
-    is_usable: bool = True
 
 
 def tier_entries() -> list[TierEntry]:
@@ -54,7 +52,7 @@ def _entry(name: str) -> TierEntry:
     try:
         cls = SecondaryTierFactory.get_tier_class(name)
     except (ImportError, AttributeError, ConfigError) as error:
-        return TierEntry(name, f"cannot be used: {error}", is_usable=False)
+        return TierEntry(name, f"cannot be used: {error}")
     lines = (inspect.getdoc(cls.tier_class or cls) or "").splitlines()
     return TierEntry(name, lines[0] if lines else "", tuple(_own_options(cls)))
 

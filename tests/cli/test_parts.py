@@ -140,7 +140,6 @@ class TestCatalogue:
         assert [o.name for o in whole.options] == ["must", "may"]
         assert whole.options[0].default is catalogue.REQUIRED
         assert whole.summary == ""
-        assert not gone.is_usable
         assert gone.summary == "cannot be used: no such module"
 
     def test_a_tier_without_options_has_no_table(self, command, monkeypatch):
