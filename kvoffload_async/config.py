@@ -50,8 +50,8 @@ HIDDEN: Final = "***"
 
 _USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
 """Matches up to the last @, because a password may contain an unescaped slash."""
-_SECRET_KEY: Final = re.compile(
-    "secret|password|token|credential|key(?!_id)|service_account", re.IGNORECASE
+_SECRET_NAME: Final = re.compile(
+    "secret|password|token|credential|key(?!_id)|service_account|(?<!skip_)signature", re.IGNORECASE
 )
 
 _REPR: Final = reprlib.Repr()
@@ -94,9 +94,13 @@ def without_secrets(value: object, key: str = "") -> object:
     if isinstance(value, Mapping):
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, str):
-        is_secret = _SECRET_KEY.search(key) is not None and not key.endswith("_file")
-        return HIDDEN if is_secret else without_user_info(value)
+        return HIDDEN if is_secret(key) else without_user_info(value)
     return value
+
+
+def is_secret(name: str) -> bool:
+    """Return whether an option or environment variable of this name has a secret as its value."""
+    return _SECRET_NAME.search(name) is not None and not name.lower().endswith("_file")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -451,8 +455,6 @@ class OffloadConfig(Options):
     """Name of the primary tier's eviction policy: "lru", "arc" or "hd"."""
     store_threshold: int = option(at_least(0), 0)
     """Store a block, in the primary and the tiers, only when it is offered for the n-th time."""
-    max_tracker_size: int = option(at_least(1), 64_000)
-    """Keys whose offers are counted for `store_threshold`."""
     enable_kv_cache_events: bool = option(parse_bool, default=False)
     """Record events for `take_events`."""
     write_back: str | None = option(or_none(one_of(WriteBack)), None)

@@ -75,7 +75,7 @@ IN_SLAB = {
 """What is retired in the slab tier alone; elsewhere these are plain English, or other things."""
 
 ALLOWED = {
-    "piece_bytes": "an option of the slab tier, and so a public key",
+    "piece_bytes": "of `block_io`: bytes of one system call, which may cover several blocks",
     "piece": "an argument of `Catalog`",
     "make_room": "of `CachePolicy`",
     "_bury": "of ARC: keys of victims become ghosts",

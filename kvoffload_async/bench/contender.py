@@ -344,7 +344,7 @@ class OwnTier:
         if given is not None and parse_size_bytes(given, _CAPACITY) < stored_bytes:
             raise InputError(
                 f"--tier {self.name}: {_CAPACITY}: {given!r} is less than the {stored_bytes} bytes "
-                "that a round stores; give more, or use fewer --total-bytes or a smaller --one-job"
+                "that a round stores; give more, or use fewer --total-bytes"
             )
 
     def _configured(self, directory: str | None, stored_bytes: int) -> dict[str, Any]:

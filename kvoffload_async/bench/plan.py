@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import numpy as np
 
 from kvoffload_async.bench.contender import WARM_UP
-from kvoffload_async.config import parse_size_bytes
+from kvoffload_async.config import parse_size_bytes, suitable_threads
 from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
@@ -83,9 +83,9 @@ class Plan:
     total_bytes: int
     keys_per_job: int
     one_job: int
-    in_flight: int
     rounds: int
-    threads: int
+    in_flight: int = 16
+    threads: int = field(default_factory=suitable_threads)
     direct_baseline: bool = False
     steady: bool = False
     keep: bool = False
@@ -107,8 +107,8 @@ class Plan:
         block_bytes: str,
         total_bytes: str,
         *,
-        keys_per_job: int,
-        one_job: int,
+        keys_per_job: int = 16,
+        one_job: int = 256,
         **others: Any,  # noqa: ANN401 - of several types
     ) -> Self:
         """Return the plan with these settings, given as on the command line.
@@ -137,7 +137,7 @@ class Plan:
         if job_bytes > total:
             raise InputError(
                 f"--total-bytes: {total_bytes!r} is less than one job of {keys_per_job} blocks of "
-                f"{max(sizes)} bytes; use at least {job_bytes}, or fewer --keys-per-job"
+                f"{max(sizes)} bytes; use at least {job_bytes}, or smaller --block-bytes"
             )
         return cls(
             works=tuple(_work(size, total, keys_per_job, one_job) for size in sizes),

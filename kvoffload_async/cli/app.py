@@ -23,7 +23,6 @@ from kvoffload_async.cli.catalogue import (
     geometry_table,
     option_table,
     tier_entries,
-    tiers_as_json,
 )
 from kvoffload_async.cli.command import command, flag, running
 from kvoffload_async.cli.ending import OneLineGroup, errors_as_one_line, finish
@@ -144,8 +143,6 @@ class ReplayFlags(Flags):
         metavar="N",
         min=1,
     )
-    layers: int = flag(2, "Number of tensors in device memory.", metavar="L", min=1)
-    no_verify: bool = flag(False, "Do not compare loaded blocks with stored ones.", "--no-verify")
     json: str | None = flag(
         None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
     )
@@ -192,11 +189,9 @@ def replay(given: ReplayFlags) -> None:
             raise InputError(f"--passes {num_passes}: {trace} cannot be read more than once")
         options = ReplayOptions(
             concurrency=given.concurrency,
-            verify=not given.no_verify,
             engine=given.engine,
             runtime=_runtime_of(given.device),
             device_blocks=given.device_blocks,
-            layers=given.layers,
             has_samples=bool(given.plot or given.report),
             should_stop=lambda: interrupt.is_requested,
         )
@@ -270,13 +265,8 @@ def check_config(
 
 
 @app.command()
-def tiers(
-    *, as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False
-) -> None:
+def tiers() -> None:
     """List the registered tier types and their options."""
-    if as_json:
-        typer.echo(json.dumps(tiers_as_json(), indent=2))
-        return
     console = Console()
     for entry in tier_entries():
         console.print(Text.assemble((entry.name, "bold"), f": {entry.summary}"))

@@ -22,7 +22,6 @@ from kvoffload_async.cli.ending import Interrupt, finish
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.output import check_writable, publish
 from kvoffload_async.cli.progress import Gauge, progress_bar
-from kvoffload_async.config import suitable_threads
 
 _TITLES: Final = {
     "store": "Store",
@@ -203,43 +202,13 @@ class BenchOptions(CommandOptions):
     )
     block_bytes: str = flag("64KiB,256KiB,1MiB,4MiB", "Block sizes to measure.", metavar="SIZE,...")
     total_bytes: str = flag("128MiB", "Maximum data stored and loaded in one pass.", metavar="SIZE")
-    keys_per_job: int = flag(16, "Blocks per job, in passes with many jobs.", metavar="N", min=1)
-    one_job: int = flag(
-        256,
-        "Blocks of a single large job, which is measured separately; limited by --total-bytes. "
-        "0: none.",
-        metavar="N",
-        min=0,
-    )
-    in_flight: int = flag(16, "Concurrent jobs.", metavar="N", min=1, max=1024)
     rounds: int = flag(5, "Rounds of measurement.", metavar="N", min=1)
-    threads: int | None = flag(
-        None,
-        "Threads of the baseline. Default: as many as a tier uses.",
-        metavar="N",
-        min=1,
-        max=64,
-    )
-    direct_baseline: bool = flag(
-        False, "Bypass the page cache (O_DIRECT) in the baseline.", "--direct-baseline"
-    )
     steady: bool = flag(
         False,
         "Fill bounded tiers before measuring, so that writes replace old blocks, as in "
         "long-running deployments. The baseline overwrites its file too, and another one "
         "overwrites and renames one file per block.",
         "--steady",
-    )
-    keep: bool = flag(
-        False,
-        "Reuse one store per block size instead of a new one each round. An unbounded store then "
-        "grows every round, as on a server that only adds blocks.",
-        "--keep",
-    )
-    warm_up: bool = flag(
-        True,
-        "Touch free memory before opening a store: a virtual machine may have returned it to the "
-        "host, which makes the first writes up to ten times slower.",
     )
     json: str | None = flag(
         None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
@@ -250,20 +219,23 @@ def bench(given: BenchOptions) -> None:
     """Benchmark tiers against a raw I/O baseline.
 
     Each round measures in turn: memcpy; the baseline, which reads and writes a preallocated file;
-    and every tier, in a temporary directory. Each round uses a new store, unless --keep is given.
-    Data stays in the page cache unless a tier bypasses it. Every loaded block is compared with the
-    stored one after the clock has stopped.
+    and every tier, in a temporary directory. Each round uses a new store. Data stays in the page
+    cache unless a tier bypasses it. Every loaded block is compared with the stored one after the
+    clock has stopped.
     """
     with running(given) as (console, interrupt):
         check_writable("--json", given.json)
-        report = measure(given, given.tier or DEFAULT_TIERS, console, interrupt)
+        plan = Plan.parse(
+            given.block_bytes, given.total_bytes, rounds=given.rounds, steady=given.steady
+        )
+        report = measure(plan, given.tier or DEFAULT_TIERS, console, interrupt)
         if report.sizes:
             publish(given.json, partial(print_tables, report), report.to_json())
     finish(report.complaints, interrupted=report.interrupted)
 
 
 def measure(
-    given: BenchOptions,
+    plan: Plan,
     tiers: Sequence[str],
     console: Console,
     interrupt: Interrupt,
@@ -272,28 +244,15 @@ def measure(
     """Run a benchmark with a progress bar.
 
     Args:
-        given: Settings.
+        plan: Settings.
         tiers: Tiers to measure, as for `--tier`.
         console: Shows the progress bar.
         interrupt: Stops the benchmark early.
         others: Further contenders.
 
     Raises:
-        OffloadError: See `run_bench`; InputError and ConfigError also for invalid options.
+        OffloadError: See `run_bench`; InputError also if a tier's text is invalid.
     """
-    plan = Plan.parse(
-        given.block_bytes,
-        given.total_bytes,
-        keys_per_job=given.keys_per_job,
-        one_job=given.one_job,
-        in_flight=given.in_flight,
-        rounds=given.rounds,
-        threads=given.threads or suitable_threads(),
-        direct_baseline=given.direct_baseline,
-        steady=given.steady,
-        keep=given.keep,
-        warm_up=given.warm_up,
-    )
     own = [parse_tier(text) for text in tiers]
     gauge = Gauge()
     with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:

@@ -31,13 +31,11 @@ class TierEntry:
         name: Its `type` in the configuration.
         summary: One line; the reason if the tier cannot be used.
         options: Its own options, without those common to all tiers.
-        is_usable: Whether its class can be imported.
     """
 
     name: str
     summary: str
     options: tuple[Option, ...] = ()
-    is_usable: bool = True
 
 
 def tier_entries() -> list[TierEntry]:
@@ -54,7 +52,7 @@ def _entry(name: str) -> TierEntry:
     try:
         cls = SecondaryTierFactory.get_tier_class(name)
     except (ImportError, AttributeError, ConfigError) as error:
-        return TierEntry(name, f"cannot be used: {error}", is_usable=False)
+        return TierEntry(name, f"cannot be used: {error}")
     lines = (inspect.getdoc(cls.tier_class or cls) or "").splitlines()
     return TierEntry(name, lines[0] if lines else "", tuple(_own_options(cls)))
 
@@ -137,32 +135,6 @@ def geometry_table(settings: Mapping[str, Any]) -> Table:
     if not settings["secondary_tiers"]:
         table.add_row("secondary tiers", "none")
     return table
-
-
-def tiers_as_json() -> dict[str, Any]:
-    """Return the registered tiers and their options, as JSON has them."""
-    return {
-        "tiers": [
-            {
-                "type": entry.name,
-                "summary": entry.summary,
-                "is_usable": entry.is_usable,
-                "options": list(map(_as_json, entry.options)),
-            }
-            for entry in tier_entries()
-        ],
-        "common_options": list(map(_as_json, common_options())),
-    }
-
-
-def _as_json(option: Option) -> dict[str, Any]:
-    is_required = option.default is REQUIRED
-    return {
-        "name": option.name,
-        "is_required": is_required,
-        "default": None if is_required else option.default,
-        "summary": option.summary,
-    }
 
 
 def option_table(options: Sequence[Option]) -> Table:

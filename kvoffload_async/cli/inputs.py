@@ -175,7 +175,7 @@ def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
             _check_keys(one, yaml)
 
 
-_SECRET: Final = re.compile("((?:secret|password|token|account_key|sas_key)[a-z_]*=)[^,]*")
+_SECRET: Final = re.compile("(store_options=).*|((?:secret|password|token)[a-z_]*=)[^,]*")
 
 
 def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
@@ -188,7 +188,7 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     Raises:
         InputError: The type is missing, or an option is not `key=value`, or is given twice.
     """
-    shown = _SECRET.sub(rf"\1{HIDDEN}", without_user_info(text))
+    shown = _SECRET.sub(rf"\1\2{HIDDEN}", without_user_info(text))
     tier_type, _, rest = text.partition(":")
     if not tier_type:
         raise InputError(f"{flag} {shown!r}: no type; give TYPE[:key=value,...]")
@@ -196,8 +196,7 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
         if not key or not equals:
-            got = without_user_info(option)
-            raise InputError(f"{flag} {shown!r}: expected key=value, got {got!r}")
+            raise InputError(f"{flag} {shown!r}: expected TYPE[:key=value,...]")
         if key in config:
             raise InputError(f"{flag} {shown!r}: {key!r} is given twice")
         config[key] = _scalar(value)

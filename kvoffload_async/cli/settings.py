@@ -70,9 +70,6 @@ class Flags(CommandOptions):
     primary_blocks: int | None = flag(
         None, "Capacity of the primary tier, in blocks.", metavar="N", min=1
     )
-    primary_bytes: str | None = flag(
-        None, 'Alternative to --primary-blocks: capacity in bytes, such as "1GiB".', metavar="SIZE"
-    )
     block_bytes: str | None = flag(None, "Size of one block. Default: 16KiB.", metavar="SIZE")
     policy: str | None = flag(
         None, "Eviction policy of the primary tier. Default: lru.", metavar="lru|arc|hd"
@@ -90,11 +87,6 @@ class Flags(CommandOptions):
         "override it.",
         metavar="FILE",
         envvar=CONFIG_VARIABLE,
-    )
-    status_socket: Path | None = flag(
-        None,
-        "Serve the engine's status on this socket, for `kvoffload top`.",
-        metavar="PATH",
     )
 
     @property
@@ -146,27 +138,20 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
         scratch: Directory for the built-in workload's tier, if no other tier is configured.
 
     Raises:
-        InputError: The file is invalid, or two flags contradict each other.
+        InputError: The file is invalid, or it and the trace are both standard input.
         ConfigError: A key or a value is invalid; the message names it.
     """
-    if flags.primary_blocks is not None and flags.primary_bytes is not None:
-        raise InputError("--primary-blocks and --primary-bytes are mutually exclusive; give one")
     if str(flags.trace) == STDIN == str(flags.config):
         raise InputError("TRACE and --config are both -; standard input can be read only once")
     config = read_config(flags.config) if flags.config else {}
     if flags.block_bytes is not None:
         config["block_bytes"] = parse_size_bytes(flags.block_bytes, "--block-bytes")
-    if flags.primary_bytes is not None:
-        size_bytes = parse_size_bytes(flags.primary_bytes, "--primary-bytes")
-        config["cpu_bytes_to_use"] = size_bytes
     if flags.policy is not None:
         config["eviction_policy"] = flags.policy
     if flags.tiers:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
     elif flags.is_built_in and "secondary_tiers" not in config:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": f"{scratch.path}/fs"}]
-    if flags.status_socket is not None:
-        config["status_socket"] = str(flags.status_socket.absolute())
     config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
     _size_primary(config, flags)

@@ -48,8 +48,12 @@ class StoreOptions(CommandOptions):
         show_default=False,
     )
     as_json: bool = flag(False, "Print JSON instead of tables.", "--json")
-    lists_all: bool = flag(
-        False, f"List all problems, not only the first {MAX_LISTED} of each store.", "--all"
+    verbose: bool = flag(
+        False,
+        "Print the log at level DEBUG, and list all problems, not only the first "
+        f"{MAX_LISTED} of each store.",
+        "--verbose",
+        "-v",
     )
 
 
@@ -133,7 +137,7 @@ class StoreReport:
         for problem in self.problems:
             yield f"{self.store.name}: {problem.text}"
         if self.num_unlisted:
-            yield f"{self.store.name}: and {self.num_unlisted:,} more; see --all"
+            yield f"{self.store.name}: and {self.num_unlisted:,} more; see --verbose"
 
     def take_in(self, finding: Finding, max_listed: int | None) -> None:
         """Record a finding; problems are listed up to `max_listed`, and counted beyond that."""
@@ -176,7 +180,7 @@ def _followed(
             expect=gauge.expect,
             advance=gauge.advance,
             should_stop=lambda: interrupt.is_requested,
-            max_listed=None if given.lists_all else MAX_LISTED,
+            max_listed=None if given.verbose else MAX_LISTED,
             resume_after=given.after if isinstance(given, VerifyOptions) else "",
         )
 

@@ -64,7 +64,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         buffer: PrimaryBuffer | None = None,
         accept_prefix: bool = True,
         store_threshold: int = 0,
-        max_tracker_size: int = 64_000,
         enable_events: bool = False,
     ) -> None:
         """Create an empty primary.
@@ -76,7 +75,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             accept_prefix: If a batch does not fit, store its longest prefix that does, across all
                 KV-cache groups, instead of nothing; for callers that offer the rest again.
             store_threshold: Store a block at its n-th offer; 0 and 1 mean the first.
-            max_tracker_size: Maximum number of keys whose offers are counted.
             enable_events: Record events for `take_events`.
 
         Raises:
@@ -84,9 +82,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks: {num_blocks} is not valid; it must be at least 1")
-        admission = None
-        if store_threshold > 1:
-            admission = AdmissionFilter(store_threshold, max_tracker_size)
+        admission = AdmissionFilter(store_threshold) if store_threshold > 1 else None
         self.core = Primary(
             num_blocks,
             create_policy(cache_policy, num_blocks),

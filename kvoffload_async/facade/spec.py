@@ -210,7 +210,6 @@ class _Spec(ABC):
             buffer=buffer,
             accept_prefix=self.accepts_prefixes,
             store_threshold=config.store_threshold,
-            max_tracker_size=config.max_tracker_size,
             enable_events=config.enable_kv_cache_events,
         )
 

@@ -18,7 +18,6 @@ from kvoffload_async.config import (
     option,
     or_none,
     parse_bool,
-    parse_seconds,
     parse_size_bytes,
     reject_unknown,
     shown,
@@ -137,9 +136,7 @@ class EngineTierOptions(Options):
     """Settings of `backpressure_cls`: `high_water_s_per_mib` and `low_water_s_per_mib`."""
     required: bool = option(parse_bool, default=True)
     """Whether the tier must open. If False, the engine starts without a tier that cannot be opened
-    and retries in the background."""
-    reopen_pause_s: float = option(parse_seconds, 60.0)
-    """Maximum pause between two retries, in seconds; pauses double from 1 s on."""
+    and retries in the background, after pauses that double from 1 s to 60 s."""
     admission: TierAdmission = option(one_of(TierAdmission), TierAdmission.ALL)
     """Which stored blocks are written to the tier: "all", or with "reuse" only those that are
     likely to be used again while the tier would keep them."""

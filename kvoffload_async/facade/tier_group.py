@@ -43,6 +43,7 @@ POLL_S: Final = 0.05
 
 
 _FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
 
 
 def create_tier(
@@ -61,19 +62,18 @@ def create_tier(
         if tier_config.get("required", EngineTierOptions.required):
             raise
         drop_tracebacks(error)  # before it is logged, as logs may be kept
-        longest_s = tier_config.get("reopen_pause_s", EngineTierOptions.reopen_pause_s)
         name = tier_config["type"]
         bridge: Bridge | None = getattr(offloading_spec, "runtime", None)
         hangs = partial(bridge.opening_hangs, name) if bridge is not None else bool
-        return UnopenedTier(name, create, error, longest_s, hangs)
+        return UnopenedTier(name, create, error, hangs)
 
 
-def pauses_s(longest_s: float) -> Iterator[float]:
+def pauses_s() -> Iterator[float]:
     """Yield the pauses, in seconds, before successive attempts to open a tier."""
     pause_s = _FIRST_PAUSE_S
     while True:
-        yield min(pause_s, longest_s)
-        pause_s = min(2 * pause_s, longest_s)
+        yield min(pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 class UnopenedTier:
@@ -91,7 +91,6 @@ class UnopenedTier:
         tier_type: str,
         create: Callable[[], SecondaryTierManager],
         error: Exception,
-        longest_pause_s: float,
         hangs: Callable[[], bool] = bool,
     ) -> None:
         """Start the thread.
@@ -100,12 +99,10 @@ class UnopenedTier:
             tier_type: The name under which the tier was configured.
             create: Creates and opens the tier; blocks, on the background thread.
             error: Error of the first attempt.
-            longest_pause_s: Maximum pause between two attempts; pauses double from 1 s on.
             hangs: Returns whether a thread of the last attempt hangs; if so, none is started.
         """
         self.tier_type = tier_type
         self._create = create
-        self._longest_pause_s = longest_pause_s
         self._hangs = hangs
         self._opened: deque[SecondaryTierManager] = deque()
         self._stop = threading.Event()
@@ -156,7 +153,7 @@ class UnopenedTier:
         """Retry until the tier opens. Runs on the background thread."""
         failing = self.failing
         assert failing is not None  # noqa: S101 - for the type checker
-        for pause_s in pauses_s(self._longest_pause_s):
+        for pause_s in pauses_s():
             failing = self.failing = replace(failing, next_attempt_s=time.time() + pause_s)
             if self._stop.wait(pause_s):
                 return

@@ -175,7 +175,9 @@ def require_pages(block_bytes: int, layers: int, blocks_per_chunk: int) -> None:
     """Raise ConfigError if a device block is too small for its layers."""
     page_bytes = block_bytes // blocks_per_chunk
     if page_bytes < layers:
-        raise ConfigError(f"--layers: {layers} layers cannot share {page_bytes} bytes; give fewer")
+        raise ConfigError(
+            f"block_bytes: {layers} layers cannot share {page_bytes} bytes; give more"
+        )
 
 
 def pages_bytes(num_frames: int, block_bytes: int, layers: int, blocks_per_chunk: int) -> int:

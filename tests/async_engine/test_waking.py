@@ -22,6 +22,7 @@ from async_engine.worlds import (
 
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import BusyError, StateError, TierUnavailableError
+from kvoffload_async.facade import tier_group
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.testing import Operation
 from kvoffload_async.tiers.example import ExampleTier
@@ -415,7 +416,8 @@ async def test_a_tier_that_opens_during_a_lookup_is_asked_again_whenever_somethi
     """The lookup waited until its deadline: it took the tier for one that tells of its answers."""
     monkeypatch.setattr(Late, "is_there", False)
     register(monkeypatch, "late", Late)
-    late = {"type": "late", "required": False, "reopen_pause_s": 0.001}
+    late = {"type": "late", "required": False}
+    monkeypatch.setattr(tier_group, "_LONGEST_PAUSE_S", 0.001)
     async with opened(tiers=[late, PROBED]) as world:
         task = start(world, "r", "ab")
         await turns()

@@ -1,4 +1,4 @@
-"""The command is what these tests run."""
+"""The laboratory's command is what these tests run: `kvoffload bench` with more options."""
 
 import gc
 import json
@@ -6,15 +6,21 @@ from pathlib import Path
 
 import pytest
 from bench.witnesses import SMALL, WITNESSES
-from command_line import command, faulty_tiers, importable
+from command_line import Command, faulty_tiers, importable
+from laboratory.app import app
 
-__all__ = ["command", "faulty_tiers", "importable"]
+__all__ = ["faulty_tiers", "importable"]
 
 
 @pytest.fixture(autouse=True)
 def _small_heap() -> None:
     """A bench collects garbage between its turns, and unfreezes in the end what was frozen."""
     gc.freeze()
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    return Command(tmp_path, app)
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ from datetime import datetime, timedelta
 
 import pytest
 from bench.witnesses import SMALL
+from command_line import Command
 
 from kvoffload_async.block_io.choice import implementation
+from kvoffload_async.config import suitable_threads
 from kvoffload_async.facade.secondary import FileSystemTierManager, SecondaryTierManager
 
 PASSES = {"store", "load", "store_one_job", "load_one_job"}
@@ -304,6 +306,25 @@ def test_block_sizes_that_were_done_before_ctrl_c_are_reported(command, place, w
     report = json.loads(result.stdout)
     assert report["interrupted"]
     assert [size["block_bytes"] for size in report["sizes"]] == [4096]
+
+
+def test_the_packages_own_command_has_the_plans_defaults(tmp_path):
+    options = ("--block-bytes", "4KiB", "--total-bytes", "128KiB", "--rounds", "1")
+    result = Command(tmp_path).run("bench", *options, "--tier", "example", "--json", "-")
+    assert result.exit_code == 0, result.output
+    settings = json.loads(result.stdout)["settings"]
+    assert settings == {
+        "total_bytes": 128 * 1024,
+        "keys_per_job": 16,
+        "one_job": 256,
+        "in_flight": 16,
+        "rounds": 1,
+        "threads": suitable_threads(),
+        "direct_baseline": False,
+        "steady": False,
+        "keep": False,
+        "warm_up": True,
+    }
 
 
 def test_for_people_there_are_tables(command):

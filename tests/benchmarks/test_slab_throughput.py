@@ -25,6 +25,7 @@ from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.config import suitable_threads
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import TierHarness, key_of, make_job
+from kvoffload_async.tiers.slab.opening import Verify
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 
 KIB = 1024
@@ -136,7 +137,7 @@ def test_throughput_against_a_bare_file(tmp_path, request, size, verify):
         root_dir=str(tmp_path / "tier"),
         run_config={"model_name": "bench"},
         capacity_bytes=total_bytes + total_bytes // 8 + MIB,
-        verify=verify,
+        verify=Verify.REQUIRED if verify else Verify.OFF,
         io_threads=THREADS,
     )
     figures = {"store": [], "load": []}

@@ -78,7 +78,7 @@ def shown(name, seconds):
 @pytest.mark.bench
 def test_steps_beside_a_server_that_stalls(tmp_path, request, capsys):
     steps = MEASURED_STEPS if request.config.getoption("--benchmark-enable") else PLAIN_STEPS
-    tier = {"type": "valkey", "model": "org/model", "remember_present_s": 0.0}
+    tier = {"type": "valkey", "model": "org/model", "positive_cache_ttl_s": 0.0}
     tier |= {"probe_timeout_s": PROBE_S, "call_timeout_s": PROBE_S, "io_timeout_s": 2.0}
     with ValkeyServer(tmp_path) as server, Proxy(server.port) as proxy:
         tier["url"] = server.url(proxy.port)

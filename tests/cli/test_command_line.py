@@ -141,17 +141,18 @@ def test_a_level_that_there_is_not_is_refused(command, monkeypatch):
 
 
 def test_a_replay_serves_its_status(command, monkeypatch, tmp_path_factory):
-    monkeypatch.chdir(tmp_path_factory.mktemp("s"))  # a socket's path is short
+    socket = str(tmp_path_factory.mktemp("s") / "kv.sock")  # a socket's path is short
+    monkeypatch.setenv("KVOFFLOAD_STATUS_SOCKET", socket)
     seen = []
     requests = ChatWorkload._requests
 
     def watched(source):
         for request in requests(source):
             if not seen:
-                seen.append(parse_report(ask("kv.sock"), "kv.sock"))
+                seen.append(parse_report(ask(socket), socket))
             yield request
 
     monkeypatch.setattr(ChatWorkload, "_requests", watched)
-    command.figures("--limit", 3, "--tier", "example", "--status-socket", "kv.sock")
+    command.figures("--limit", 3, "--tier", "example")
     assert [tier.name for tier in seen[0].statistics.tiers] == ["example"]
-    assert not Path("kv.sock").exists()
+    assert not Path(socket).exists()

@@ -65,7 +65,7 @@ def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
         (["--tier", "example:custom_param=x"], "custom_param: 'x' is not valid"),
         (["--tier", "example:io_timeout_s=soon"], "io_timeout_s: 'soon' is not valid"),
         (["--tier", "example:enable_kv_events=3"], "enable_kv_events: 3 is not valid"),
-        (["--tier", "example:custom_param"], "expected key=value, got 'custom_param'"),
+        (["--tier", "example:custom_param"], "expected TYPE[:key=value,...]"),
         (["--tier", "example:a=1,a=2"], "'a' is given twice"),
         (["--tier", ":a=1"], "no type"),
         (["--tier", "Nothing:module_path=json"], "no attribute 'Nothing'"),
@@ -77,9 +77,6 @@ def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
         (["--tier", "fs"], "root_dir: missing"),
         (["--tier", "fs:root_dir=relative"], "root_dir: 'relative' is not an absolute path"),
         (["--block-bytes", "4Q"], "--block-bytes: '4Q' is not valid"),
-        (["--primary-bytes", "0"], "--primary-bytes: '0' is not valid"),
-        (["--primary-bytes", "1KiB"], "1024 bytes hold no block"),
-        (["--primary-blocks", "5", "--primary-bytes", "1MiB"], "are mutually exclusive"),
         (["--policy", "lur"], "did you mean 'lru'?"),
         (["--json", "no/such/place"], "--json no/such/place: cannot be written"),
         (["--config", "no-such-file"], "no-such-file: cannot be read"),
@@ -184,7 +181,8 @@ def test_flags_override_the_file_and_the_file_the_defaults(command):
 
 
 def test_primary_bytes_are_cut_to_whole_rows(command):
-    report = command.figures("--primary-bytes", "1MiB", "--block-bytes", "5000", "--limit", 3)
+    config = command.config(cpu_bytes_to_use="1MiB")
+    report = command.figures("--config", config, "--block-bytes", "5000", "--limit", 3)
     assert (report["primary_blocks"], report["row_bytes"]) == (128, 8192)
 
 

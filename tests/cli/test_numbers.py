@@ -22,7 +22,7 @@ COMMANDS = {
 }
 NUMBERS = (int, float, int | None, float | None)
 SIZES = [
-    *(("replay", f"--{name}") for name in ("primary-bytes", "block-bytes")),
+    ("replay", "--block-bytes"),
     *(("bench", f"--{name}") for name in ("block-bytes", "total-bytes")),
 ]
 
@@ -68,7 +68,6 @@ def test_a_size_that_is_none_is_one_line(command, before, value):
         (("--device-blocks", 10**9), "--device-blocks: "),
         (("--engine", "async", "--device-blocks", 10**9), "--device-blocks: "),
         (("--primary-blocks", 10**9), "cpu_bytes_to_use: "),
-        (("--layers", 10**9), "--layers: "),
     ],
 )
 def test_a_replay_that_does_not_fit_into_memory_is_refused_before_it_takes_any(

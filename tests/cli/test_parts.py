@@ -1,7 +1,6 @@
 """The command's parts, each on its own."""
 
 import io
-import json
 import signal
 import threading
 
@@ -141,17 +140,7 @@ class TestCatalogue:
         assert [o.name for o in whole.options] == ["must", "may"]
         assert whole.options[0].default is catalogue.REQUIRED
         assert whole.summary == ""
-        assert not gone.is_usable
         assert gone.summary == "cannot be used: no such module"
-
-    def test_the_list_is_printed_as_json(self, command):
-        result = command.run("tiers", "--json")
-        assert result.exit_code == 0, result.output
-        listed = json.loads(result.stdout)
-        options = {tier["type"]: tier["options"] for tier in listed["tiers"]}
-        (root_dir,) = [option for option in options["fs"] if option["name"] == "root_dir"]
-        assert root_dir["is_required"]
-        assert "io_timeout_s" in {option["name"] for option in listed["common_options"]}
 
     def test_a_tier_without_options_has_no_table(self, command, monkeypatch):
         entry = catalogue.TierEntry("bare", "Nothing to set.")

@@ -123,12 +123,6 @@ def test_limit_cuts_the_trace(command):
     assert command.figures(command.trace([[1], [2], [3]]), "--limit", 2)["requests"] == 2
 
 
-def test_without_verification_nothing_counts_as_verified(command):
-    report = command.figures("--tier", "example", "--no-verify", *SMALL)
-    assert report["verified_blocks"] == report["corrupt_blocks"] == 0
-    assert report["hits"]["primary"] > 0
-
-
 def test_two_tiers_of_one_type_are_told_apart(command):
     report = command.figures("--tier", "example", "--tier", "example", *SMALL)
     assert list(report["hits"]) == ["primary", "example", "example#2"]

@@ -84,16 +84,16 @@ class TestManyBadBlocks:
         *named, rest = damaged.complaints("verify")
         assert len(named) == 10
         assert all(".bin: 1000 bytes instead of 4096" in line for line in named)
-        assert f"{damaged.folder.name}: and {num_blocks - 10:,} more; see --all" in rest
+        assert f"{damaged.folder.name}: and {num_blocks - 10:,} more; see --verbose" in rest
         assert f"{num_blocks:,}" in damaged.command.run("store", "verify", damaged.root).stdout
 
     def test_all_of_them_are_named_on_demand(self, damaged):
-        lines = damaged.complaints("verify", "--all")
+        lines = damaged.complaints("verify", "--verbose")
         assert {line.split(": ")[4] for line in lines} == {str(path) for path in damaged.blocks}
 
     def test_a_report_counts_them_all_and_lists_ten_or_all(self, damaged):
         num_blocks = len(damaged.blocks)
-        for arguments, num_listed in (([], 10), (["--all"], num_blocks)):
+        for arguments, num_listed in (([], 10), (["--verbose"], num_blocks)):
             found = damaged.run("verify", *arguments, exit_code=1)["verification"]
             assert (found["corrupt_blocks"], found["checked"]) == (num_blocks, num_blocks)
             assert len({bad["what"] for bad in found["corrupt"]}) == num_listed
@@ -106,7 +106,7 @@ class TestManyBadBlocks:
     def test_a_dry_run_of_gc_is_as_short(self, damaged):
         lines = damaged.complaints("gc", "--corrupt", "--dry-run")
         assert len(lines) == 11
-        assert len(damaged.complaints("gc", "--corrupt", "--dry-run", "--all")) == len(
+        assert len(damaged.complaints("gc", "--corrupt", "--dry-run", "--verbose")) == len(
             damaged.blocks
         )
 

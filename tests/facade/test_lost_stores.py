@@ -9,6 +9,7 @@ import pytest
 from facade.worlds import HIT, ks
 
 from kvoffload_async import TieringOffloadingSpec
+from kvoffload_async.facade import tier_group
 from kvoffload_async.types import ReqContext
 
 DEADLINE_S = 60.0
@@ -20,10 +21,12 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def engine(root):
+def engine(root, monkeypatch):
+    monkeypatch.setattr(tier_group, "_LONGEST_PAUSE_S", 0.001)
+
     def make():
         tier = {"type": "slab", "root_dir": str(root), "capacity_bytes": "1MiB"}
-        tier |= {"required": False, "reopen_pause_s": 0.001}
+        tier["required"] = False
         return TieringOffloadingSpec(
             {
                 "cpu_bytes_to_use": "64KiB",

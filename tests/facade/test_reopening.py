@@ -15,6 +15,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
+from kvoffload_async.facade import tier_group
 from kvoffload_async.facade.secondary import ExampleSecondaryTierManager, SecondaryTierManager
 from kvoffload_async.facade.tier_group import UnopenedTier, pauses_s
 from kvoffload_async.runtime.bridge import RuntimeHost
@@ -48,8 +49,13 @@ class Mount:
         self.released.wait(DEADLINE_S)
 
 
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(tier_group, "_LONGEST_PAUSE_S", 0.001)
+
+
 @pytest.fixture(params=["async tier", "manager"])
-def mount(request, monkeypatch):
+def mount(request, monkeypatch, short_pauses):
     """Make the tier "mounted" known: as an AsyncTier, or as a third party's manager."""
     made = Mount()
 
@@ -92,7 +98,7 @@ def mount(request, monkeypatch):
 
 
 def spec(**options):
-    tier = {"type": "mounted", "required": False, "reopen_pause_s": 0.001, **options}
+    tier = {"type": "mounted", "required": False, **options}
     return TieringOffloadingSpec({**CONFIG, "secondary_tiers": [tier, {"type": "example"}]})
 
 
@@ -200,8 +206,7 @@ def test_a_tier_that_is_required_stops_the_engine(mount, started_threads):
     ("options", "message"),
     [
         ({"required": "no"}, "required: 'no'"),
-        ({"reopen_pause_s": 0}, "reopen_pause_s: 0"),
-        ({"colour": 1}, "unknown key 'colour'.*reopen_pause_s, required"),
+        ({"colour": 1}, "unknown key 'colour'.*required"),
     ],
 )
 def test_a_wrong_configuration_is_an_error_at_once(mount, options, message):
@@ -210,8 +215,10 @@ def test_a_wrong_configuration_is_an_error_at_once(mount, options, message):
     assert not mount.tries
 
 
-def test_a_shutdown_ends_the_tries(mount, started_threads):
-    with spec(reopen_pause_s=60.0) as engine:
+def test_a_shutdown_ends_the_tries(mount, started_threads, monkeypatch):
+    monkeypatch.setattr(tier_group, "_FIRST_PAUSE_S", DEADLINE_S)
+    monkeypatch.setattr(tier_group, "_LONGEST_PAUSE_S", DEADLINE_S)
+    with spec() as engine:
         engine.get_manager()
         assert reopening(started_threads())
     assert not reopening(started_threads())
@@ -257,7 +264,7 @@ def test_a_shutdown_beside_a_tier_that_hangs_while_it_opens_is_bounded(mount, st
     manager._primary.shutdown()  # its memory has been there until the end
 
 
-def test_while_an_opening_hangs_no_other_is_begun():
+def test_while_an_opening_hangs_no_other_is_begun(short_pauses):
     asked = threading.Event()
     tries = []
 
@@ -265,14 +272,15 @@ def test_while_an_opening_hangs_no_other_is_begun():
         asked.set()
         return True
 
-    tier = UnopenedTier("t", lambda: tries.append(1), TierUnavailableError("no"), 0.001, hangs)
+    tier = UnopenedTier("t", lambda: tries.append(1), TierUnavailableError("no"), hangs)
     assert asked.wait(DEADLINE_S)
     assert tier.shutdown(DEADLINE_S).is_clean
     assert not tries
 
 
-def test_the_statistics_say_since_when_and_why_a_tier_is_not_open(mount):
-    with spec(reopen_pause_s=DEADLINE_S) as engine:
+def test_the_statistics_say_since_when_and_why_a_tier_is_not_open(mount, monkeypatch):
+    monkeypatch.setattr(tier_group, "_LONGEST_PAUSE_S", DEADLINE_S)
+    with spec() as engine:
         manager = engine.get_manager()
         tier, healthy = manager.stats().tiers
         assert (healthy.is_open, healthy.unopened) == (True, None)
@@ -348,8 +356,7 @@ def test_who_waits_for_what_its_probes_find_is_told(mount):
 
 
 def test_the_pauses_grow_and_are_bounded():
-    assert list(islice(pauses_s(60.0), 8)) == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert list(islice(pauses_s(0.5), 3)) == [0.5, 0.5, 0.5]
+    assert list(islice(pauses_s(), 8)) == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_one_that_is_asked_only_for_enough_blocks_says_what_it_was_not_asked_for(mount):

@@ -91,12 +91,12 @@ def test_what_is_made_for_a_group_is_of_that_group(filled, umask, root):
 
 
 def test_given_modes_hold_whatever_directory_and_umask_say(filled, umask):
-    files, folders, _ = filled(made(0o700), file_mode=0o640, dir_mode=0o2750)
-    assert (files, folders) == ({0o640}, {0o2750, 0o700})
+    files, folders, _ = filled(made(0o700), file_mode=0o640)
+    assert (files, folders) == ({0o640}, {0o750, 0o700})
 
 
 def test_given_modes_hold_for_the_root_too(filled, umask, tmp_path):
-    assert filled(file_mode=0o644, dir_mode=0o755)[:2] == ({0o644}, {0o755})
+    assert filled(file_mode=0o644)[:2] == ({0o644}, {0o755})
 
 
 SOMEBODY_ELSE = """
@@ -160,9 +160,7 @@ def test_a_mode_is_octal_text_or_a_number(tmp_path, value):
         ("file_mode", ""),
         ("file_mode", -1),
         ("file_mode", 0.5),
-        ("dir_mode", "0600"),
-        ("dir_mode", "4700"),
-        ("dir_mode", ["0700"]),
+        ("file_mode", ["0600"]),
     ],
 )
 def test_any_other_mode_is_refused_by_name_and_value(tmp_path, manager, key, value):

@@ -15,7 +15,7 @@ from kvoffload_async.tiers.files.ops import FileOps, make_root
 
 OPEN = {
     "fs": lambda root, ops, sync: Place(root).open(ops, fsync=sync),
-    "slab": lambda root, ops, sync: SlabStore(root).open(ops, fdatasync=sync),
+    "slab": lambda root, ops, sync: SlabStore(root).open(ops, fsync=sync),
 }
 
 

@@ -48,8 +48,7 @@ def test_every_block_of_a_sample_is_served_with_its_bytes(sample, root):
 
 
 def test_every_block_of_a_sample_has_a_checksum_that_is_right(sample, root):
-    strictest = "required" if sample.tier["type"] == "fs" else True
-    assert served(sample, root, verify=strictest) == truth(sample)
+    assert served(sample, root, verify="required") == truth(sample)
 
 
 def test_a_sample_is_served_beside_new_blocks(sample, root):

@@ -46,7 +46,6 @@ BAD = [
     ("low_watermark", 0, "above 0"),
     ("direct_io", "yes", "true or false"),
     ("fsync", 1, "true or false"),
-    ("reuse_inodes", None, "true or false"),
     ("rescan_interval_s", 0, "positive number of seconds"),
     ("rescan_interval_s", "1s", "positive number of seconds"),
     ("io_timeout_s", -1, "positive number of seconds"),

@@ -57,7 +57,7 @@ class Watching(FaultyFileOps):
 
 @pytest.mark.no_cover
 @pytest.mark.usefixtures("folders_on_disk")
-@pytest.mark.parametrize("options", [{}, {"reuse_inodes": False, "policy": "arc"}])
+@pytest.mark.parametrize("options", [{}, {"policy": "arc"}])
 def test_at_no_moment_is_more_on_disk_than_is_counted_or_than_the_capacity(place, options):
     ops = Watching(place)
     with place.open(ops, capacity_bytes=ROOM_FOR_8, **options) as harness:

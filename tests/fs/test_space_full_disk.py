@@ -83,10 +83,9 @@ def small_disk(tmp_path):
     )
 
 
-@pytest.mark.parametrize("reuse_inodes", [True, False])
-def test_a_really_full_disk_is_a_normal_state(small_disk, reuse_inodes):
+def test_a_really_full_disk_is_a_normal_state(small_disk):
     place = Place(small_disk / "root")
-    with place.open(capacity_bytes=10_000 * KIB, reuse_inodes=reuse_inodes) as harness:
+    with place.open(capacity_bytes=10_000 * KIB) as harness:
         for start in range(0, 200, 8):
             assert harness.store(K[start : start + 8]) == {}
             assert set(K[start : start + 8]) <= place.blocks()

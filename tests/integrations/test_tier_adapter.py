@@ -578,9 +578,7 @@ def test_an_options_default_is_that_of_vllms_class_also_through_a_subclass(confi
 
     configured.module.Plain = Derived
     configured(root_dir="/kv", colour="blue", n_threads=3, io_timeout_s=3, backpressure_cls="ema")
-    with pytest.raises(
-        ConfigError, match=r"cls, colour, io_timeout_s, n_threads, \w+, \w+, root_dir$"
-    ):
+    with pytest.raises(ConfigError, match=r"cls, colour, io_timeout_s, n_threads, \w+, root_dir$"):
         configured(root_dir="/kv", size=1)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload_async.bench.figures import Passes, Report, size_text
+from kvoffload_async.bench.plan import Plan
 from kvoffload_async.cli.bench import DEFAULT_TIERS, BenchOptions, measure, print_tables
 from kvoffload_async.cli.command import flag, running
 from kvoffload_async.cli.ending import finish
@@ -24,6 +25,7 @@ from kvoffload_async.cli.output import (
     drawing_module,
     publish,
 )
+from kvoffload_async.config import suitable_threads
 from laboratory.peers import PEERS, load_peer
 
 _PLOT: Final = "laboratory.plot"
@@ -42,7 +44,38 @@ _RATIOS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions(BenchOptions):
-    """The options of a benchmark, peers, and where to plot."""
+    """The options of a benchmark, further settings of its plan, peers, and where to plot."""
+
+    keys_per_job: int = flag(16, "Blocks per job, in passes with many jobs.", metavar="N", min=1)
+    one_job: int = flag(
+        256,
+        "Blocks of a single large job, which is measured separately; limited by --total-bytes. "
+        "0: none.",
+        metavar="N",
+        min=0,
+    )
+    in_flight: int = flag(16, "Concurrent jobs.", metavar="N", min=1, max=1024)
+    threads: int | None = flag(
+        None,
+        "Threads of the baseline. Default: as many as a tier uses.",
+        metavar="N",
+        min=1,
+        max=64,
+    )
+    direct_baseline: bool = flag(
+        False, "Bypass the page cache (O_DIRECT) in the baseline.", "--direct-baseline"
+    )
+    keep: bool = flag(
+        False,
+        "Reuse one store per block size instead of a new one each round. An unbounded store then "
+        "grows every round, as on a server that only adds blocks.",
+        "--keep",
+    )
+    warm_up: bool = flag(
+        True,
+        "Touch free memory before opening a store: a virtual machine may have returned it to the "
+        "host, which makes the first writes up to ten times slower.",
+    )
 
     peer: list[str] | None = flag(
         None,
@@ -59,7 +92,20 @@ def bench(given: PeerOptions) -> None:
         check_picture("--plot", given.plot, _PLOT)
         peers = [load_peer(parse_tier(text, "--peer")) for text in given.peer or ()]
         tiers = given.tier or (() if peers else DEFAULT_TIERS)
-        report = measure(given, tiers, console, interrupt, peers)
+        plan = Plan.parse(
+            given.block_bytes,
+            given.total_bytes,
+            keys_per_job=given.keys_per_job,
+            one_job=given.one_job,
+            in_flight=given.in_flight,
+            rounds=given.rounds,
+            threads=given.threads or suitable_threads(),
+            direct_baseline=given.direct_baseline,
+            steady=given.steady,
+            keep=given.keep,
+            warm_up=given.warm_up,
+        )
+        report = measure(plan, tiers, console, interrupt, peers)
         if report.sizes:
             names = [peer.name for peer in peers]
             publish(given.json, partial(_print_tables, report, names), report.to_json())

@@ -87,8 +87,6 @@ def replay(given: FleetFlags) -> None:
                 size=given.fleet,
                 spread=spread,
                 kill_at=given.fleet_kill,
-                verify=not given.no_verify,
-                layers=given.layers,
                 should_stop=lambda: interrupt.is_requested,
                 on_request=lambda: gauge.advance(1),
             )

@@ -133,7 +133,7 @@ class World:
         self.client = client or FakeClient()
         self.runner = VirtualRunner()
         self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES)
-        options = {"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | options
+        options = {"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | options
         self.tier = RemoteTier(
             RemoteSettings(**options),
             self._create,

@@ -230,7 +230,7 @@ class CircularObjects(ObjectTier):
 
 @pytest.mark.parametrize("failing", [*CALLS, "a bit"])
 def test_a_failed_call_of_an_object_store_keeps_no_memory(tmp_path, failing):
-    remote = RemoteSettings(remember_present_s=0.0, negative_cache_ttl_s=0.0, max_retries=1)
+    remote = RemoteSettings(positive_cache_ttl_s=0.0, negative_cache_ttl_s=0.0, max_retries=1)
     connection = ObjectConnection(url=(tmp_path / "objects").as_uri())
     tier = CircularObjects(ObjectSettings(connection=connection, remote=remote))
     with TierHarness(tier, 64, SLOT_BYTES) as harness:

@@ -287,7 +287,7 @@ def test_no_more_bytes_are_in_flight_than_may_be_and_a_block_passes_however_larg
 
 
 def test_the_loss_of_the_servers_contents_is_counted_and_forgets_what_was_there(caplog):
-    with World(remember_present_s=100.0) as world:
+    with World(positive_cache_ttl_s=100.0) as world:
         world.store(K[:2])
         assert world.run(world.tier.contains(K[:2])) == set(K[:2])
         world.client.values.clear()
@@ -310,7 +310,7 @@ def test_it_refuses_work_when_it_is_closed():
 
 
 def test_what_was_remembered_is_asked_anew_where_the_answer_shows_that_all_is_lost():
-    with World(remember_present_s=100.0) as world:
+    with World(positive_cache_ttl_s=100.0) as world:
         world.store(K[:2])
         exist = world.client.exist
 

@@ -24,7 +24,7 @@ from kvoffload_async.tiers.valkey.address import Address
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
 
 VALKEY = {"type": "valkey", "url": "valkey://host", "model": "org/model"}
-OBJECT = {"type": "object", "url": "s3://bucket/prefix", "model": "org/model", "region": "eu"}
+OBJECT = {"type": "object", "url": "s3://bucket/prefix", "model": "org/model"}
 
 
 def refusal(config):
@@ -50,7 +50,7 @@ def test_a_configuration_is_checked_without_a_server(config):
         ("bytes_in_flight", "many"),
         ("call_timeout_s", -1),
         ("max_retries", 99),
-        ("remember_present_s", -1),
+        ("positive_cache_ttl_s", -1),
         ("negative_cache_ttl_s", "1"),
         ("integrity_key_file", "relative"),
         ("io_timeout_s", "soon"),
@@ -79,7 +79,6 @@ def test_a_value_that_cannot_be_used_is_named(base, key, value):
         ({"tls_ca_file": "/ca.pem"}, "tls_ca_file: goes with a URL of valkeys://"),
         ({"tls_ca_file": "ca.pem"}, "tls_ca_file: it must be the absolute path"),
         ({"password_file": "/not/there"}, "password_file: '/not/there' cannot be read"),
-        ({"username": ""}, "username: "),
     ],
 )
 def test_options_of_valkey_are_checked(options, said):
@@ -101,24 +100,29 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ({"url": "s3://[bucket"}, "write s3://bucket/prefix"),
         ({"url": "file://"}, "write s3://bucket/prefix"),
         ({"url": "http://host/x"}, "scheme must be one of"),
-        ({"region": ""}, "region: "),
-        ({"secret_access_key": 5}, "secret_access_key: it is not valid"),
-        ({"skip_signature": "yes"}, "skip_signature: "),
-        ({"allow_http": 1}, "allow_http: "),
+        ({"endpoint": ""}, "endpoint: it is not valid"),
+        ({"store_options": {"region": ""}}, "store_options: region: it is not valid"),
+        (
+            {"store_options": {"secret_access_key": 5}},
+            "store_options: secret_access_key: it is not",
+        ),
+        ({"store_options": {"session_token": None}}, "store_options: session_token: it is not"),
+        ({"store_options": {"allow_http": "yes"}}, "store_options: allow_http: 'yes' is not valid"),
         ({"tls_ca_file": "/not/there"}, "tls_ca_file: '/not/there' cannot be read"),
         (
             {"tls_ca_file": "/dev/null"},
             "tls_ca_file: '/dev/null' cannot be read (not a",
         ),
         ({"store_options": [SECRET]}, "store_options: "),
-        ({"store_options": {"region": "eu"}}, "region: is given twice"),
+        ({"endpoint": "https://h", "store_options": {"endpoint": "https://h"}}, "is given twice"),
+        ({"store_options_file": "relative"}, "store_options_file: it must be the absolute path"),
+        ({"store_options_file": "/not/there"}, "'/not/there' cannot be read"),
         ({"store_options": {"colour": SECRET}}, "does not support all of the given options"),
-        ({"url": "gs://bucket"}, "(region)"),
+        ({"url": "gs://bucket", "store_options": {"region": "eu"}}, "(region)"),
         ({"endpoint": "http://minio:9000"}, "endpoint: begins with http://"),
         ({"endpoint": "HTTP://minio:9000"}, "or set allow_http to true"),
         ({"store_options": {"aws_endpoint": "http://h"}}, "aws_endpoint: begins with http://"),
-        ({"store_options": {"allow_http": True}}, "allow_http: is an option of the tier"),
-        ({"store_options": {"AWS_ALLOW_HTTP": "true"}}, "allow_http: is an option of the tier"),
+        ({"store_options": {"AWS_ALLOW_HTTP": "true"}}, "AWS_ALLOW_HTTP: give it as allow_http"),
     ],
 )
 def test_options_of_object_are_checked(options, said):
@@ -129,7 +133,7 @@ def test_options_of_object_are_checked(options, said):
     ("variables", "options", "is_refused"),
     [
         ({"AWS_ENDPOINT_URL": "http://h"}, {}, True),
-        ({"AWS_ENDPOINT_URL": "http://h"}, {"allow_http": True}, False),
+        ({"AWS_ENDPOINT_URL": "http://h"}, {"store_options": {"allow_http": True}}, False),
         ({"AWS_ENDPOINT_URL": "http://h"}, {"endpoint": "https://h"}, False),
         ({"AWS_ENDPOINT_URL": "https://h"}, {}, False),
         ({"AZURE_ENDPOINT": "http://h"}, {}, False),
@@ -206,9 +210,11 @@ def test_an_address_is_shown_as_a_url_without_user():
         OBJECT
         | {
             "endpoint": "http://127.0.0.1:1",
-            "allow_http": True,
-            "access_key_id": "AK",
-            "secret_access_key": SECRET,
+            "store_options": {
+                "allow_http": True,
+                "access_key_id": "AK",
+                "secret_access_key": SECRET,
+            },
         },
     ],
 )
@@ -230,11 +236,42 @@ def test_a_secret_is_hidden_however_the_name_of_its_option_is_written():
     assert redact(f"said {SECRET}") == "said ***"
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (SECRET, "is not JSON"),
+        (json.dumps([SECRET]), "it must be an object of obstore's options"),
+        (json.dumps({"secret_access_key": [SECRET]}), "secret_access_key: it is not valid"),
+        (json.dumps({"access_key_id": SECRET}), "access_key_id: is given twice"),
+        (json.dumps({"allow_http": True}), "allow_http: give it as allow_http, and in"),
+        (json.dumps({"colour": SECRET}), "does not support all of the given options"),
+        (json.dumps({"endpoint": "http://h"}), "endpoint: begins with http://"),
+    ],
+)
+def test_a_file_of_store_options_is_checked_as_they_are(tmp_path, content, said):
+    path = tmp_path / "options.json"
+    path.write_text(content)
+    given = {"store_options": {"access_key_id": "AK"}, "store_options_file": str(path)}
+    assert said in refusal(OBJECT | given)
+
+
+def test_the_secrets_of_a_file_of_store_options_are_hidden_when_it_was_replaced_too(tmp_path):
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({"secret_access_key": SECRET}))
+    given = {"store_options": {"access_key_id": "AK"}, "store_options_file": str(path)}
+    own = ObjectOptions.of(OBJECT | given, KVIdentity(model="org/model"))
+    connection, redact = own.connect()
+    path.write_text(json.dumps({"secret_access_key": "the new one"}))
+    connection.open()
+    assert redact(f"said {SECRET} and the new one") == "said *** and ***"
+    assert SECRET not in repr((own, connection, redact))
+
+
 def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):
     path = tmp_path / "config.json"
     tiers = [
         VALKEY | {"url": f"valkey://u:{SECRET.replace('/', '%2F')}@host"},
-        OBJECT | {"secret_access_key": SECRET, "store_options": {"a_secret": SECRET}},
+        OBJECT | {"store_options": {"a_secret": SECRET, "signature": SECRET}},
         OBJECT | {"store_options": {"AWS_SECRET_ACCESS_KEY": SECRET, "access_key": SECRET}},
     ]
     config = {"cpu_bytes_to_use": "1MiB", "block_bytes": "16KiB", "secondary_tiers": tiers[:1]}
@@ -248,7 +285,12 @@ def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [f"valkey:url=redis://u:{SECRET}@h,x", f"object:secret_access_key={SECRET},x", ":"]
+    "text",
+    [
+        f"valkey:url=redis://u:{SECRET}@h,x",
+        f'object:store_options={{"region":"eu","secret":"{SECRET}"}}',
+        ":",
+    ],
 )
 def test_a_tier_on_the_command_line_that_is_not_understood_is_shown_without_secrets(text):
     with pytest.raises(InputError) as raised:

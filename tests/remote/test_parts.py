@@ -30,7 +30,7 @@ def test_where_one_call_answers_for_many_keys_one_is_made():
 
 def test_what_was_answered_lately_needs_no_question():
     client = FakeClient(dict.fromkeys(K[:50], b""))
-    with World(client, remember_present_s=9.0, negative_cache_ttl_s=9.0) as world:
+    with World(client, positive_cache_ttl_s=9.0, negative_cache_ttl_s=9.0) as world:
         world.heads(K[:64])
         asked = client.calls["exist"]
         assert world.heads(K[:64]) == [50]

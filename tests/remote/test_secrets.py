@@ -54,7 +54,7 @@ class ObjectRun:
 
     def tier(self, port, secret=seaweedfs.SECRET_ACCESS_KEY):
         connection = self.server.connection("secrets", port=port, secret_access_key=secret)
-        return {"type": "object", "url": connection.url, "allow_http": True, **connection.options}
+        return seaweedfs.tier_config(connection)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ class StallingTier(RemoteTier):
 
     def __init__(self, client, **options):
         settings = RemoteSettings(
-            probe_timeout_s=PROBE_S, remember_present_s=0.0, negative_cache_ttl_s=0.0, **options
+            probe_timeout_s=PROBE_S, positive_cache_ttl_s=0.0, negative_cache_ttl_s=0.0, **options
         )
         super().__init__(
             settings, lambda *_: client, "fake://host", probes_prefixes=not client.answers_many

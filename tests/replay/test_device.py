@@ -105,7 +105,7 @@ class TestContent:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": 5}, "--layers: 5 layers cannot share 4 bytes"),
+        ({"layers": 5}, "block_bytes: 5 layers cannot share 4 bytes"),
         ({"num_frames": 1 << 55}, "--device-blocks: .* do not fit"),
     ],
 )

@@ -39,7 +39,7 @@ def test_the_built_in_workload_runs_twice_over_files_that_are_gone_afterwards(co
 
 
 def test_its_directory_goes_when_a_flag_is_wrong_as_well(command, temp_dir):
-    command.refusal("replay", "--primary-bytes", "1KiB")
+    command.refusal("replay", "--policy", "lur")
     assert list(temp_dir.iterdir()) == []
 
 

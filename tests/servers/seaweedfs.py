@@ -27,6 +27,12 @@ def binary():
     return found
 
 
+def tier_config(connection):
+    """Return the configuration of a tier with a connection."""
+    store_options = {"allow_http": connection.allow_http, **connection.options}
+    return {"type": "object", "url": connection.url, "store_options": store_options}
+
+
 class SeaweedServer(ServerProcess):
     """Master, volume server, filer and S3 in one process; survives SIGTERM, so it is killed.
 

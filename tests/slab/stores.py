@@ -14,7 +14,7 @@ from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
 from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
-from kvoffload_async.tiers.slab.opening import OnMismatch
+from kvoffload_async.tiers.slab.opening import OnMismatch, Verify
 from kvoffload_async.tiers.slab.records import Records, Scan, addresses_of, keys_of
 from kvoffload_async.tiers.slab.recovery import (
     by_use,
@@ -72,6 +72,7 @@ class SlabStore:
         policy: str = "lru",
         segment_bytes: int = 64 * KIB,
         on_mismatch: str = "fail",
+        verify: bool = True,
         fields: dict | None = None,
         **settings,
     ) -> SlabTier:
@@ -82,6 +83,7 @@ class SlabStore:
                 capacity_bytes=capacity_bytes,
                 segment_bytes=segment_bytes,
                 on_mismatch=OnMismatch(on_mismatch),
+                verify=Verify.REQUIRED if verify else Verify.OFF,
                 **settings,
             ),
             partial(create_policy, policy),

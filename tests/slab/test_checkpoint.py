@@ -39,11 +39,11 @@ def churn(harness, count, first=1000, at_once=16):
         assert harness.store([key_of(number + i) for i in range(at_once)]) == {}
 
 
-@pytest.mark.parametrize("fdatasync", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_is_written_in_steps_and_says_in_the_end_what_the_old_one_said(slab_store, fdatasync):
+@pytest.mark.parametrize("fsync", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_is_written_in_steps_and_says_in_the_end_what_the_old_one_said(slab_store, fsync):
     ops = CountingFileOps()
     large = {"capacity_bytes": 4 * CAPACITY, "segment_bytes": 4 * CAPACITY}
-    with slab_store.open(ops, **large, fdatasync=fdatasync) as harness:
+    with slab_store.open(ops, **large, fsync=fsync) as harness:
         most = 0
         for number in range(0, 16000, 32):
             before = ops.written
@@ -234,7 +234,7 @@ def test_a_job_without_room_ends_when_it_is_cancelled_also_if_the_device_hangs(s
 def test_what_was_written_before_a_failed_wait_is_lost_whoever_asks_next(slab_store):
     """The kernel tells of bytes that it could not write once, and forgets them."""
     ops = FaultyFileOps()
-    with slab_store.open(ops, fdatasync=True) as harness:
+    with slab_store.open(ops, fsync=True) as harness:
         assert harness.store(K[:4]) == {}
         segments = harness.tier._store.data_path.segments
         before = segments.sync_failures
@@ -250,7 +250,7 @@ def test_what_was_written_before_a_failed_wait_is_lost_whoever_asks_next(slab_st
 
 def test_an_append_that_failed_leaves_no_gap_in_the_numbers(slab_store, caplog):
     ops = FaultyFileOps()
-    with slab_store.open(ops, fdatasync=True) as harness:
+    with slab_store.open(ops, fsync=True) as harness:
         for number in range(12):
             if number % 3 == 2:
                 ops.fail(errno.EIO, on="fdatasync", when=is_journal, times=1)

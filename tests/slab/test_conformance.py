@@ -31,7 +31,7 @@ class TestSlabTier(SlabConformance):
 
 
 class TestSlabTierThatIsFullAndWaitsForTheDevice(SlabConformance):
-    options: ClassVar[dict] = {"capacity_bytes": 300 * KIB, "fdatasync": True, "policy": "arc"}
+    options: ClassVar[dict] = {"capacity_bytes": 300 * KIB, "fsync": True, "policy": "arc"}
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def test_a_failed_append_that_cannot_be_cut_off_is_taken_back_by_the_next(slab_s
     """The frame may be whole on disk, and its slots are written to again: with `verify` off
     nothing else would tell."""
     ops = FaultyFileOps()
-    with slab_store.open(ops, verify=False, fdatasync=True) as harness:
+    with slab_store.open(ops, verify=False, fsync=True) as harness:
         harness.store(K[:2])
         ops.fail(errno.EIO, on="fdatasync", when=is_journal)
         writes = itertools.count()
@@ -382,7 +382,7 @@ def calls_of_closing(store, **options) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"fdatasync": True, "direct_io": True}])
+@pytest.mark.parametrize("options", [{}, {"fsync": True, "direct_io": True}])
 def test_whichever_call_of_closing_fails_everything_is_closed(tmp_path, options):
     """Above all the lock: else this process could not open the store again."""
     count = calls_of_closing(SlabStore(tmp_path / "counted"), **options)

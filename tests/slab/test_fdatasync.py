@@ -16,7 +16,7 @@ def test_blocks_that_may_not_be_on_the_device_fail_and_those_before_them_stay(
     slab_store, what, code
 ):
     ops = FaultyFileOps()
-    with slab_store.open(ops, fdatasync=True) as harness:
+    with slab_store.open(ops, fsync=True) as harness:
         assert harness.store(K[:4]) == {}
         ops.fail(code, on="fdatasync", when=what, times=1)
         failures = harness.store(K[4:8])
@@ -35,7 +35,7 @@ def test_a_failed_wait_fails_every_job_that_has_written_to_that_segment_since_th
     slab_store,
 ):
     ops = FaultyFileOps()
-    with slab_store.open(ops, fdatasync=True, io_threads=4) as harness:
+    with slab_store.open(ops, fsync=True, io_threads=4) as harness:
         assert harness.store(K[:4]) == {}
         harness.fill(K[4:8], range(4, 8))
         hang = ops.hang(on="fdatasync", when=is_segment, times=1)

@@ -114,7 +114,7 @@ def test_what_fails_all_the_same_costs_one_segment_and_no_more_however_many_jobs
     slab_store, caplog, call, where, error
 ):
     ops = FaultyFileOps()
-    options = {"segment_bytes": 32 * KIB, "capacity_bytes": 300 * KIB, "fdatasync": True}
+    options = {"segment_bytes": 32 * KIB, "capacity_bytes": 300 * KIB, "fsync": True}
     with slab_store.open(ops, **options) as harness:
         for first in range(0, 80, 8):
             assert harness.store(K[first : first + 8]) == {}

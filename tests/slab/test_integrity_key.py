@@ -64,7 +64,7 @@ def overwrite(store, key, content):
 
 def test_what_was_stored_with_a_key_is_served_with_it(filled):
     assert served(filled) == set(range(6))
-    assert served(filled, fdatasync=True) == set(range(6))
+    assert served(filled, fsync=True) == set(range(6))
 
 
 def test_manifest_and_records_say_that_there_is_a_key_and_which(filled):

@@ -34,14 +34,13 @@ BAD = [
     ("segment_bytes", -1, "positive"),
     ("eviction_policy", "lrru", "did you mean 'lru'"),
     ("on_mismatch", "new_name_space", "did you mean 'new_namespace'"),
-    ("verify", "off", "true or false"),
+    ("verify", False, "allowed: required, off"),
     ("direct_io", 1, "true or false"),
-    ("fdatasync", None, "true or false"),
+    ("fsync", None, "true or false"),
     ("io_threads", 1, "at least 2"),
     ("io_threads", "three", "at least 2"),
     ("n_read_threads", 4, "does not go with this tier; give io_threads"),
     ("n_write_threads", 4, "does not go with this tier; give io_threads"),
-    ("piece_bytes", "1 MiX", "number of bytes"),
     ("locality", "REMOT", "did you mean 'REMOTE'"),
     ("rank", -1, "at least 0"),
     ("model", "", "a name"),
@@ -104,11 +103,10 @@ def test_every_option_reaches_the_tier(view, tmp_path):
             "run_config": {"dtype": "bf16"},
             "on_mismatch": "new_namespace",
             "eviction_policy": "arc",
-            "verify": False,
+            "verify": "off",
             "direct_io": True,
-            "fdatasync": True,
+            "fsync": True,
             "io_threads": 5,
-            "piece_bytes": "64KiB",
             "locality": "REMOTE",
         },
     )
@@ -120,11 +118,10 @@ def test_every_option_reaches_the_tier(view, tmp_path):
     assert settings.run_config == {"dtype": "bf16", "model_name": "org/model"}
     assert settings.rank == 2
     assert settings.on_mismatch is OnMismatch.NEW_NAMESPACE
-    assert not settings.verify
+    assert not settings.verifies
     assert settings.direct_io
-    assert settings.fdatasync
+    assert settings.fsync
     assert settings.io_threads == 5
-    assert settings.piece_bytes == 64 * KIB
     assert tier.locality is Locality.REMOTE
     assert tier.tier._store.catalog._ranking.name == "arc"
     assert (tmp_path / "b" / "org_model_r2").is_dir()

@@ -67,7 +67,7 @@ def test_after_an_unclean_end_in_another_boot_what_has_a_checksum_is_verified_fo
         assert isinstance(failures[3], CorruptBlockError)
 
 
-@pytest.mark.parametrize("options", [{"verify": False}, {"fdatasync": True}])
+@pytest.mark.parametrize("options", [{"verify": False}, {"fsync": True}])
 def test_a_store_that_was_closed_as_it_should_be_is_believed_in_another_boot(
     slab_store, options, caplog
 ):

@@ -1,4 +1,4 @@
-"""A store after a power cut: no wrong byte, and with `fdatasync` nothing lost."""
+"""A store after a power cut: no wrong byte, and with `fsync` nothing lost."""
 
 from pathlib import Path
 
@@ -80,14 +80,14 @@ def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, per_ste
 def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fdatasync(
     tmp_path, order, per_step
 ):
-    ops = recorded(tmp_path / "work", [stores, stores_more], fdatasync=True)
+    ops = recorded(tmp_path / "work", [stores, stores_more], fsync=True)
     found = states(ops.recording, order, per_step)
     assert check_each(found, tmp_path, check) > 20
 
 
-@pytest.mark.parametrize("fdatasync", [False, True])
+@pytest.mark.parametrize("fsync", [False, True])
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_of_a_longer_run_serves_a_wrong_byte(tmp_path, order, fdatasync, per_step):
-    ops = recorded(tmp_path / "work", [stores_and_evicts, stores_and_evicts], fdatasync=fdatasync)
+def test_no_state_of_a_longer_run_serves_a_wrong_byte(tmp_path, order, fsync, per_step):
+    ops = recorded(tmp_path / "work", [stores_and_evicts, stores_and_evicts], fsync=fsync)
     found = sampled(ops.recording, order, 2 * per_step)
     check_each(found, tmp_path, lambda root, _: check_or_refused(root))

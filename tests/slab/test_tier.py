@@ -252,7 +252,7 @@ def test_direct_io_that_does_not_work_is_given_up_with_one_warning(slab_store, c
 
 def test_with_fdatasync_blocks_are_on_the_device_before_they_are_journalled(slab_store):
     ops = FaultyFileOps()
-    with slab_store.open(ops, fdatasync=True) as harness:
+    with slab_store.open(ops, fsync=True) as harness:
         before = len(ops.calls)
         assert harness.store(K[:20]) == {}
         names = [(c.name, is_segment(c)) for c in ops.calls[before:] if c.name != "open"]

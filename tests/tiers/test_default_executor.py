@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 from remote.mooncake.fakes import FakeStore
-from servers.seaweedfs import SeaweedServer
+from servers.seaweedfs import SeaweedServer, tier_config
 from servers.valkey import ValkeyServer
 
 from kvoffload_async import OffloadEngine
@@ -50,9 +50,8 @@ def tier_of(kind, folder):
         yield {"type": "object", "url": f"file://{folder}/objects"}
     elif kind == "s3":
         with SeaweedServer(folder) as server:
-            connection = server.connection("executor")
-            options = connection.options | {"endpoint": f"http://localhost:{server.port}"}
-            yield {"type": "object", "url": connection.url, "allow_http": True, **options}
+            connection = server.connection("executor", endpoint=f"http://localhost:{server.port}")
+            yield tier_config(connection)
     else:
         root = {"root_dir": str(folder / "kv")} if kind != "example" else {}
         yield {"type": kind} | root | ({"capacity_bytes": "64MiB"} if kind == "slab" else {})

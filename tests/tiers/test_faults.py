@@ -71,7 +71,7 @@ class Slab:
         self.store = SlabStore(root)
 
     def tier(self, ops=None):
-        return self.store.tier(ops, fdatasync=True)
+        return self.store.tier(ops, fsync=True)
 
     def check_count(self) -> None:
         assert self.store.disk_bytes() <= 1024 * KIB

@@ -22,7 +22,7 @@ TIERS = {
     "fs": (Place, {}),
     "fs bounded": (Place, ROOM | {"direct_io": True, "fsync": True}),
     "slab": (SlabStore, ROOM),
-    "slab direct": (SlabStore, ROOM | {"direct_io": True, "fdatasync": True}),
+    "slab direct": (SlabStore, ROOM | {"direct_io": True, "fsync": True}),
 }
 
 serials = itertools.count()
@@ -70,7 +70,7 @@ def test_blocks_come_and_go_and_the_store_is_clean(filesystem, name):
     [
         (Place, {"fsync": True}),
         (Place, {"fsync": True, "capacity_bytes": 160 * KIB}),
-        (SlabStore, {"fdatasync": True, "capacity_bytes": 160 * KIB, "segment_bytes": 32 * KIB}),
+        (SlabStore, {"fsync": True, "capacity_bytes": 160 * KIB, "segment_bytes": 32 * KIB}),
     ],
     ids=["fs", "fs bounded", "slab"],
 )

@@ -19,7 +19,7 @@ TIERS = {
     "fs, strict": {"type": "fs", "capacity_bytes": "8MiB", "fsync": True, "verify": "required"},
     "slab": {"type": "slab", "capacity_bytes": "8MiB"},
 }
-TIERS["slab, strict"] = TIERS["slab"] | {"direct_io": True, "fdatasync": True}
+TIERS["slab, strict"] = TIERS["slab"] | {"direct_io": True, "fsync": True}
 NEEDING = {
     "fsetxattr": {"fs, strict": "verify: 'required' needs extended attributes"},
     "fgetxattr": {"fs, strict": "verify: 'required' needs extended attributes"},

@@ -62,7 +62,7 @@ FINE = {"not_stored": {}, "not_loaded": {}}
 OPTIONS = {
     "fs": {"capacity_bytes": 1024 * KIB, "fsync": True},
     "fs unbounded": {"verify": "required", "direct_io": True},
-    "slab": {"fdatasync": True, "direct_io": True},
+    "slab": {"fsync": True, "direct_io": True},
 }
 
 

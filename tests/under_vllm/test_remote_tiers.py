@@ -9,7 +9,7 @@ from vllm_world import MODULE, keys_of
 
 from kvoffload_async.errors import ConfigError
 
-QUICK = {"remember_present_s": 0, "negative_cache_ttl_s": 0}
+QUICK = {"positive_cache_ttl_s": 0, "negative_cache_ttl_s": 0}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def hanging(valkey, server):
     """The tier's JSON, and what stops the server's process; it goes on at the end."""
     pid = server._process.pid
     yield (
-        {**valkey, **PATIENT, "fingerprint": "made up", "remember_present_s": 60},
+        {**valkey, **PATIENT, "fingerprint": "made up", "positive_cache_ttl_s": 60},
         lambda: os.kill(pid, signal.SIGSTOP),
     )
     os.kill(pid, signal.SIGCONT)

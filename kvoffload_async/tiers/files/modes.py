@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 OTHERS_BITS: Final = 0o077
 """Permission bits that a umask may remove, and which are therefore set explicitly."""
 
+_READ_BITS: Final = 0o444
 NO_MODES: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -26,12 +27,10 @@ class Modes:
     """Permissions of new files and folders; by default derived from the parent directory.
 
     Attributes:
-        file_mode: Mode of new files.
-        dir_mode: Mode of new folders.
+        file_mode: Mode of new files; whoever may read them may search new folders.
     """
 
     file_mode: int | None = None
-    dir_mode: int | None = None
 
     def of_file(self, folder: os.stat_result) -> int:
         """Return the mode of a new file in a folder."""
@@ -41,8 +40,8 @@ class Modes:
 
     def of_folder(self, folder: os.stat_result | None = None) -> int:
         """Return the mode of a new folder, derived from its parent `folder` if given."""
-        if self.dir_mode is not None:
-            return self.dir_mode
+        if self.file_mode is not None:
+            return self.file_mode | (self.file_mode & _READ_BITS) >> 2
         return stat_module.S_IRWXU | (_shared_bits(folder) if folder else 0)
 
 

@@ -506,7 +506,7 @@ class Tree:
             with contextlib.suppress(FileNotFoundError):  # others sweep empty folders
                 fd = os.open(name, _LIST_FLAGS, dir_fd=folder_fd)
                 try:
-                    give_mode(fd, mode, folder, is_given=modes.dir_mode is not None)
+                    give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
                 finally:
                     os.close(fd)
 

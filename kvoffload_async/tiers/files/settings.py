@@ -93,10 +93,9 @@ class DiskSettings(IntegrityOptions):
     direct_io: bool = option(parse_bool, default=False)
     """Bypass the page cache where the filesystem supports it."""
     file_mode: int | None = option(or_none(permissions(0o600, 0o666)), None)
-    """Permissions of new files, as octal text such as "0640"; by default 0600 and the group
-    permissions of the directory that contains them."""
-    dir_mode: int | None = option(or_none(permissions(0o700, 0o2777)), None)
-    """Permissions of new directories; by default 0700 and the group permissions of the parent."""
+    """Permissions of new files, as octal text such as "0640"; new directories can be searched by
+    whoever may read these files ("0750"). By default only the owner has permissions, and the group
+    those that it has in the directory."""
     locality: Locality = option(one_of(Locality), Locality.LOCAL)
     """Distance of the directory: "LOCAL" or "REMOTE"."""
     ops: FileOps | None = option(or_none(instance_of(FileOps)), None, is_internal=True)
@@ -115,7 +114,7 @@ class DiskSettings(IntegrityOptions):
         """Return a new eviction policy."""
         return create_policy(self.eviction_policy, capacity_blocks)
 
-    def check_verifies(self, verify: str | bool, *, does: bool) -> None:
+    def check_verifies(self, verify: str, *, does: bool) -> None:
         """Raise ConfigError if a tier with an integrity key does not verify all blocks it loads."""
         if self.integrity_key is not None and not does:
             raise ConfigError(
@@ -126,4 +125,4 @@ class DiskSettings(IntegrityOptions):
     @property
     def modes(self) -> Modes:
         """Permissions of new files and directories."""
-        return Modes(self.file_mode, self.dir_mode)
+        return Modes(self.file_mode)

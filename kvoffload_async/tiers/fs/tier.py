@@ -91,8 +91,6 @@ class FsSettings(DiskSettings):
     """Fraction of the capacity at which background eviction stops."""
     fsync: bool = option(parse_bool, default=False)
     """Report a block as stored only after its bytes, checksum and name are on the device."""
-    reuse_inodes: bool = option(parse_bool, default=True)
-    """Overwrite evicted files instead of creating new ones, where that is safe."""
     rescan_interval_s: float = option(parse_seconds, 60.0)
     """Minimum seconds between two scans of the directory for blocks that other processes have added
     or removed; longer if scans would take more than 2 % of a core."""
@@ -227,7 +225,7 @@ class FsTier(AsyncTier):
             direct_io=settings.direct_io,
             fsync=settings.fsync,
             # vLLM's tier neither verifies what it reads nor marks that it reads.
-            reuses_inodes=settings.reuse_inodes and not settings.trust_vllm_directory,
+            reuses_inodes=not settings.trust_vllm_directory,
             counts_bytes=settings.space is not None,
         )
         self._files = BlockFiles(self._ops, namespace, writers.writer_id, file_settings)

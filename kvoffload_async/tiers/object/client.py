@@ -229,6 +229,7 @@ class ObjectConnection:
     Attributes:
         url: Bucket and prefix; contains no secret.
         options: Options of the store, named as in the library; values may be secrets.
+        read_more: Returns further options, at each opening; raises ConfigError.
         allow_http: Whether unencrypted connections are allowed.
         ca_file: Additional CA certificates to verify the server with, as PEM.
         call_timeout_s: Timeout of one request, in seconds.
@@ -237,6 +238,7 @@ class ObjectConnection:
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    read_more: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False)
     allow_http: bool = False
     ca_file: str | None = None
     call_timeout_s: float = 5.0
@@ -254,21 +256,25 @@ class ObjectConnection:
         certificates = None
         if self.ca_file is not None:
             certificates = read_file(_MAX_CERTIFICATE_BYTES)(self.ca_file, "tls_ca_file")
-        if any(name.lower().endswith("allow_http") for name in self.options):
+        more = self.read_more()
+        for name in self.options.keys() & more.keys():
             raise ConfigError(
-                "allow_http: is an option of the tier, not of the library; move it out of "
-                "store_options"
+                f"{name}: is given twice, in store_options_file too; leave one of them out"
             )
-        endpoint = None if self.allow_http else unencrypted_endpoint(self.url, self.options)
+        options = {**self.options, **more}
+        for name in options:
+            if name.lower().endswith("allow_http"):
+                raise ConfigError(f"{name}: give it as allow_http, and in store_options")
+        endpoint = None if self.allow_http else unencrypted_endpoint(self.url, options)
         if endpoint is not None:
             raise ConfigError(
                 f"{endpoint}: begins with http://, and connections must be encrypted; give "
-                "https://, or set allow_http to true"
+                "https://, or set allow_http to true in store_options"
             )
         try:
-            opened: ObjectStore = self._open(certificates)
+            opened: ObjectStore = self._open(options, certificates)
         except exceptions.UnknownConfigurationKeyError as error:
-            names = ", ".join(sorted(self.options))
+            names = ", ".join(sorted(options))
             raise ConfigError(
                 f"url: {self.url!r} does not support all of the given options ({names}); see "
                 "obstore's documentation of that store"
@@ -281,21 +287,22 @@ class ObjectConnection:
             ) from None
         return opened
 
-    def _open(self, certificates: bytes | None) -> Any:  # noqa: ANN401 - untyped in the library
+    def _open(self, given: Mapping[str, Any], certificates: bytes | None) -> Any:  # noqa: ANN401
+        # The library is untyped here.
         if self.url.startswith("file:"):
-            return LocalStore.from_url(self.url, mkdir=self.makes_directory, **self.options)
+            return LocalStore.from_url(self.url, mkdir=self.makes_directory, **given)
         timeout = timedelta(seconds=self.call_timeout_s)
         client_options: ClientConfig = {
             "allow_http": self.allow_http,
             "timeout": timeout,
             "connect_timeout": timeout,
         }
-        if hosts := permitted_hosts(self.url, self.options):
+        if hosts := permitted_hosts(self.url, given):
             client_options["proxy_url"] = f"http://{NOWHERE}"
             client_options["proxy_excludes"] = ",".join(hosts)
         if certificates is not None:
             client_options["root_certificate"] = certificates
-        options = dict(self.options)
+        options = dict(given)
         if self.url.startswith("s3") and not any("bulk_delete" in name for name in options):
             # The library reads no response body when it deletes a single object, however long it
             # is.

@@ -151,7 +151,7 @@ class RemoteSettings(IntegrityOptions):
     """Deadline in seconds of one call."""
     max_retries: int = option(at_least(0, _MAX_RETRIES), 2)
     """Retries of a failed call."""
-    remember_present_s: float = option(parse_ttl_s, 10.0)
+    positive_cache_ttl_s: float = option(parse_ttl_s, 10.0)
     """Seconds for which a positive answer is cached; 0: not cached."""
     negative_cache_ttl_s: float = option(parse_ttl_s, 1.0)
     """Seconds for which a negative answer is cached; 0: not cached."""

@@ -249,7 +249,7 @@ class RemoteTier(AsyncTier):
         self._call_counters = self._calls.counters
         loop = asyncio.get_running_loop()
         self._memory = ExistenceCache(
-            settings.remember_present_s, settings.negative_cache_ttl_s, loop.time
+            settings.positive_cache_ttl_s, settings.negative_cache_ttl_s, loop.time
         )
         self._questions = ExistenceProber(self._client, self._calls, self._memory, self._counters)
         try:

@@ -99,16 +99,16 @@ Recovery from crashes and damage
 The order of writes makes the state after a kill at any point consistent. The removal of a block is
 journalled before its slot is overwritten, and a block's record is appended after its bytes are
 written, one append per job. Slots without a record are free. Recency since the last checkpoint is
-lost, the order of stores is not. With `fdatasync` each of these steps is on the device before the
+lost, the order of stores is not. With `fsync` each of these steps is on the device before the
 next; without it, blocks lost in a power failure are detected by their checksums.
 
 A killed process loses no completed write. A machine crash may lose any of them. Therefore the
 journal is trusted only if the session is of the current boot, or if the store was closed and synced
 with nothing appended since; and never if the journal ends before the session's sequence number.
-Otherwise all blocks need verification. At close, a store syncs the device if it has `fdatasync`, or
+Otherwise all blocks need verification. At close, a store syncs the device if it has `fsync`, or
 if it has no checksums and so cannot verify blocks later.
 
-With `fdatasync`, a failed sync fails the jobs that it was for, and also those that wrote to any
+With `fsync`, a failed sync fails the jobs that it was for, and also those that wrote to any
 segment before the failure: the kernel reports a lost write once, and a later successful sync proves
 nothing. Blocks stored before are on the device.
 

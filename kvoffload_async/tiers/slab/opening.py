@@ -77,6 +77,13 @@ _MOST_SEGMENT_BYTES: Final = 1 << 30
 """Largest segment by default."""
 
 
+class Verify(enum.StrEnum):
+    """Which blocks a load returns: those with a valid checksum, or all."""
+
+    REQUIRED = "required"
+    OFF = "off"
+
+
 class OnMismatch(enum.StrEnum):
     """Reaction to a store whose blocks have another layout or content."""
 
@@ -93,6 +100,8 @@ class SlabSettings(DiskSettings):
         io_threads: I/O threads of the tier.
         stripes: Segments that are filled in parallel, as the kernel lets one thread at a time
             write into a file.
+        piece_bytes: Approximate bytes per system call, reduced to no less than a quarter when one
+            job has all threads.
     """
 
     capacity_bytes: int = option(parse_size_bytes, remedy='a size such as "100GiB"')
@@ -104,19 +113,17 @@ class SlabSettings(DiskSettings):
     segment_bytes: int | None = option(or_none(parse_size_bytes), None)
     """Maximum size of a file; one file per I/O thread is allocated at once. By default a sixteenth
     of the capacity, 4 MiB to 1 GiB."""
-    verify: bool = option(parse_bool, default=True)
-    """Compute a checksum of every block and serve only blocks whose checksum matches."""
-    fdatasync: bool = option(parse_bool, default=False)
-    """Report blocks as stored only after they are on the device."""
+    verify: Verify = option(one_of(Verify), Verify.REQUIRED)
+    """Blocks that are served: only those with a valid checksum ("required"), or all ("off")."""
+    fsync: bool = option(parse_bool, default=False)
+    """Report a block as stored only after its bytes and its journal entry are on the device."""
     wanted_threads: int | None = option(or_none(at_least(2, MAX_THREADS)), None, key="io_threads")
     """Threads that transfer blocks; all but one prefer loads. Replaces `n_read_threads` and
     `n_write_threads`, which this tier does not accept. By default 4 with `direct_io`, else
     one per CPU that this process may use, 2 to 4."""
-    piece_bytes: int = option(parse_size_bytes, "4MiB")
-    """Approximate bytes per system call, reduced to no less than a quarter when one job has all
-    threads; with `io_threads` it sets how much of one job the device works on at a time."""
     io_threads: int = 3
     stripes: int = 1
+    piece_bytes: int = 4 << 20
 
     @classmethod
     def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
@@ -126,9 +133,14 @@ class SlabSettings(DiskSettings):
                     f"{name}: {shown(options[name])} does not go with this tier; give io_threads"
                 )
         settings = super().of(options, identity)
-        settings.check_verifies(settings.verify, does=settings.verify)
+        settings.check_verifies(str(settings.verify), does=settings.verifies)
         threads = settings.wanted_threads or suitable_threads(waits_for_device=settings.direct_io)
         return replace(settings, io_threads=threads, stripes=threads)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether checksums are computed and compared."""
+        return self.verify is Verify.REQUIRED
 
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
         if identity.block_bytes:
@@ -221,19 +233,19 @@ class OpenStore:
                 directory_identity,
                 table,
                 self.manifest.journal_seed,
-                fdatasync=settings.fdatasync,
+                fdatasync=settings.fsync,
             ),
             digester=create_digester(self.manifest.layout, settings.integrity_key),
             slot_bytes=budget.slot_bytes,
-            verify=settings.verify,
-            fdatasync=settings.fdatasync,
+            verify=settings.verifies,
+            fdatasync=settings.fsync,
             piece_bytes=settings.piece_bytes,
         )
         try:
             recovery = Recovery(ops, self.folder, found, self.manifest)
             recovered = recovery.run(
                 budget,
-                verify=settings.verify,
+                verify=settings.verifies,
                 is_keyed=self.data_path.digester.is_keyed,
             )
             self.budget = recovered.budget
@@ -243,7 +255,7 @@ class OpenStore:
             self.catalog = self._take_in(recovered, create_policy)
             self.found_keys = self.catalog.keys()
             self._begin_session(recovered.session)
-            if settings.fdatasync:
+            if settings.fsync:
                 sync_folder(ops, self.folder.rpartition("/")[0])  # the store's folder may be new
         except BaseException:
             self.close()

@@ -364,7 +364,7 @@ class SlabTier(AsyncTier):
         Thread: an I/O thread.
         """
         settings, root_dir = self._settings, self._settings.root_dir
-        self._ops.enter(root_dir, settings.modes, sync=settings.fdatasync)
+        self._ops.enter(root_dir, settings.modes, sync=settings.fsync)
         try:
             warn_of_others(root_dir, self._ops.stat(root_dir))
             return OpenStore(self._ops, layout, settings, budget, self._create_policy)

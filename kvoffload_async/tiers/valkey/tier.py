@@ -14,7 +14,6 @@ from kvoffload_async.config import (
     or_none,
     parse_bool,
     parse_file,
-    parse_name,
     parse_url,
 )
 from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
@@ -44,8 +43,6 @@ class ValkeySettings(RemoteSettings):
     `rediss://` are synonyms."""
     is_cluster: bool = option(parse_bool, default=False, key="cluster")
     """Whether the server is a node of a cluster."""
-    username: str | None = option(or_none(parse_name), None)
-    """User to log in as, instead of the URL's."""
     password_file: SecretFile | None = option(or_none(SecretFile.parse), None, is_shown=False)
     """Absolute path of a file with the password, instead of the URL's. Read for each connection."""
     ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
@@ -111,9 +108,9 @@ class ValkeyTier(RemoteTier):
 
         del block_bytes
         settings = self._valkey
-        address, file = settings.address, settings.password_file
+        file = settings.password_file
         connection = ValkeyConnection(
-            replace(address, username=settings.username or address.username),
+            settings.address,
             settings.is_cluster,
             settings.connections,
             settings.call_timeout_s,

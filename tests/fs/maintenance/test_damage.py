@@ -43,11 +43,11 @@ def test_what_is_damaged_is_named_by_verify_and_removed_by_gc(store, damage):
     victims = before[::5]
     for path in victims:
         damage(path)
-    lines = store.complaints("verify", "--all")
+    lines = store.complaints("verify", "--verbose")
     assert len(lines) == len(victims)
     for path in victims:
         assert any(str(path) in line for line in lines)
-    found = store.run("verify", "--all", exit_code=1)["verification"]
+    found = store.run("verify", "--verbose", exit_code=1)["verification"]
     assert sorted(bad["what"] for bad in found["corrupt"]) == [str(path) for path in victims]
     assert found["checked"] == len(before)
     assert store.blocks == before

@@ -8,6 +8,7 @@ import obstore
 import pytest
 from remote.object.tiers import BLOCK_BYTES, QUICK, K, tier_on
 from servers.scripted_http import ScriptedServer
+from servers.seaweedfs import tier_config
 from typer.testing import CliRunner
 
 from kvoffload_async import SecondaryTierFactory
@@ -165,9 +166,8 @@ def check(said):
 def test_a_server_that_repeats_the_request_has_no_secret_said(connection_to, caplog):
     caplog.set_level(logging.DEBUG)
     with ScriptedServer(echo) as server:
-        config = {"type": "object", "model": "org/model", "max_retries": 0, "allow_http": True}
-        connection = connection_to(server)
-        config |= {"url": connection.url, **connection.options}
+        config = {"type": "object", "model": "org/model", "max_retries": 0}
+        config |= tier_config(connection_to(server))
         view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
         with pytest.raises(Exception, match="500 Internal Server Error: EchoedRequest") as raised:
             SecondaryTierFactory.create_secondary_tier(config, view, None)
@@ -217,9 +217,7 @@ def test_secrets_of_the_environment_are_hidden_in_what_the_library_says(monkeypa
         request.reply(200, EMPTY_LIST, **{"Last-Modified": SESSION_TOKEN, "ETag": SESSION_TOKEN})
 
     with ScriptedServer(answer) as server:
-        connection = s3_at(server)
-        config = {"type": "object", "model": "m", "max_retries": 0, "allow_http": True}
-        config |= {"url": connection.url, **connection.options}
+        config = {"type": "object", "model": "m", "max_retries": 0} | tier_config(s3_at(server))
         view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
         tier = SecondaryTierFactory.create_secondary_tier(config, view, None)
         inner = tier.link.actor._tier

@@ -55,7 +55,7 @@ def test_an_object_that_was_put_right_meanwhile_is_not_removed(host, connection)
 
 
 def test_that_an_object_has_gone_is_remembered_though_it_was_just_there(host, connection):
-    one = host(remember_present_s=60.0)
+    one = host(positive_cache_ttl_s=60.0)
     stored(one, K[:8])
     assert head(one, K[:8]) == 8
     for name in objects(connection):

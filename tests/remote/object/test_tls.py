@@ -79,8 +79,10 @@ def test_new_certificates_are_trusted_once_the_file_has_them(
 
 def test_the_option_of_a_configuration_leads_there(connection, authority):
     view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
-    config = {"type": "object", "url": connection.url, "model": "org/model", **connection.options}
-    config["tls_ca_file"] = authority.ca_file
+    config = seaweedfs.tier_config(connection) | {
+        "model": "org/model",
+        "tls_ca_file": authority.ca_file,
+    }
     tier = SecondaryTierFactory.create_secondary_tier(config, view, None)
     assert tier.shutdown(5.0).is_clean
 

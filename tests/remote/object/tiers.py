@@ -12,7 +12,7 @@ QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 
 def tier_on(connection, **options):
-    remote = RemoteSettings(**{"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | options)
+    remote = RemoteSettings(**{"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | options)
     return ObjectTier(ObjectSettings(connection=connection, remote=remote))
 
 

@@ -27,4 +27,4 @@ class TestValkeyTierThatRemembers(TestValkeyTier):
 
     @pytest.fixture
     def tier(self, server):
-        return lambda: tier_at(server.url(), remember_present_s=60.0, negative_cache_ttl_s=60.0)
+        return lambda: tier_at(server.url(), positive_cache_ttl_s=60.0, negative_cache_ttl_s=60.0)

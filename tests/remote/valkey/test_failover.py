@@ -87,7 +87,7 @@ async def offer(engine, device, number):
 
 
 def test_the_breaker_limits_how_often_a_read_only_server_is_connected_to(pair):
-    tier = {"type": "valkey", "url": pair.url, "max_retries": 0, "remember_present_s": 0}
+    tier = {"type": "valkey", "url": pair.url, "max_retries": 0, "positive_cache_ttl_s": 0}
     config = {"cpu_bytes_to_use": "1MiB", "model": "org/model", "secondary_tiers": [tier]}
     config |= {"breaker_retry_s": 3600, "write_back": "drop"}
     device = {"layer": torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)}

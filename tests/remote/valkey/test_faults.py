@@ -120,7 +120,7 @@ def test_a_server_that_is_not_there_at_the_opening_is_unavailable(server):
 
 
 def test_a_server_that_was_killed_and_restarted_empty_is_noticed(own_server, caplog):
-    with open_at(own_server.url(), remember_present_s=60.0) as harness:
+    with open_at(own_server.url(), positive_cache_ttl_s=60.0) as harness:
         harness.store(K[:4])
         own_server.kill()
         assert kinds(harness.load(K[:4])) == {TierUnavailableError}

@@ -25,7 +25,6 @@ def test_nothing_wrong_is_served_and_every_job_ends(own_server, tmp_path):
                     "url": own_server.url(),
                     "call_timeout_s": 0.5,
                     "required": False,
-                    "reopen_pause_s": 0.2,
                 },
             ],
         }

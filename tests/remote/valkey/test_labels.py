@@ -31,7 +31,7 @@ def sent_bytes(server):
 
 @pytest.mark.parametrize("label", LABELS.values(), ids=LABELS)
 def test_a_label_that_is_none_is_replaced_and_nothing_is_lost(server, label, caplog):
-    with open_at(server, remember_present_s=60.0) as harness:
+    with open_at(server, positive_cache_ttl_s=60.0) as harness:
         assert harness.store(K[:8]) == {}
         name = harness.tier._client._label_name
         put_label(server, name, label)

@@ -22,7 +22,7 @@ def documented():
 
 def tier_at(url, *, is_cluster=False, **options):
     files = {name: options.pop(name, None) for name in TLS_FILES}
-    options = {"remember_present_s": 0.0, "negative_cache_ttl_s": 0.0} | files | options
+    options = {"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | files | options
     return ValkeyTier(ValkeySettings(address=Address.parse(url), is_cluster=is_cluster, **options))
 
 

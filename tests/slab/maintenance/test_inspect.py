@@ -28,7 +28,7 @@ def test_a_stores_own_folder_will_do(slab):
 
 def test_blocks_without_a_checksum_are_told_apart(command):
     slab = Slab(command)
-    slab.store_blocks(verify=False)
+    slab.store_blocks(verify="off")
     found = slab.run("verify")
     assert found["with_digest"] == found["verification"]["verified"] == 0
     assert found["blocks"] == found["verification"]["without_digest"] == 12
