@@ -1,6 +1,6 @@
-"""Admission to secondary tiers: which stored blocks are worth writing.
+"""Admission: which blocks are worth storing in the primary, and in secondary tiers.
 
-A block is written to a tier only if it is likely to be used again while the tier would keep it.
+`AdmissionFilter` admits a block to the primary at its n-th offer. For `Admission`, a block is written to a tier only if it is likely to be used again while the tier would keep it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from typing import Any, Final, Protocol
 
+from kvoffload_async.tables.arrays import integers
+from kvoffload_async.tables.free import FreeNumbers
+from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.types import OffloadKey, ReqContext
 
 LEAST_PROBABILITY: Final = 0.198
@@ -125,3 +129,45 @@ class Admission:
             found = self._estimates.reuse_within(kind, self.residence_requests(index))
             self._probabilities[index, kind] = found
         return found >= LEAST_PROBABILITY
+
+
+class AdmissionFilter:
+    """Admits a key at its `threshold`-th offer; remembers at most `tracked_keys` keys."""
+
+    def __init__(self, threshold: int, tracked_keys: int = 64_000) -> None:
+        self.threshold = threshold
+        self.tracked_keys = tracked_keys
+        self.clear()
+
+    def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that reach `threshold` offers, counting this one; records nothing."""
+        counts = self._counts_with(keys)
+        return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
+
+    def offered(self, keys: Sequence[OffloadKey]) -> None:
+        """Count one offer of each key; at capacity, stop tracking the least recently offered."""
+        for key, count in zip(keys, self._counts_with(keys), strict=True):
+            number = self._table.get(key)
+            if number is not None:
+                self._oldest_first.remove([number])
+            else:
+                if not self._free.count:
+                    oldest = [next(self._oldest_first.walk())]
+                    self._oldest_first.remove(oldest)
+                    self._table.remove(oldest)
+                    self._free.give_back(oldest)
+                (number,) = self._free.take(1)
+                self._table.add([key], [number])
+            self._oldest_first.append([number])
+            self._counts[number] = count
+
+    def clear(self) -> None:
+        """Forget every offer."""
+        self._table = KeyTable(self.tracked_keys)
+        self._free = FreeNumbers(self.tracked_keys)
+        self._oldest_first = NumberLists(self.tracked_keys)
+        self._counts = integers(self.tracked_keys)
+
+    def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
+        counts = self._counts
+        return [1 if n is None else counts[n] + 1 for n in self._table.find(keys)]

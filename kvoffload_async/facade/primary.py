@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Final
 
-from kvoffload_async.core.admission import Admission
-from kvoffload_async.core.primary import AdmissionFilter, Primary
+from kvoffload_async.core.admission import Admission, AdmissionFilter
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.readings import Figures, read_primary, take_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager, primary_text

@@ -4,8 +4,9 @@ import pytest
 from core.terms import k, ks
 
 from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.primary import AdmissionFilter, RecencyLog
+from kvoffload_async.core.primary import RecencyLog
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
