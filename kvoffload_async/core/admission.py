@@ -1,6 +1,7 @@
 """Admission: which blocks are worth storing in the primary, and in secondary tiers.
 
-`AdmissionFilter` admits a block to the primary at its n-th offer. For `Admission`, a block is written to a tier only if it is likely to be used again while the tier would keep it.
+`AdmissionFilter` admits a block to the primary at its n-th offer. `Admission` writes a block to a
+tier only if it is likely to be used again while the tier would keep it.
 """
 
 from __future__ import annotations
