@@ -1,4 +1,4 @@
-"""The commands of `kvoffload`; the exit statuses are defined in `ending`."""
+"""The commands of `kvoffload`; the exit statuses are defined in `command`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,14 @@ from kvoffload_async.cli.catalogue import (
     tier_entries,
     tiers_as_json,
 )
-from kvoffload_async.cli.command import command, flag, running
-from kvoffload_async.cli.ending import OneLineGroup, errors_as_one_line, finish
+from kvoffload_async.cli.command import (
+    OneLineGroup,
+    command,
+    errors_as_one_line,
+    finish,
+    flag,
+    running,
+)
 from kvoffload_async.cli.host_config import host_config
 from kvoffload_async.cli.output import (
     STDOUT,

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload_async.cli.ending import EXIT_INTERRUPTED, errors_as_one_line
+from kvoffload_async.cli.command import EXIT_INTERRUPTED, errors_as_one_line
 from kvoffload_async.cli.output import shown
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.status import SOCKET_VARIABLE

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvoffload_async.cli import catalogue
-from kvoffload_async.cli.ending import Interrupt
+from kvoffload_async.cli.command import Interrupt
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.errors import InputError
