@@ -17,14 +17,6 @@ from rich.text import Text
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.cli.bench import BenchOptions, bench
-from kvoffload_async.cli.catalogue import (
-    common_options,
-    derived_settings,
-    geometry_table,
-    option_table,
-    tier_entries,
-    tiers_as_json,
-)
 from kvoffload_async.cli.command import (
     OneLineGroup,
     command,
@@ -33,7 +25,7 @@ from kvoffload_async.cli.command import (
     flag,
     running,
 )
-from kvoffload_async.cli.host_config import host_config
+from kvoffload_async.cli.host_config import derived_settings, geometry_table, host_config
 from kvoffload_async.cli.output import (
     STDOUT,
     check_page,
@@ -59,6 +51,7 @@ from kvoffload_async.cli.settings import (
 )
 from kvoffload_async.cli.simulate import SimulateOptions, simulate
 from kvoffload_async.cli.store import store_app
+from kvoffload_async.cli.tiers import common_options, option_table, tier_entries, tiers_as_json
 from kvoffload_async.cli.top import top
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
