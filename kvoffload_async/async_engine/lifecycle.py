@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from kvoffload_async.abc.pages import hold_pages
-from kvoffload_async.abc.transport import Transport
+from kvoffload_async.abc.transport import Transport, hold_pages
 from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
