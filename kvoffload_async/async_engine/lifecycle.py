@@ -19,8 +19,8 @@ from kvoffload_async.facade.manager import planner_text
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.bridge import SameLoopBridge
 from kvoffload_async.runtime.helper_thread import HelperThread
+from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
 from kvoffload_async.runtime.loop import SameLoopRunner
-from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.timeline import RequestTimeline
 from kvoffload_async.waiting import seconds, until_done

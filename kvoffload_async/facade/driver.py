@@ -40,7 +40,7 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, crea
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.owned import Closing, guard_forks, warn_unclosed
+from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
 from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
 from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import ENGINE_REQ_ID, OffloadingEvent, ReqContext, ScheduleEndContext

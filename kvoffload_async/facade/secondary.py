@@ -29,7 +29,7 @@ from kvoffload_async.facade.tier_options import (
     signature_of,
 )
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
-from kvoffload_async.runtime.owned import Closing, guard_forks
+from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.tiers.example import ExampleTier

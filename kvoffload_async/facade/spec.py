@@ -31,8 +31,8 @@ from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, rows_within
+from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
 from kvoffload_async.runtime.machine import Limit, memory_limit
-from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
 from kvoffload_async.waiting import seconds
 

@@ -23,8 +23,8 @@ from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.runtime.io_pool import IoPool
+from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread, SameLoopRunner
-from kvoffload_async.runtime.owned import Closing
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment

@@ -16,7 +16,7 @@ from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.runtime import owned
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.owned import Closing
+from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext, make_offload_key

@@ -41,8 +41,8 @@ from kvoffload_async.integrations.lmcache.staging import HostBlock
 from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
 from kvoffload_async.integrations.lmcache.usage import UsageReporter
 from kvoffload_async.observe.prometheus import publish
+from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.log_level import show_log
-from kvoffload_async.runtime.owned import Closing, guard_forks
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 

@@ -23,7 +23,7 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.integrations.lmcache.keys import KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock, StagedTransfers
-from kvoffload_async.runtime.owned import Closing
+from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.types import OffloadingEvent, as_block_ids
 
 logger = logging.getLogger(__name__)
