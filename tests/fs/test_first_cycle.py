@@ -8,9 +8,9 @@ import pytest
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, room_for, trim
 
-from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import TierHarness
+from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
 from kvoffload_async.tiers.fs.known import Ages, KnownBlocks
 from kvoffload_async.tiers.fs.walk import Step

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.errors import OffloadError
+from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.known import KnownBlocks
 from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreStatus, changes_of
