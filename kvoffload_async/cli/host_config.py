@@ -1,7 +1,8 @@
 """The engine's part of a host's configuration, and its table, for `check-config`.
 
 No host need be installed. A host's own keys are checked against tables of what its supported
-versions accept, this package's by the code that reads them under the host. What only the host knows (model, block) is not checked.
+versions accept, this package's by the code that reads them under the host. What only the
+host knows (model, block) is not checked.
 """
 
 from __future__ import annotations

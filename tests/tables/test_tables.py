@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffload_async.abc import ranking as ranking_module
 from kvoffload_async.errors import StateError
 from kvoffload_async.facade.manager import Generation
 from kvoffload_async.policies.arc import ArcPolicy
@@ -30,6 +29,7 @@ from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
 from kvoffload_async.tables.keytable import KeyTable
 from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files import ranking as ranking_module
 from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.types import OffloadKey, make_offload_key
 
