@@ -151,7 +151,7 @@ def test_closing_out_of_itself_is_refused():
 
 
 def test_a_caller_waits_no_longer_than_the_first_may_take(monkeypatch):
-    monkeypatch.setattr(owned, "_GRACE_S", 0.0)
+    monkeypatch.setattr(lifetime, "_GRACE_S", 0.0)
     door = Door(["report"])
     first = threading.Thread(target=door.close, args=(0.0,))
     first.start()
