@@ -13,6 +13,7 @@ from kvoffload_async import OffloadEngine, StateError, TieringOffloadingSpec
 from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.runtime import lifetime
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.lifetime import Closing
