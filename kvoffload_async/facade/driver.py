@@ -35,7 +35,8 @@ from kvoffload_async.errors import (
     remedy_of,
     text_of,
 )
-from kvoffload_async.facade.manager import Generation, planner_text
+from kvoffload_async.facade.generation import Generation
+from kvoffload_async.facade.manager import planner_text
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier

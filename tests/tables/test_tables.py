@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.manager import Generation
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.tables.arrays import (

@@ -13,7 +13,7 @@ from kvoffload_async.facade.connector.protocol import (
     SchedulerRequest,
     TransferJobSpec,
 )
-from kvoffload_async.facade.manager import Generation
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.types import (
     JobId,
     OffloadKey,
