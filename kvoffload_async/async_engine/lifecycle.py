@@ -14,8 +14,7 @@ from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ClosedError, ConfigError, StateError, naming_shortage
-from kvoffload_async.facade.driver import PlannerDriver
-from kvoffload_async.facade.manager import planner_text
+from kvoffload_async.facade.driver import PlannerDriver, planner_text
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.bridge import SameLoopBridge
 from kvoffload_async.runtime.helper_thread import HelperThread

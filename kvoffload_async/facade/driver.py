@@ -36,18 +36,28 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.facade.generation import Generation
-from kvoffload_async.facade.manager import planner_text
-from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
+from kvoffload_async.facade.primary import (
+    CPUPrimaryTierOffloadingManager,
+    create_admission,
+    primary_text,
+)
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier
+from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier, tiers_text
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
 from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
 from kvoffload_async.timeline import RequestTimeline, SlowRequest
-from kvoffload_async.types import ENGINE_REQ_ID, OffloadingEvent, ReqContext, ScheduleEndContext
+from kvoffload_async.types import (
+    ENGINE_REQ_ID,
+    OffloadingEvent,
+    ReqContext,
+    ScheduleEndContext,
+    counted,
+)
 from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
+
 
 _SECONDS_BETWEEN: Final = 60.0
 
@@ -601,3 +611,22 @@ class PlannerDriver(Explaining):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was shut down")
+
+
+def planner_text(planner: Planner) -> str:
+    """Return a planner's state as text: primary usage, requests, jobs in flight, tiers."""
+    counters = planner.counters
+    jobs = counters.jobs_submitted - counters.job_results
+    tiers = [
+        tier.name
+        if tier.health.loads.is_closed and tier.health.stores.is_closed
+        else f"{tier.name} (suspended)"
+        for tier in planner.tiers
+    ]
+    parts = [
+        primary_text(planner.primary),
+        counted(len(planner.requests), "request"),
+        f"{counted(jobs, 'job')} in flight",
+        tiers_text(tiers),
+    ]
+    return ", ".join(parts)

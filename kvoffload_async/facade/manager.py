@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.primary import Primary
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.types import (
     LoadStoreSpec,
@@ -18,40 +16,6 @@ from kvoffload_async.types import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in singular or plural."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def primary_text(primary: Primary) -> str:
-    """Return the usage of a primary as text."""
-    return f"{primary.num_slots - primary.pool.unused.count:,} of {primary.num_slots:,} slots used"
-
-
-def planner_text(planner: Planner) -> str:
-    """Return a planner's state as text: primary usage, requests, jobs in flight, tiers."""
-    counters = planner.counters
-    jobs = counters.jobs_submitted - counters.job_results
-    tiers = [
-        tier.name
-        if tier.health.loads.is_closed and tier.health.stores.is_closed
-        else f"{tier.name} (suspended)"
-        for tier in planner.tiers
-    ]
-    parts = [
-        primary_text(planner.primary),
-        counted(len(planner.requests), "request"),
-        f"{counted(jobs, 'job')} in flight",
-        tiers_text(tiers),
-    ]
-    return ", ".join(parts)
-
-
-def tiers_text(names: Sequence[str]) -> str:
-    """Return the tiers' names as text."""
-    return f"tiers: {', '.join(names)}" if names else "no tiers"
 
 
 class OffloadingManager(ABC):

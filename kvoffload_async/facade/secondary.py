@@ -18,7 +18,6 @@ from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, Ke
 from kvoffload_async.core.readings import take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import Remedies, StateError, naming_shortage
-from kvoffload_async.facade.manager import counted
 from kvoffload_async.facade.tier_options import (
     ManagerOptions,
     arguments_for,
@@ -48,6 +47,7 @@ from kvoffload_async.types import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    counted,
 )
 from kvoffload_async.waiting import seconds
 

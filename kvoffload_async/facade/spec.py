@@ -21,12 +21,12 @@ from kvoffload_async.errors import (
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.locations import check_locations
-from kvoffload_async.facade.manager import OffloadingManager, tiers_text
+from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, reuse_capacity
-from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier
+from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost

@@ -423,3 +423,8 @@ def _unopened_state(tier_type: str, name: str, slot_bytes: int) -> TierState:
     state = TierState(tier_type, ProbedIndex(1), slot_bytes, log)
     state.is_available = False
     return state
+
+
+def tiers_text(names: Sequence[str]) -> str:
+    """Return the tiers' names as text."""
+    return f"tiers: {', '.join(names)}" if names else "no tiers"
