@@ -8,13 +8,13 @@ from typing import Final
 
 from kvoffload_async.core.admission import Admission, AdmissionFilter
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.core.readings import Figures, read_primary, take_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.policies.hd import GHOSTS_PER_BLOCK, LEAST_GHOSTS, HdPolicy
 from kvoffload_async.policies.reuse import ReuseModel
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.readings import Figures, read_primary, take_primary
 from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,

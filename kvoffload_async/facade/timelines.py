@@ -105,6 +105,6 @@ class Explaining:
                     self._listeners = tuple(one for one in self._listeners if one != listener)
                     logger.exception(
                         "request %s: a listener for timelines failed and is not called again; "
-                        "fix it, and watch anew",
+                        "fix it, and watch again",
                         timeline.req_id,
                     )
