@@ -19,8 +19,8 @@ from prometheus_client import REGISTRY, generate_latest
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.host_rows import HostMemory
 from kvoffload_async.integrations.lmcache import stores, usage
-from kvoffload_async.observe.status import ask, parse_report
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.status.client import ask, parse_report
 
 SIZE = 8192
 EXAMPLE = {"type": "example"}

@@ -33,7 +33,6 @@ from kvoffload_async.errors import StateError
 from kvoffload_async.facade.host_rows import HostMemory
 from kvoffload_async.facade.plugged import statistics_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.status import EngineStatus, path_from_environment
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.listing import page_of
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
@@ -44,6 +43,7 @@ from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.status.server import EngineStatus, path_from_environment
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from vllm.v1.kv_offload.tiering import base as tiering
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.spec import D, TieringOffloadingSpec
-from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
@@ -57,6 +56,7 @@ from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.machine import Limit, filesystem_limit
 from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
+from kvoffload_async.status.server import EngineStatus
 
 SecondaryTierFactory.register_adapter(tiering.SecondaryTierManager, adapted)
 
