@@ -17,12 +17,12 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.testing.harness import make_job
-from kvoffload_async.tiers._job_log import JobLog
+from kvoffload_async.tiers._actor import JobLog
 
 
 @pytest.fixture(autouse=True)
 def every_level(caplog):
-    caplog.set_level(logging.DEBUG, "kvoffload_async.tiers._job_log")
+    caplog.set_level(logging.DEBUG, "kvoffload_async.tiers._actor")
 
 
 def logged(caplog):
