@@ -1,24 +1,173 @@
-"""The `object` tier, and its search for the longest stored prefixes of chains."""
+"""The `object` tier, its options, and its search for the longest stored prefixes of chains."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import KVIdentity, TierEnvironment
-from kvoffload_async.errors import CorruptBlockError, TierFullError, Trouble
-from kvoffload_async.tiers.object.settings import ObjectOptions
+from kvoffload_async.abc.tier import KVIdentity, TierEnvironment, TierLocation
+from kvoffload_async.config import (
+    Options,
+    at_least,
+    is_encodable,
+    option,
+    or_none,
+    parse_bool,
+    parse_file,
+    parse_url,
+    shown,
+)
+from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
-from kvoffload_async.tiers.remote.settings import REMEDIES, RemoteSettings
+from kvoffload_async.tiers.remote.settings import (
+    MAX_CONNECTIONS,
+    REMEDIES,
+    Redactor,
+    RemoteSettings,
+)
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
     from kvoffload_async.tiers.object.client import ObjectConnection
+
+if TYPE_CHECKING:
+    from kvoffload_async.tiers.object.client import ObjectConnection
+
+
+_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+_VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
+_SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "service_account")
+
+
+def _parse_object_url(value: object, key: str) -> str:
+    url = parse_url(value, key)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"{key}: it is not valid; write s3://bucket/prefix") from None
+    if "@" in url or parts.query:
+        raise ConfigError(
+            f"{key}: it must have neither user nor query, since it is shown; give secrets as "
+            "options of their own, or in the environment"
+        )
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(
+            f"{key}: {shown(url)} is not valid; its scheme must be one of {', '.join(_SCHEMES)}"
+        )
+    if not (parts.path if parts.scheme == "file" else parts.netloc):
+        raise ConfigError(f"{key}: {shown(url)} is not valid; write s3://bucket/prefix")
+    return url
+
+
+def _parse_secret(value: object, key: str) -> str:
+    """Return a secret text; error messages do not contain it."""
+    if not isinstance(value, str) or not value or not is_encodable(value):
+        raise ConfigError(f"{key}: it is not valid; it must be a text that is not empty")
+    return value
+
+
+def _parse_store_options(value: object, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{key}: it must be an object of obstore's options")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(Options):
+    """Options that are passed to the obstore library under the same names."""
+
+    endpoint: str | None = option(or_none(_parse_secret), None)
+    """URL of another server with the same protocol."""
+    region: str | None = option(or_none(_parse_secret), None)
+    """Region of the bucket."""
+    access_key_id: str | None = option(or_none(_parse_secret), None)
+    """Access key for S3."""
+    secret_access_key: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Secret of the access key."""
+    session_token: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Token of temporary credentials."""
+    skip_signature: bool | None = option(or_none(parse_bool), None)
+    """Send requests without credentials."""
+    virtual_hosted_style_request: bool | None = option(or_none(parse_bool), None)
+    """The bucket is part of the endpoint's host name."""
+    service_account: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Path of a service account's file, for Google Cloud Storage."""
+    account_name: str | None = option(or_none(_parse_secret), None)
+    """Storage account, for Azure."""
+    account_key: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Key of the storage account."""
+    sas_key: str | None = option(or_none(_parse_secret), None, is_shown=False)
+    """Shared access signature, for Azure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectOptions(RemoteSettings, StoreOptions):
+    """The options of an `object` tier; some fields are derived from other options."""
+
+    url: str = option(_parse_object_url, remedy="a URL such as s3://bucket/prefix")
+    """s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
+    file:///directory."""
+    store_options: Mapping[str, Any] = option(or_none(_parse_store_options), None, is_shown=False)
+    """Further options of obstore, as an object of names and values."""
+    allow_http: bool = option(parse_bool, default=False)
+    """Allow unencrypted connections."""
+    ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
+    """Absolute path of certificates that verify the server, in addition to the system's. Read
+    again when the server has refused the tier."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
+    """Concurrent calls with payload, in each direction."""
+
+    def locations(self, identity: KVIdentity) -> list[TierLocation]:
+        self.connect()
+        self.warn_of_large_blocks("object", identity.block_bytes)
+        return [TierLocation(self.url, is_exclusive=False, key="url")]
+
+    def connect(self) -> tuple[ObjectConnection, Redactor]:
+        """Return the connection, and what hides its secrets.
+
+        Raises:
+            ConfigError: The options contradict each other, or the library rejects them.
+        """
+        from kvoffload_async.tiers.object.client import ObjectConnection  # noqa: PLC0415 - an extra
+
+        given = dict(self.store_options or {})
+        for key in StoreOptions.declared():
+            if (value := getattr(self, key)) is None:
+                continue
+            if key in given:
+                raise ConfigError(
+                    f"{key}: is given twice, in store_options too; leave one of them out"
+                )
+            given[key] = value
+        connection = ObjectConnection(
+            self.url,
+            given,
+            allow_http=self.allow_http,
+            ca_file=self.ca_file,
+            call_timeout_s=self.call_timeout_s,
+        )
+        if not self.url.startswith("file:"):  # opening a file store creates its directory
+            connection.open()
+        return connection, Redactor(_secrets(given))
+
+
+def _secrets(store_options: Mapping[str, Any]) -> list[str]:
+    """Return the secrets in the options and in the environment, where the library looks too."""
+    given = {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
+    secrets = [
+        value
+        for key, value in (given | dict(store_options)).items()
+        if isinstance(value, str) and any(word in key.lower() for word in _SECRET_WORDS)
+    ]
+    # A URL contains only the decoded signature.
+    return secrets + [sig for text in secrets for sig in parse_qs(text.lstrip("?")).get("sig", ())]
 
 
 async def bisect_prefixes(
