@@ -6,7 +6,7 @@ from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from kvoffload_async.integrations.sglang.hicache import _MOST_PAGES
-from kvoffload_async.integrations.sglang.identity import Shard
+from kvoffload_async.integrations.sglang.pages import Shard
 from kvoffload_async.integrations.sglang.version import CONTRACT
 
 

@@ -33,9 +33,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.tier_factory import naming_tier
-from kvoffload_async.integrations.sglang.identity import check_sharing, identified
 from kvoffload_async.integrations.sglang.page_store import PageStore
-from kvoffload_async.integrations.sglang.pages import PoolPages
+from kvoffload_async.integrations.sglang.pages import PoolPages, check_sharing, identified
 from kvoffload_async.integrations.sglang.settings import HiCacheOptions
 from kvoffload_async.observe.multiprocess import MultiprocessMetrics, is_multiprocess
 from kvoffload_async.observe.prometheus import publish
