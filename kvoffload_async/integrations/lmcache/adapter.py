@@ -34,10 +34,9 @@ from kvoffload_async.facade.host_rows import HostMemory
 from kvoffload_async.facade.plugged import statistics_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
-from kvoffload_async.integrations.lmcache.listing import page_of
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock
-from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores
+from kvoffload_async.integrations.lmcache.stores import OpenStore, Store, Stores, page_of
 from kvoffload_async.integrations.lmcache.usage import UsageReporter
 from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
