@@ -12,7 +12,6 @@ ranks have the same pages, which one of them stores; PP, CP and DCP ranks have t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +86,6 @@ class PoolPages:
                 f"of {self.page_indices} tokens and {self.page_bytes} bytes"
             )
         return np.array(addresses, np.int64).reshape(pages, len(self.part_bytes))
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
