@@ -8,7 +8,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from kvoffload_async.cli import tiers as listing
+from kvoffload_async.cli import app as listing
 from kvoffload_async.cli.command import Interrupt
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.progress import Gauge, progress_bar
