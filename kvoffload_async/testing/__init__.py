@@ -8,9 +8,10 @@
 """
 
 from kvoffload_async.testing.conformance import TierConformance
-from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
-from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.testing.scripted import (
+from kvoffload_async.testing.fakes import (
+    Fault,
+    FaultPlan,
+    FaultyTier,
     InlineIo,
     Operation,
     ParkedCall,
@@ -18,6 +19,7 @@ from kvoffload_async.testing.scripted import (
     ScriptedIo,
     ScriptedTier,
 )
+from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.testing.virtual_time import LeftoverTasksError, VirtualLoop, VirtualRunner
 
 __all__ = [

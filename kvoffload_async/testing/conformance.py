@@ -38,7 +38,7 @@ from kvoffload_async.testing._expectations import (
     expect_untouched,
     promise,
 )
-from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
+from kvoffload_async.testing.fakes import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.harness import (
     DEADLINE_S,
     ManagerHarness,

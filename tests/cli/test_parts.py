@@ -8,7 +8,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from kvoffload_async.cli import app as listing
+from kvoffload_async.cli import app as commands
 from kvoffload_async.cli.command import Interrupt
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.progress import Gauge, progress_bar
@@ -116,7 +116,7 @@ class TestTiers:
             assert text in result.stdout
 
     def test_says_what_options_mean(self):
-        options = {option.name: option for option in listing.common_options()}
+        options = {option.name: option for option in commands.common_options()}
         assert options["probe_timeout_s"].default == 2.0
         assert options["probe_timeout_s"].summary.startswith("Seconds until an unanswered")
         assert "backpressure_detector" not in options
@@ -137,9 +137,9 @@ class TestTiers:
             return Undocumented
 
         monkeypatch.setattr(SecondaryTierFactory, "get_tier_class", get)
-        whole, gone, _ = listing.tier_entries()
+        whole, gone, _ = commands.tier_entries()
         assert [o.name for o in whole.options] == ["must", "may"]
-        assert whole.options[0].default is listing.REQUIRED
+        assert whole.options[0].default is commands.REQUIRED
         assert whole.summary == ""
         assert not gone.is_usable
         assert gone.summary == "cannot be used: no such module"
@@ -154,6 +154,6 @@ class TestTiers:
         assert "io_timeout_s" in {option["name"] for option in listed["common_options"]}
 
     def test_a_tier_without_options_has_no_table(self, command, monkeypatch):
-        entry = listing.TierEntry("bare", "Nothing to set.")
+        entry = commands.TierEntry("bare", "Nothing to set.")
         monkeypatch.setattr("kvoffload_async.cli.app.tier_entries", lambda: [entry])
         assert "bare: Nothing to set." in command.run("tiers").stdout
