@@ -49,7 +49,7 @@ from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.tiers.fs.native_files import NativeFiles
-from kvoffload_async.tiers.fs.outcome import (
+from kvoffload_async.tiers.fs.operations import (
     LOST_ROOM,
     FileSettings,
     LoadFailure,

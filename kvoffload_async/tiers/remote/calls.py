@@ -1,4 +1,4 @@
-"""Calls to a remote store, with deadlines, retries and counters; how many bytes may be in flight."""
+"""Calls to a remote store: deadlines, retries, counters, and how many bytes may be in flight."""
 
 from __future__ import annotations
 
