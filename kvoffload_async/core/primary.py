@@ -34,8 +34,7 @@ from kvoffload_async.core.prefixes import longest_fitting_prefix, prefix_test, t
 from kvoffload_async.errors import InvariantError, StateError
 from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import LAST_HASH_BYTE, require_keys, too_short
-from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
 from kvoffload_async.tables.lists import NumberLists
 from kvoffload_async.types import (
     CPULoadStoreSpec,
