@@ -11,9 +11,8 @@ from math import inf
 from typing import Any, Final, Protocol
 
 from kvoffload_async.tables.arrays import integers
-from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import KeyTable
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.types import OffloadKey, ReqContext
 
 LEAST_PROBABILITY: Final = 0.198

@@ -33,9 +33,8 @@ from kvoffload_async.core.index import OnResolved
 from kvoffload_async.core.prefixes import longest_fitting_prefix, prefix_test, those_before
 from kvoffload_async.errors import InvariantError, StateError
 from kvoffload_async.tables.arrays import integers, small_integers
-from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,

@@ -8,9 +8,8 @@ from zlib import crc32
 
 from kvoffload_async.policies.groups import GroupRanking, Worth
 from kvoffload_async.policies.reuse import NUM_CLASSES
-from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import KeyTable
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.types import OffloadKey
 
 LARGEST_SAMPLED_PART: Final = 8

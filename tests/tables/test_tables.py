@@ -24,9 +24,8 @@ from kvoffload_async.tables.arrays import (
     long_integers,
     small_integers,
 )
-from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap, KeyTable
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files import ranking as ranking_module
 from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
