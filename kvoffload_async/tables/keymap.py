@@ -14,7 +14,6 @@ from kvoffload_async.tables.arrays import PART_BITS, PART_MASK, Objects
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 MOST_PARTS: Final = 256
