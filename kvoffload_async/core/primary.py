@@ -26,11 +26,15 @@ from itertools import islice
 from typing import Final, Protocol
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.core.admission import AdmissionFilter
+from kvoffload_async.core.admission import (
+    AdmissionFilter,
+    longest_fitting_prefix,
+    prefix_test,
+    those_before,
+)
 from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import OnResolved
-from kvoffload_async.core.prefixes import longest_fitting_prefix, prefix_test, those_before
 from kvoffload_async.errors import InvariantError, StateError
 from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
