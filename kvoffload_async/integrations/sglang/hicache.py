@@ -36,8 +36,7 @@ from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.sglang.page_store import PageStore
 from kvoffload_async.integrations.sglang.pages import PoolPages, check_sharing, identified
 from kvoffload_async.integrations.sglang.settings import HiCacheOptions
-from kvoffload_async.observe.multiprocess import MultiprocessMetrics, is_multiprocess
-from kvoffload_async.observe.prometheus import publish
+from kvoffload_async.observe.prometheus import MultiprocessMetrics, is_multiprocess, publish
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.status.server import EngineStatus, path_from_environment
