@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.testing.virtual_time import VirtualLoop
+from kvoffload_async.testing.fakes import VirtualLoop
 from kvoffload_async.waiting import Coalescer
 
 

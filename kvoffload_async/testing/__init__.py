@@ -13,14 +13,16 @@ from kvoffload_async.testing.fakes import (
     FaultPlan,
     FaultyTier,
     InlineIo,
+    LeftoverTasksError,
     Operation,
     ParkedCall,
     ParkedOperation,
     ScriptedIo,
     ScriptedTier,
+    VirtualLoop,
+    VirtualRunner,
 )
 from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.testing.virtual_time import LeftoverTasksError, VirtualLoop, VirtualRunner
 
 __all__ = [
     "Fault",
