@@ -29,7 +29,7 @@ def logged(caplog):
     return [
         (record.levelname, record.getMessage())
         for record in caplog.records
-        if record.name.endswith("_job_log")
+        if record.name.endswith("_actor")
     ]
 
 
