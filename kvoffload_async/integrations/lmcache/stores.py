@@ -29,7 +29,6 @@ from kvoffload_async.types import OffloadingEvent, OffloadKey, as_block_ids
 
 logger = logging.getLogger(__name__)
 
-
 MOST_DIRECT_LOADS: Final = 4
 """Loads into LMCache's memory at once. One that hangs is reported only when its copy has ended, and
 occupies one of LMCache's prefetches until then (8 by default); further loads use own rows."""

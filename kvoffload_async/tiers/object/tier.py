@@ -37,10 +37,6 @@ from kvoffload_async.types import OffloadKey
 if TYPE_CHECKING:
     from kvoffload_async.tiers.object.client import ObjectConnection
 
-if TYPE_CHECKING:
-    from kvoffload_async.tiers.object.client import ObjectConnection
-
-
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 _VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
 _SECRET_WORDS: Final = ("key", "token", "secret", "password", "credential", "service_account")
