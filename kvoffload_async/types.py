@@ -63,6 +63,11 @@ def block_text(key: OffloadKey) -> str:
     return f"block {get_offload_block_hash(key).hex()} of group {get_offload_group_idx(key)}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in singular or plural."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 class Medium(enum.StrEnum):
     """Kind of storage that holds a block."""
 

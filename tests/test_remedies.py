@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kvoffload_async import OffloadConfig, SecondaryTierFactory, errors
-from kvoffload_async.cli.catalogue import common_options
+from kvoffload_async.cli.app import common_options
 from kvoffload_async.config import REQUIRED
 from kvoffload_async.errors import (
     BlockMissingError,

@@ -14,8 +14,7 @@ from typing import Any
 import typer.main
 
 from kvoffload_async import OffloadConfig
-from kvoffload_async.cli.app import app
-from kvoffload_async.cli.catalogue import common_options, tier_entries
+from kvoffload_async.cli.app import app, common_options, tier_entries
 from kvoffload_async.config import REQUIRED, Option
 from kvoffload_async.integrations.vllm.settings import classified_settings
 from kvoffload_async.observe.prometheus import METRICS as METRIC_LIST

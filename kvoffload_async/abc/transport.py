@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -154,3 +154,35 @@ def group_copies(copies: BlockCopies, blocks_per_chunk: int) -> Sequence[GroupCo
     if slot_at != len(slots):
         raise ValueError(f"{len(slots)} slots are given, {slot_at} are needed")
     return parts
+
+
+@runtime_checkable
+class HoldablePages(Protocol):
+    """Memory that is returned to the system only after every hold on it has been released."""
+
+    def hold(self, who: str) -> Callable[[], None]:
+        """See `hold_pages`."""
+        ...
+
+
+def hold_pages(view: memoryview, who: str) -> Callable[[], None]:
+    """Keep the pages under a view mapped until the returned function is called.
+
+    For transports and other background copies: a view reserves the address range, but does not keep
+    its pages. Has no effect on memory that is not `HoldablePages`, such as an external mapping.
+
+    Args:
+        view: The primary's buffer, or a part of it.
+        who: Name of the holder, for messages.
+
+    Returns:
+        The release function; call it when no byte moves any more and nothing is pinned. Idempotent
+        and thread-safe.
+    """
+    if isinstance(view.obj, HoldablePages):
+        return view.obj.hold(who)
+    return _nothing
+
+
+def _nothing() -> None:
+    """Release nothing: the memory was not held."""

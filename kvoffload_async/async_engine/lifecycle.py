@@ -8,20 +8,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from kvoffload_async.abc.pages import hold_pages
-from kvoffload_async.abc.transport import Transport
+from kvoffload_async.abc.transport import Transport, hold_pages
 from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ClosedError, ConfigError, StateError, naming_shortage
-from kvoffload_async.facade.driver import PlannerDriver
-from kvoffload_async.facade.manager import planner_text
+from kvoffload_async.facade.driver import PlannerDriver, planner_text
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.bridge import SameLoopBridge
 from kvoffload_async.runtime.helper_thread import HelperThread
+from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
 from kvoffload_async.runtime.loop import SameLoopRunner
-from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.timeline import RequestTimeline
 from kvoffload_async.waiting import seconds, until_done

@@ -17,9 +17,9 @@ from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
 from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.room import RoomWatch
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
 from kvoffload_async.facade.driver import PlannerDriver
-from kvoffload_async.facade.manager import RoomWatch
 from kvoffload_async.runtime.loop import clock_of
 from kvoffload_async.types import LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput
 

@@ -1,10 +1,12 @@
-"""The commands of `kvoffload`; the exit statuses are defined in `ending`."""
+"""The commands of `kvoffload`, and the tables of `tiers`; `command` defines the exit statuses."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -13,20 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.cli.bench import BenchOptions, bench
-from kvoffload_async.cli.catalogue import (
-    common_options,
-    derived_settings,
-    geometry_table,
-    option_table,
-    tier_entries,
+from kvoffload_async.cli.command import (
+    OneLineGroup,
+    command,
+    errors_as_one_line,
+    finish,
+    flag,
+    running,
 )
-from kvoffload_async.cli.command import command, flag, running
-from kvoffload_async.cli.ending import OneLineGroup, errors_as_one_line, finish
-from kvoffload_async.cli.host_config import host_config
+from kvoffload_async.cli.host_config import derived_settings, geometry_table, host_config
 from kvoffload_async.cli.output import (
     STDOUT,
     check_page,
@@ -53,8 +55,12 @@ from kvoffload_async.cli.settings import (
 from kvoffload_async.cli.simulate import SimulateOptions, simulate
 from kvoffload_async.cli.store import store_app
 from kvoffload_async.cli.top import top
+from kvoffload_async.config import REQUIRED, Option, TierOptions
 from kvoffload_async.errors import ConfigError, InputError
+from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
+from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.replay.run import ENGINES, ReplayOptions, replay_passes
 from kvoffload_async.replay.source import ChatWorkload, RequestSource, TraceFile
 
@@ -280,3 +286,70 @@ def check_choice(option: str, value: str, allowed: Collection[str]) -> None:
     """Check the value of an option; raises InputError."""
     if value not in allowed:
         raise InputError(f"{option} {value}: expected {' or '.join(allowed)}")
+
+
+_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class TierEntry:
+    """One registered tier.
+
+    Attributes:
+        name: Its `type` in the configuration.
+        summary: One line; the reason if the tier cannot be used.
+        options: Its own options, without those common to all tiers.
+    """
+
+    name: str
+    summary: str
+    options: tuple[Option, ...] = ()
+
+
+def tier_entries() -> list[TierEntry]:
+    """Return every registered tier, including those that cannot be imported."""
+    return [_entry(name) for name in SecondaryTierFactory.names()]
+
+
+def common_options() -> list[Option]:
+    """Return the options common to all tiers, including those handled by the factory."""
+    return TierOptions.described() + EngineTierOptions.described()
+
+
+def _entry(name: str) -> TierEntry:
+    try:
+        cls = SecondaryTierFactory.get_tier_class(name)
+    except (ImportError, AttributeError, ConfigError) as error:
+        return TierEntry(name, f"cannot be used: {error}")
+    lines = (inspect.getdoc(cls.tier_class or cls) or "").splitlines()
+    return TierEntry(name, lines[0] if lines else "", tuple(_own_options(cls)))
+
+
+def _own_options(cls: type[SecondaryTierManager]) -> Iterator[Option]:
+    """Yield the options of a tier that not every tier takes."""
+    summaries = _summaries(cls)
+    for name, default in options_of(cls).items():
+        if name not in options_of(SecondaryTierManager):
+            yield Option(name, default, summaries.get(name, ""))
+
+
+def _summaries(cls: type[SecondaryTierManager]) -> dict[str, str]:
+    """Return the description of each option: declared, or in the `Args` of class or constructor."""
+    found: dict[str, str] = {}
+    tier_class = cls.tier_class
+    for base in (*reversed(cls.__mro__), *reversed(tier_class.__mro__ if tier_class else ())):
+        for owner in (base, base.__dict__.get("__init__")):
+            _, _, arguments = (inspect.getdoc(owner) or "").partition("\nArgs:\n")
+            found |= {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(arguments)}
+    if tier_class is not None and tier_class.declares is not None:
+        found |= {option.name: option.summary for option in tier_class.declares.described()}
+    return found
+
+
+def option_table(options: Sequence[Option]) -> Table:
+    """Return a table of a tier's options."""
+    table = Table("option", "default", "")
+    for option in options:
+        default = "required" if option.default is REQUIRED else json.dumps(option.default)
+        table.add_row(option.name, Text(default), Text(option.summary))
+    return table

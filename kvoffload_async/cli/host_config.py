@@ -1,18 +1,30 @@
-"""The engine's part of a host's configuration, for `check-config`; no host need be installed.
+"""The engine's part of a host's configuration, and its table, for `check-config`.
 
-A host's own keys are checked against tables of what its supported versions accept, this package's
-by the code that reads them under the host. What only the host knows (model, block) is not checked.
+No host need be installed. A host's own keys are checked against tables of what its supported
+versions accept, this package's by the code that reads them under the host. What only the
+host knows (model, block) is not checked.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvoffload_async.config import OffloadConfig, parse_size_bytes, reject_unknown, shown
+from rich.table import Table
+from rich.text import Text
+
+from kvoffload_async.config import (
+    OffloadConfig,
+    parse_size_bytes,
+    reject_unknown,
+    shown,
+    without_secrets,
+)
 from kvoffload_async.errors import ConfigError, InputError
+from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
@@ -372,3 +384,62 @@ def _under_sglang(config: Mapping[str, Any]) -> HostConfig:
     options = HiCacheOptions.parse(config)
     engine = {"secondary_tiers": options.tier, "status_socket": options.status_socket}
     return HostConfig("SGLang", engine, dict(_PLACEHOLDERS))
+
+
+def derived_settings(spec: TieringOffloadingSpec, found: HostConfig) -> dict[str, Any]:
+    """Return a configuration's derived settings, as JSON has them; without secrets.
+
+    Args:
+        spec: Made from the configuration.
+        found: The configuration; what has a placeholder in it is None, as what follows from it.
+    """
+    config = spec.config
+    sizes = {
+        "primary_blocks": spec.num_blocks,
+        "row_stride_bytes": spec.stride_bytes,
+        "block_bytes": config.block_bytes,
+        "num_workers": config.num_workers,
+        "used_bytes": spec.num_blocks * spec.stride_bytes,
+        "tokens_per_block": config.block_size * config.blocks_per_chunk,
+    }
+    return {
+        **(dict.fromkeys(sizes) if found.placeholders else sizes),
+        "cpu_bytes_to_use": found.engine.get("cpu_bytes_to_use") and config.cpu_bytes_to_use,
+        "eviction_policy": config.eviction_policy,
+        "decided_by": found.host or None,
+        "status_socket": config.status_socket,
+        "secondary_tiers": [
+            {key: without_secrets(value, key) for key, value in tier.items()}
+            for tier in config.secondary_tiers
+        ],
+    }
+
+
+def geometry_table(settings: Mapping[str, Any]) -> Table:
+    """Return a table of a configuration's derived settings; see `derived_settings`."""
+    table = Table(title="Configuration", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    memory = "unknown"
+    if settings["cpu_bytes_to_use"] is not None:
+        memory = f"{settings['cpu_bytes_to_use']:,} bytes"
+    if settings["primary_blocks"] is None:
+        table.add_row("memory", memory)
+        table.add_row("not checked", f"what only {settings['decided_by']} knows, as a block's size")
+    else:
+        workers = f"on {settings['num_workers']} worker(s)"
+        table.add_row("primary blocks", f"{settings['primary_blocks']:,}")
+        table.add_row("row stride", f"{settings['row_stride_bytes']:,} bytes")
+        table.add_row("block", f"{settings['block_bytes']:,} bytes {workers}")
+        table.add_row("memory", f"{settings['used_bytes']:,} of {memory}")
+        table.add_row("tokens per block", f"{settings['tokens_per_block']:,}")
+    table.add_row("eviction policy", settings["eviction_policy"])
+    if settings["status_socket"] is not None:
+        table.add_row("status socket", Text(settings["status_socket"]))
+    for number, tier in enumerate(settings["secondary_tiers"], 1):
+        options = ", ".join(f"{k}={json.dumps(v)}" for k, v in tier.items() if k != "type")
+        text = f"{tier['type']}: {options}" if options else str(tier["type"])
+        table.add_row(f"secondary tier {number}", Text(text))
+    if not settings["secondary_tiers"]:
+        table.add_row("secondary tiers", "none")
+    return table

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload_async.cli.command import CommandOptions, argument, flag, running
-from kvoffload_async.cli.ending import finish
+from kvoffload_async.cli.command import CommandOptions, argument, finish, flag, running
 from kvoffload_async.cli.output import (
     as_unwritable,
     check_picture,

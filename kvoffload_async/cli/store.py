@@ -26,8 +26,17 @@ from kvoffload_async.abc.maintenance import (
     StoreMaintenance,
     Summary,
 )
-from kvoffload_async.cli.command import CommandOptions, argument, command, flag, running
-from kvoffload_async.cli.ending import EXIT_INTERRUPTED, Interrupt, errors_as_one_line, finish
+from kvoffload_async.cli.command import (
+    EXIT_INTERRUPTED,
+    CommandOptions,
+    Interrupt,
+    argument,
+    command,
+    errors_as_one_line,
+    finish,
+    flag,
+    running,
+)
 from kvoffload_async.cli.output import shown, summary_tables
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.config import parse_size_bytes

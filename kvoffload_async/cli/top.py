@@ -18,18 +18,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload_async.cli.ending import EXIT_INTERRUPTED, errors_as_one_line
+from kvoffload_async.cli.command import EXIT_INTERRUPTED, errors_as_one_line
 from kvoffload_async.cli.output import shown
 from kvoffload_async.errors import InputError
-from kvoffload_async.facade.status import SOCKET_VARIABLE
-from kvoffload_async.observe.changes import Readings, TierCount
-from kvoffload_async.observe.status import NoAnswerError, ask, parse_report
 from kvoffload_async.statistics import (
     EngineStatistics,
     OffloadingStatistics,
     PrimaryStatistics,
     TierStatistics,
 )
+from kvoffload_async.status.changes import Readings, TierCount
+from kvoffload_async.status.client import NoAnswerError, ask, parse_report
+from kvoffload_async.status.server import SOCKET_VARIABLE
 
 WIDE: Final = 110
 """Terminal width from which the tier table shows its additional columns."""

@@ -1,15 +1,76 @@
-"""Admission to secondary tiers: which stored blocks are worth writing.
+"""Admission: which offered blocks are stored, in the primary and in secondary tiers.
 
-A block is written to a tier only if it is likely to be used again while the tier would keep it.
+`AdmissionFilter` admits a block to the primary at its n-th offer. `Admission` writes a block to a
+tier only if it is likely to be used again while the tier would keep it.
+
+If a batch does not fit, its longest fitting prefix is stored. A batch lists keys head to tail, by
+KV-cache group. A block is useless without the other groups' blocks for the same tokens, so a batch
+is cut at one token across all groups. Without positions only the order within a group is known, and
+a batch of several groups is not cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Final, Protocol
 
-from kvoffload_async.types import OffloadKey, ReqContext
+from kvoffload_async.tables.arrays import integers
+from kvoffload_async.tables.keymap import KeyTable
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
+from kvoffload_async.types import OffloadKey, ReqContext, get_offload_group_idx
+
+
+def longest_fitting_prefix(
+    keys: Sequence[OffloadKey], positions: Mapping[OffloadKey, int], room: int
+) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
+    """Split keys into the longest prefix of at most `room` blocks and the rest, keeping order.
+
+    Args:
+        keys: Without duplicates.
+        positions: Key -> the end token of its block.
+        room: Number of blocks that fit.
+    """
+    if len(keys) <= room:
+        return keys, ()
+    ends = [positions[key] for key in keys if key in positions]
+    if len(ends) < len(keys):
+        is_one_group = len({get_offload_group_idx(key) for key in keys}) == 1
+        return (keys[:room], keys[room:]) if is_one_group else ((), keys)
+    first_out = sorted(ends)[room]
+    fits = [end < first_out for end in ends]
+    return (
+        [key for key, is_in in zip(keys, fits, strict=True) if is_in],
+        [key for key, is_in in zip(keys, fits, strict=True) if not is_in],
+    )
+
+
+def those_before(
+    left_out: Sequence[OffloadKey],
+    keys: Sequence[OffloadKey],
+    positions: Mapping[OffloadKey, int],
+) -> Sequence[OffloadKey]:
+    """Return the `keys` that precede all keys left out by `longest_fitting_prefix`."""
+    if not left_out:
+        return keys
+    if left_out[0] not in positions:
+        return keys[: keys.index(left_out[0])]
+    first_out = min(positions[key] for key in left_out)
+    return [key for key in keys if positions.get(key, first_out) < first_out]
+
+
+def prefix_test(
+    wanted: Sequence[OffloadKey],
+    used: Collection[OffloadKey],
+    positions: Mapping[OffloadKey, int],
+) -> Callable[[OffloadKey], bool]:
+    """Return a predicate: whether a request has used a key that precedes `wanted` in its prompt.
+
+    The request must not evict these blocks to store `wanted`.
+    """
+    first = min(positions.get(key, 0) for key in wanted)
+    return lambda key: positions.get(key, first) < first and key in used
+
 
 LEAST_PROBABILITY: Final = 0.198
 """Probability of reuse from which a block is written. On a trace of a chat service, a large tier
@@ -125,3 +186,45 @@ class Admission:
             found = self._estimates.reuse_within(kind, self.residence_requests(index))
             self._probabilities[index, kind] = found
         return found >= LEAST_PROBABILITY
+
+
+class AdmissionFilter:
+    """Admits a key at its `threshold`-th offer; remembers at most `tracked_keys` keys."""
+
+    def __init__(self, threshold: int, tracked_keys: int = 64_000) -> None:
+        self.threshold = threshold
+        self.tracked_keys = tracked_keys
+        self.clear()
+
+    def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that reach `threshold` offers, counting this one; records nothing."""
+        counts = self._counts_with(keys)
+        return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
+
+    def offered(self, keys: Sequence[OffloadKey]) -> None:
+        """Count one offer of each key; at capacity, stop tracking the least recently offered."""
+        for key, count in zip(keys, self._counts_with(keys), strict=True):
+            number = self._table.get(key)
+            if number is not None:
+                self._oldest_first.remove([number])
+            else:
+                if not self._free.count:
+                    oldest = [next(self._oldest_first.walk())]
+                    self._oldest_first.remove(oldest)
+                    self._table.remove(oldest)
+                    self._free.give_back(oldest)
+                (number,) = self._free.take(1)
+                self._table.add([key], [number])
+            self._oldest_first.append([number])
+            self._counts[number] = count
+
+    def clear(self) -> None:
+        """Forget every offer."""
+        self._table = KeyTable(self.tracked_keys)
+        self._free = FreeNumbers(self.tracked_keys)
+        self._oldest_first = NumberLists(self.tracked_keys)
+        self._counts = integers(self.tracked_keys)
+
+    def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
+        counts = self._counts
+        return [1 if n is None else counts[n] + 1 for n in self._table.find(keys)]

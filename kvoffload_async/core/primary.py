@@ -26,15 +26,19 @@ from itertools import islice
 from typing import Final, Protocol
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.core.admission import (
+    AdmissionFilter,
+    longest_fitting_prefix,
+    prefix_test,
+    those_before,
+)
 from kvoffload_async.core.counters import PrimaryCounters
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import OnResolved, longest_fitting_prefix, prefix_test, those_before
+from kvoffload_async.core.index import OnResolved
 from kvoffload_async.errors import InvariantError, StateError
 from kvoffload_async.tables.arrays import integers, small_integers
-from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import LAST_HASH_BYTE, require_keys, too_short
-from kvoffload_async.tables.keytable import KeyTable
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -46,48 +50,6 @@ from kvoffload_async.types import (
     as_block_ids,
     block_text,
 )
-
-
-class AdmissionFilter:
-    """Admits a key at its `threshold`-th offer; remembers at most `tracked_keys` keys."""
-
-    def __init__(self, threshold: int, tracked_keys: int = 64_000) -> None:
-        self.threshold = threshold
-        self.tracked_keys = tracked_keys
-        self.clear()
-
-    def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that reach `threshold` offers, counting this one; records nothing."""
-        counts = self._counts_with(keys)
-        return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
-
-    def offered(self, keys: Sequence[OffloadKey]) -> None:
-        """Count one offer of each key; at capacity, stop tracking the least recently offered."""
-        for key, count in zip(keys, self._counts_with(keys), strict=True):
-            number = self._table.get(key)
-            if number is not None:
-                self._oldest_first.remove([number])
-            else:
-                if not self._free.count:
-                    oldest = [next(self._oldest_first.walk())]
-                    self._oldest_first.remove(oldest)
-                    self._table.remove(oldest)
-                    self._free.give_back(oldest)
-                (number,) = self._free.take(1)
-                self._table.add([key], [number])
-            self._oldest_first.append([number])
-            self._counts[number] = count
-
-    def clear(self) -> None:
-        """Forget every offer."""
-        self._table = KeyTable(self.tracked_keys)
-        self._free = FreeNumbers(self.tracked_keys)
-        self._oldest_first = NumberLists(self.tracked_keys)
-        self._counts = integers(self.tracked_keys)
-
-    def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
-        counts = self._counts
-        return [1 if n is None else counts[n] + 1 for n in self._table.find(keys)]
 
 
 class Loads:

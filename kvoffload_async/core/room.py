@@ -610,3 +610,39 @@ class Room:
             for job_id in tier.jobs.ids_in(JobState.FLYING):
                 if tier.jobs.job_of(job_id).is_promotion:
                     tier.jobs.handle(JobAbandoned(job_id, error))
+
+
+class RoomWatch:
+    """Limits how many blocks of a partly granted store are offered again in a step.
+
+    Otherwise each step would pay for an offer of all blocks that have found no room.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing left out."""
+        self._seen: int | None = None
+
+    def most_blocks(self, room_made: int) -> int | None:
+        """Return the number of blocks that may fit now; None: no blocks were left out.
+
+        Args:
+            room_made: See `OffloadingManager.room_made`.
+        """
+        return None if self._seen is None else room_made - self._seen
+
+    def blocks_left_out(self, room_made: int) -> None:
+        """Record that an offer was granted in part; `room_made` is its value after the offer."""
+        self._seen = room_made
+
+    def blocks_placed(self, count: int, room_made: int) -> None:
+        """Record that `count` blocks of a repeated offer were granted.
+
+        They may be more than `room_made` has grown: there may have been room before that was too
+        small for the blocks of one token.
+        """
+        if self._seen is not None:
+            self._seen = min(self._seen + count, room_made)
+
+    def clear(self) -> None:
+        """Record that no blocks wait for room any more."""
+        self._seen = None

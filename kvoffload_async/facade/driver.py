@@ -6,286 +6,44 @@ everything down.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
 import math
-import platform
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
-from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.config import WriteBack, one_of, parse_generation
-from kvoffload_async.core.counters import Histogram
-from kvoffload_async.core.health import BreakerSettings, BreakerState
+from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.readings import Snapshot, read_planner, take_snapshot
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import (
-    ClosedError,
-    ConfigError,
-    OffloadError,
-    StateError,
-    Trouble,
-    remedy_of,
-    text_of,
+from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
+from kvoffload_async.facade.generation import Generation
+from kvoffload_async.facade.losses import LossWarnings
+from kvoffload_async.facade.primary import (
+    CPUPrimaryTierOffloadingManager,
+    create_admission,
+    primary_text,
 )
-from kvoffload_async.facade.manager import Generation, planner_text
-from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager, create_admission
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier
+from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier, tiers_text
+from kvoffload_async.facade.timelines import Explaining
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.runtime.owned import Closing, guard_forks, warn_unclosed
-from kvoffload_async.statistics import HistogramStatistics, OffloadingStatistics, RuntimeStatistics
-from kvoffload_async.timeline import RequestTimeline, SlowRequest
-from kvoffload_async.types import ENGINE_REQ_ID, OffloadingEvent, ReqContext, ScheduleEndContext
+from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
+from kvoffload_async.runtime.readings import (
+    OwnerSteps,
+    read_planner,
+)
+from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.types import (
+    ENGINE_REQ_ID,
+    OffloadingEvent,
+    ReqContext,
+    ScheduleEndContext,
+    counted,
+)
 from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN: Final = 60.0
-
-
-class LossWarnings:
-    """Logs a warning when blocks were not stored in a tier, at most once a minute per tier.
-
-    Blocks dropped by a reset do not count: the caller asked for it.
-
-    Not thread-safe; call only from the owner's thread.
-    """
-
-    def __init__(self, planner: Planner, now_s: float) -> None:
-        """Count the losses from `now_s` on, in seconds."""
-        self._planner = planner
-        self._told = [Counter[str]() for _ in planner.tiers]
-        self._told_s = [now_s for _ in planner.tiers]
-        self._next_s = [now_s for _ in planner.tiers]
-
-    def check(self, now_s: float, *, is_last: bool = False) -> None:
-        """Log the blocks that each tier has lost since its last warning, if a warning is due."""
-        for index, tier in enumerate(self._planner.tiers):
-            counters, told = tier.counters, self._told[index]
-            lost = counters.dropped_blocks - counters.dropped["reset"]
-            lost += counters.failed_store_blocks
-            if lost > told.total() and (is_last or now_s >= self._next_s[index]):
-                self._warn(index, tier, now_s)
-                self._told_s[index], self._next_s[index] = now_s, now_s + _SECONDS_BETWEEN
-
-    def _warn(self, index: int, tier: TierState, now_s: float) -> None:
-        """Log the losses by reason, each with its remedy."""
-        dropped, told = tier.counters.dropped, self._told[index]
-        since = {
-            reason: count - told[reason]
-            for reason, count in (
-                ("evicted", dropped["evicted"]),
-                ("failed", tier.counters.failed_store_blocks),
-                ("closed", dropped["closed"]),
-            )
-            if count > told[reason]
-        }
-        told.update(since)
-        logger.warning(
-            "tier %s: %d blocks have been lost in the last %.0f s: %s; %d more wait for room",
-            tier.label,
-            sum(since.values()),
-            now_s - self._told_s[index],
-            "; ".join(
-                f"{count} {_LOSSES[reason]} ({remedy_of(_cause_of(reason, tier), tier.remedies)})"
-                for reason, count in since.items()
-            ),
-            self._planner.cascades.queues[index].count,
-        )
-
-
-_LOSSES: Final = {
-    "evicted": "evicted from the primary before the tier had room for them",
-    "failed": "given up after failed stores",
-    "closed": "not stored before the shutdown",
-}
-_TROUBLES: Final = {"evicted": Trouble.TOO_SLOW, "closed": Trouble.CLOSED_TOO_SOON}
-
-
-def _cause_of(reason: str, tier: TierState) -> Trouble:
-    """Return why a tier's blocks were lost for a reason."""
-    if reason == "failed":
-        return Trouble.STORES_FAILED
-    if not tier.is_available:
-        return Trouble.NOT_OPEN
-    if tier.health.stores.state is not BreakerState.CLOSED:
-        return Trouble.SUSPENDED
-    return Trouble.HANGING if tier.jobs.orphaned_count else _TROUBLES[reason]
-
-
-class OwnerSteps:
-    """Measures the time that the begin and end of each step take on the owner's thread.
-
-    The end of a step publishes a snapshot of the planner's figures by one assignment, so other
-    threads read a consistent snapshot without waiting.
-
-    Not thread-safe, except `published` and `read`; call only from the owner's thread.
-    """
-
-    def __init__(self, clock: Callable[[], float], planner: Planner) -> None:
-        self._clock = clock
-        self._planner = planner
-        self._durations = Histogram()
-        self._longest_s = self._step_s = 0.0
-        self._block_io = _block_io()
-        self.publish()
-
-    def began(self, since_s: float) -> None:
-        """Record the duration of the step's begin, which started at `since_s`, in seconds."""
-        self._owner = threading.get_ident()
-        self._step_s += self._clock() - since_s
-
-    def ended(self, since_s: float) -> None:
-        """Record the duration of the step's end, which started at `since_s`; then publish."""
-        self._step_s += self._clock() - since_s
-        self._durations.observe(self._step_s)
-        self._longest_s = max(self._longest_s, self._step_s)
-        self._step_s = 0.0
-        self.publish()
-
-    def publish(self) -> None:
-        """Publish a snapshot for other threads."""
-        self._owner = threading.get_ident()
-        self._published = take_snapshot(self._planner)
-
-    def published(self) -> Snapshot:
-        """Return the latest snapshot; on the owner's thread, take a new one."""
-        if threading.get_ident() == self._owner:
-            self.publish()
-        return self._published
-
-    def read(self, bridge: Bridge | None) -> RuntimeStatistics:
-        """Return the durations of steps, and the statistics of the bridge that tiers share."""
-        version, python = _versions()
-        return RuntimeStatistics(
-            version=version,
-            python=python,
-            block_io=self._block_io,
-            loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
-            step_seconds=self._durations.read(),
-            longest_step_s=self._longest_s,
-            wake_ups=0 if bridge is None else bridge.wake_ups,
-        )
-
-
-def _block_io() -> str:
-    """Return the name of the block I/O implementation; "python" if its setting is invalid."""
-    try:
-        return implementation().name
-    except ConfigError:
-        return "python"
-
-
-@functools.cache
-def _versions() -> tuple[str, str]:
-    """Return the versions of this package and the interpreter; cached."""
-    return importlib.metadata.version("kvoffload-async"), platform.python_version()
-
-
-TimelineListener = Callable[[RequestTimeline], None]
-"""Called on the owner's thread; must not block."""
-
-FindParent = Callable[[ReqContext], object | None]
-
-
-class Explaining:
-    """Timelines of the last `explain_requests` requests.
-
-    Not thread-safe, except `slowest_requests`; call only from the owner's thread.
-
-    Attributes:
-        recorder: Records the timelines; None: recording is off.
-    """
-
-    recorder: RequestRecorder | None
-    _listeners: tuple[TimelineListener, ...] = ()
-
-    def explain(self, req_id: str) -> RequestTimeline | None:
-        """Return the timeline of a request so far, also after its end; `print` it.
-
-        If several requests have the id, the latest is returned.
-
-        Returns:
-            None if the request is not recorded.
-
-        Raises:
-            StateError: Recording is off: `explain_requests` is 0.
-        """
-        return self._require_recorder().explain(req_id)
-
-    def timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return the timelines of all recorded requests, oldest first.
-
-        Raises:
-            StateError: Recording is off: `explain_requests` is 0.
-        """
-        return self._require_recorder().timelines()
-
-    def slowest_requests(self, count: int = 5) -> tuple[SlowRequest, ...] | None:
-        """Return the recent requests with the longest waits; None if recording is off.
-
-        Thread-safe.
-        """
-        return None if self.recorder is None else self.recorder.slowest(count)
-
-    def watch_timelines(
-        self, listener: TimelineListener, find_parent: FindParent | None = None
-    ) -> None:
-        """Pass each timeline to a listener, once, at the end of the step that completes it.
-
-        A timeline is complete when no copy for its request is running. At shutdown, and when the
-        recorder drops a request, the timeline is passed incomplete. The error of a listener is
-        logged, and the listener is removed.
-
-        Args:
-            listener: Called on the owner's thread; must not block.
-            find_parent: Returns the trace context of a new request; by default the request's own.
-
-        Raises:
-            StateError: Recording is off: `explain_requests` is 0.
-        """
-        recorder = self._require_recorder()
-        recorder.keep_complete()
-        if find_parent is not None:
-            recorder.find_parent = find_parent
-        self._listeners += (listener,)
-
-    def _require_recorder(self) -> RequestRecorder:
-        if self.recorder is None:
-            raise StateError(
-                "no request is recorded: set explain_requests, the number of requests to keep"
-            )
-        return self.recorder
-
-    def _give_timelines_up(self) -> None:
-        """At shutdown, pass all remaining timelines to the listener, incomplete ones included."""
-        if self.recorder is not None:
-            self._hand_timelines_over()
-            self.recorder.give_up()
-            self._hand_timelines_over()
-
-    def _hand_timelines_over(self) -> None:
-        if self.recorder is None or not self._listeners:
-            return
-        for timeline in self.recorder.take_complete():
-            for listener in self._listeners:
-                try:
-                    listener(timeline)
-                except Exception:
-                    self._listeners = tuple(one for one in self._listeners if one != listener)
-                    logger.exception(
-                        "request %s: a listener for timelines failed and is not called again; "
-                        "fix it, and register it again",
-                        timeline.req_id,
-                    )
 
 
 class PlannerDriver(Explaining):
@@ -479,12 +237,13 @@ class PlannerDriver(Explaining):
 
         Thread-safe. Other threads than the owner's get the values at the end of the last step.
         """
-        published = self._steps.published()
+        steps, bridge = self._steps, self._bridge
+        published = steps.published()
         return OffloadingStatistics(
             primary=self._primary.primary_stats(published.primary),
             tiers=self._tiers.stats(published.tiers),
             planner=read_planner(published.planner),
-            runtime=self._steps.read(self._bridge),
+            runtime=steps.read() if bridge is None else steps.read(bridge.lag, bridge.wake_ups),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -600,3 +359,22 @@ class PlannerDriver(Explaining):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was shut down")
+
+
+def planner_text(planner: Planner) -> str:
+    """Return a planner's state as text: primary usage, requests, jobs in flight, tiers."""
+    counters = planner.counters
+    jobs = counters.jobs_submitted - counters.job_results
+    tiers = [
+        tier.name
+        if tier.health.loads.is_closed and tier.health.stores.is_closed
+        else f"{tier.name} (suspended)"
+        for tier in planner.tiers
+    ]
+    parts = [
+        primary_text(planner.primary),
+        counted(len(planner.requests), "request"),
+        f"{counted(jobs, 'job')} in flight",
+        tiers_text(tiers),
+    ]
+    return ", ".join(parts)

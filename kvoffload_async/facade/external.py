@@ -18,7 +18,6 @@ from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import AskedIndex
 from kvoffload_async.core.ledger import JobState, StartJob, TouchBlocks
-from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
@@ -30,6 +29,7 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,

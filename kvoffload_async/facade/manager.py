@@ -1,21 +1,11 @@
-"""The interface between a scheduler and a manager of offloaded blocks; cache generations.
-
-The generation is part of each key, so blocks are found under the generation only under which they
-were stored. After a change of weights, a new generation invalidates the blocks of all tiers,
-persistent or not, without access to them. Old blocks are evicted like any others.
-"""
+"""The interface between a scheduler and a manager of offloaded blocks."""
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Final
 
-from kvoffload_async.config import parse_generation
-from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.primary import Primary
-from kvoffload_async.errors import StateError
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.types import (
     LoadStoreSpec,
     LookupResult,
@@ -25,126 +15,7 @@ from kvoffload_async.types import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    block_text,
-    make_offload_key,
 )
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in singular or plural."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def primary_text(primary: Primary) -> str:
-    """Return the usage of a primary as text."""
-    return f"{primary.num_slots - primary.pool.unused.count:,} of {primary.num_slots:,} slots used"
-
-
-def planner_text(planner: Planner) -> str:
-    """Return a planner's state as text: primary usage, requests, jobs in flight, tiers."""
-    counters = planner.counters
-    jobs = counters.jobs_submitted - counters.job_results
-    tiers = [
-        tier.name
-        if tier.health.loads.is_closed and tier.health.stores.is_closed
-        else f"{tier.name} (suspended)"
-        for tier in planner.tiers
-    ]
-    parts = [
-        primary_text(planner.primary),
-        counted(len(planner.requests), "request"),
-        f"{counted(jobs, 'job')} in flight",
-        tiers_text(tiers),
-    ]
-    return ", ".join(parts)
-
-
-def tiers_text(names: Sequence[str]) -> str:
-    """Return the tiers' names as text."""
-    return f"tiers: {', '.join(names)}" if names else "no tiers"
-
-
-_TAG_BYTES: Final = 8
-_TAG: Final = slice(-5 - _TAG_BYTES, -5)  # before the last byte of the hash and the group
-
-
-class Generation:
-    """Creates and recognises the keys of one generation. Immutable.
-
-    Attributes:
-        label: The generation's label; None: keys have no generation, and every key is current.
-        tag: Inserted before the last byte of each hash; empty without a label.
-    """
-
-    __slots__ = ("label", "tag")
-
-    def __init__(self, label: int | str | None = None) -> None:
-        """Check the label; raises ConfigError. An integer stands for the text of its digits."""
-        self.label = None if label is None else parse_generation(label, "generation")
-        text = b"" if self.label is None else self.label.encode()
-        self.tag = hashlib.blake2b(text, digest_size=_TAG_BYTES).digest() if text else b""
-
-    def key(self, block_hash: bytes, group_idx: int = 0) -> OffloadKey:
-        """Return the key of a block, like `make_offload_key`, with the tag inserted in the hash.
-
-        The hash's first and last bytes are unchanged, because key tables partition by them.
-        """
-        tagged = block_hash[:-1] + self.tag + block_hash[-1:] if self.tag else block_hash
-        return make_offload_key(tagged, group_idx)
-
-    def has(self, key: OffloadKey) -> bool:
-        """Return whether a key belongs to this generation."""
-        return not self.tag or key[_TAG] == self.tag
-
-    def current(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the keys that belong to this generation."""
-        tag = self.tag
-        return [key for key in keys if key[_TAG] == tag] if tag else keys
-
-    def require(self, keys: Sequence[OffloadKey]) -> None:
-        """Raise StateError for the first key of another generation."""
-        for key in keys if self.tag else ():
-            if not self.has(key):
-                raise StateError(
-                    f"{block_text(key)} is not of generation {self.label!r}: it was invalidated, "
-                    "or its key was not made by the manager's `generation.key`"
-                )
-
-
-class RoomWatch:
-    """Limits how many blocks of a partly granted store are offered again in a step.
-
-    Otherwise each step would pay for an offer of all blocks that have found no room.
-    """
-
-    def __init__(self) -> None:
-        """Start with nothing left out."""
-        self._seen: int | None = None
-
-    def most_blocks(self, room_made: int) -> int | None:
-        """Return the number of blocks that may fit now; None: no blocks were left out.
-
-        Args:
-            room_made: See `OffloadingManager.room_made`.
-        """
-        return None if self._seen is None else room_made - self._seen
-
-    def blocks_left_out(self, room_made: int) -> None:
-        """Record that an offer was granted in part; `room_made` is its value after the offer."""
-        self._seen = room_made
-
-    def blocks_placed(self, count: int, room_made: int) -> None:
-        """Record that `count` blocks of a repeated offer were granted.
-
-        They may be more than `room_made` has grown: there may have been room before that was too
-        small for the blocks of one token.
-        """
-        if self._seen is not None:
-            self._seen = min(self._seen + count, room_made)
-
-    def clear(self) -> None:
-        """Record that no blocks wait for room any more."""
-        self._seen = None
 
 
 class OffloadingManager(ABC):

@@ -47,7 +47,7 @@ from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
-from kvoffload_async.runtime.owned import Closing, guard_forks
+from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.statistics import (
     OffloadingStatistics,
     PrimaryStatistics,

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Final
 
-from kvoffload_async.core.admission import Admission
-from kvoffload_async.core.primary import AdmissionFilter, Primary
-from kvoffload_async.core.readings import Figures, read_primary, take_primary
+from kvoffload_async.core.admission import Admission, AdmissionFilter
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import ClosedError, ConfigError
-from kvoffload_async.facade.manager import OffloadingManager, primary_text
+from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.policies.hd import GHOSTS_PER_BLOCK, LEAST_GHOSTS, HdPolicy
 from kvoffload_async.policies.reuse import ReuseModel
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.readings import Figures, read_primary, take_primary
 from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,
@@ -185,3 +185,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if self._buffer is not None:
             counts = self.core.counts  # pinned or written blocks may be in use by the device
             self._buffer.release(is_idle=not (counts["pinned"] or counts["writing"]))
+
+
+def primary_text(primary: Primary) -> str:
+    """Return the usage of a primary as text."""
+    return f"{primary.num_slots - primary.pool.unused.count:,} of {primary.num_slots:,} slots used"

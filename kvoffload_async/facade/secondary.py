@@ -15,10 +15,8 @@ from kvoffload_async.config import TierOptions
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
-from kvoffload_async.core.readings import take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import Remedies, StateError, naming_shortage
-from kvoffload_async.facade.manager import counted
 from kvoffload_async.facade.tier_options import (
     ManagerOptions,
     arguments_for,
@@ -29,7 +27,8 @@ from kvoffload_async.facade.tier_options import (
     signature_of,
 )
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
-from kvoffload_async.runtime.owned import Closing, guard_forks
+from kvoffload_async.runtime.lifetime import Closing, guard_forks
+from kvoffload_async.runtime.readings import take_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.tiers.example import ExampleTier
@@ -48,6 +47,7 @@ from kvoffload_async.types import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    counted,
 )
 from kvoffload_async.waiting import seconds
 

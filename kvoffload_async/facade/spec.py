@@ -21,19 +21,19 @@ from kvoffload_async.errors import (
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.locations import check_locations
-from kvoffload_async.facade.manager import OffloadingManager, tiers_text
+from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.status import EngineStatus, ReadStatistics, path_from_environment
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, reuse_capacity
-from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier
+from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer, rows_within
+from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
 from kvoffload_async.runtime.machine import Limit, memory_limit
-from kvoffload_async.runtime.owned import guard_forks, warn_unclosed
 from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
+from kvoffload_async.status.server import EngineStatus, ReadStatistics, path_from_environment
 from kvoffload_async.waiting import seconds
 
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors

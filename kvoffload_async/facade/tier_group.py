@@ -21,13 +21,13 @@ from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.facade.external import ExternalLink, closed, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, TierLink
+from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics, UnopenedStatistics
 from kvoffload_async.types import (
     JobId,
@@ -420,3 +420,8 @@ def _unopened_state(tier_type: str, name: str, slot_bytes: int) -> TierState:
     state = TierState(tier_type, ProbedIndex(1), slot_bytes, log)
     state.is_available = False
     return state
+
+
+def tiers_text(names: Sequence[str]) -> str:
+    """Return the tiers' names as text."""
+    return f"tiers: {', '.join(names)}" if names else "no tiers"

@@ -13,9 +13,8 @@ from itertools import chain, islice
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.tables.arrays import PART_BITS, PART_MASK, Objects, small_integers
-from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.tables.ranked import RankedLists
 from kvoffload_async.types import OffloadKey
 

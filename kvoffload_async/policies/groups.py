@@ -9,7 +9,7 @@ from typing import Final
 
 from kvoffload_async.policies.reuse import NUM_CLASSES
 from kvoffload_async.tables.arrays import integers, long_integers, small_integers
-from kvoffload_async.tables.free import FreeNumbers
+from kvoffload_async.tables.lists import FreeNumbers
 
 Worth = Callable[[int, int], tuple[float, int]]
 """Returns the worth of a group from its class and the time of its request; least goes first."""

@@ -17,9 +17,8 @@ from typing import Final
 import numpy as np
 
 from kvoffload_async.tables.arrays import Objects, integers, small_integers
-from kvoffload_async.tables.free import FreeNumbers
 from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.types import OffloadKey
 
 NUM_CLASSES: Final = 12

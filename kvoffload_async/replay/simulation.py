@@ -15,13 +15,13 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Final
 
-from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.primary import create_admission
 from kvoffload_async.registry import create_policy
 from kvoffload_async.replay.device import Prompt
+from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext, make_offload_key
 
 LRU: Final = "lru"

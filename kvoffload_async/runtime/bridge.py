@@ -19,12 +19,12 @@ from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
 from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
-from kvoffload_async.core.readings import Figures, read_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.runtime.io_pool import IoPool
+from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread, SameLoopRunner
-from kvoffload_async.runtime.owned import Closing
+from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment

@@ -8,17 +8,21 @@
 """
 
 from kvoffload_async.testing.conformance import TierConformance
-from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
-from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.testing.scripted import (
+from kvoffload_async.testing.fakes import (
+    Fault,
+    FaultPlan,
+    FaultyTier,
     InlineIo,
+    LeftoverTasksError,
     Operation,
     ParkedCall,
     ParkedOperation,
     ScriptedIo,
     ScriptedTier,
+    VirtualLoop,
+    VirtualRunner,
 )
-from kvoffload_async.testing.virtual_time import LeftoverTasksError, VirtualLoop, VirtualRunner
+from kvoffload_async.testing.harness import TierHarness
 
 __all__ = [
     "Fault",

@@ -31,20 +31,18 @@ from kvoffload_async.errors import (
     Trouble,
     UnknownSlotError,
 )
-from kvoffload_async.testing._expectations import (
-    expect,
-    expect_failures,
-    expect_rows,
-    expect_untouched,
-    promise,
-)
-from kvoffload_async.testing.faults import Fault, FaultPlan, FaultyTier
+from kvoffload_async.testing.fakes import Fault, FaultPlan, FaultyTier
 from kvoffload_async.testing.harness import (
     DEADLINE_S,
     ManagerHarness,
     TierHarness,
+    expect,
+    expect_failures,
+    expect_rows,
+    expect_untouched,
     key_of,
     make_job,
+    promise,
 )
 from kvoffload_async.types import JobMetadata, JobResult, LookupResult, OffloadKey, ReqContext
 

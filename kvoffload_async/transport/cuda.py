@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -37,6 +36,7 @@ from kvoffload_async.abc.transport import (
     Transfer,
     TransferOutcome,
     Transport,
+    hold_pages,
 )
 from kvoffload_async.errors import (
     ConfigError,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload_async.abc.pages import hold_pages
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import (
     BlockCopies,
@@ -24,6 +23,7 @@ from kvoffload_async.abc.transport import (
     Transfer,
     TransferOutcome,
     Transport,
+    hold_pages,
 )
 from kvoffload_async.block_io.choice import create_copies
 from kvoffload_async.errors import StateError, TransportError

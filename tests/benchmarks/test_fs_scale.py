@@ -37,11 +37,11 @@ import pytest
 from fs.places import KIB, Place
 from mapped import counted_tables
 
-from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
-from kvoffload_async.tiers.fs.known import KnownBlocks
+from kvoffload_async.tiers.fs.known_blocks import KnownBlocks
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(0)]
 

@@ -17,7 +17,7 @@ from faulty_files import FaultyFileOps
 from kvoffload_async.block_io import choice, hashes, native_io
 from kvoffload_async.block_io.choice import create_block_io, implementation
 from kvoffload_async.errors import ConfigError, TierUnavailableError
-from kvoffload_async.testing.virtual_time import VirtualLoop
+from kvoffload_async.testing.fakes import VirtualLoop
 from kvoffload_async.tiers.files.digests import IntegrityKey, KeyedDigester
 from kvoffload_async.tiers.files.ops import FileOps
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from kvoffload_async.cli.command import logging_to
 from kvoffload_async.cli.inputs import JsonInputError, parse_yaml
-from kvoffload_async.observe.status import ask, parse_report
 from kvoffload_async.replay.source import ChatWorkload
+from kvoffload_async.status.client import ask, parse_report
 
 SETTINGS = """
 cpu_bytes_to_use: 4MiB

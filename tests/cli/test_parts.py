@@ -7,8 +7,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from kvoffload_async.cli import catalogue
-from kvoffload_async.cli.ending import Interrupt
+from kvoffload_async.cli import app as commands
+from kvoffload_async.cli.command import Interrupt
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.errors import InputError
@@ -105,7 +105,7 @@ class TestProgress:
         assert shares == [0, 0, 0.25, 0.125, 1]
 
 
-class TestCatalogue:
+class TestTiers:
     def test_lists_every_tier_with_its_options(self, command):
         result = command.run("tiers")
         assert result.exit_code == 0
@@ -115,7 +115,7 @@ class TestCatalogue:
             assert text in result.stdout
 
     def test_says_what_options_mean(self):
-        options = {option.name: option for option in catalogue.common_options()}
+        options = {option.name: option for option in commands.common_options()}
         assert options["probe_timeout_s"].default == 2.0
         assert options["probe_timeout_s"].summary.startswith("Seconds until an unanswered")
         assert "backpressure_detector" not in options
@@ -136,13 +136,13 @@ class TestCatalogue:
             return Undocumented
 
         monkeypatch.setattr(SecondaryTierFactory, "get_tier_class", get)
-        whole, gone, _ = catalogue.tier_entries()
+        whole, gone, _ = commands.tier_entries()
         assert [o.name for o in whole.options] == ["must", "may"]
-        assert whole.options[0].default is catalogue.REQUIRED
+        assert whole.options[0].default is commands.REQUIRED
         assert whole.summary == ""
         assert gone.summary == "cannot be used: no such module"
 
     def test_a_tier_without_options_has_no_table(self, command, monkeypatch):
-        entry = catalogue.TierEntry("bare", "Nothing to set.")
+        entry = commands.TierEntry("bare", "Nothing to set.")
         monkeypatch.setattr("kvoffload_async.cli.app.tier_entries", lambda: [entry])
         assert "bare: Nothing to set." in command.run("tiers").stdout

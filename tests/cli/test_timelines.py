@@ -9,7 +9,7 @@ import pytest
 from observe.test_trace_events import valid
 from rich.console import Console
 
-from kvoffload_async.cli.ending import complain
+from kvoffload_async.cli.command import complain
 from kvoffload_async.cli.replay_report import TimelineOutput
 from kvoffload_async.timeline import Note, RequestTimeline
 

@@ -20,13 +20,13 @@ from rich.console import Console
 from kvoffload_async import CPUPrimaryTierOffloadingManager, TieringOffloadingSpec
 from kvoffload_async.cli import top as top_module
 from kvoffload_async.cli.top import _count, _percent, _seconds, _short, _size, picture
-from kvoffload_async.observe.changes import Readings
-from kvoffload_async.observe.status import EngineReport
 from kvoffload_async.statistics import (
     EngineStatistics,
     HistogramStatistics,
     UnopenedStatistics,
 )
+from kvoffload_async.status.changes import Readings
+from kvoffload_async.status.client import EngineReport
 from kvoffload_async.timeline import SlowRequest
 
 DEADLINE_S = 100.0

@@ -13,8 +13,7 @@ from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.keymap import KeyMap, KeyTable
 from kvoffload_async.types import OffloadKey, ReqContext, make_offload_key
 
 KEYS_A_STEP = 64

@@ -6,8 +6,12 @@ from core.world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.core.index import longest_fitting_prefix, prefix_test, those_before
-from kvoffload_async.core.primary import AdmissionFilter
+from kvoffload_async.core.admission import (
+    AdmissionFilter,
+    longest_fitting_prefix,
+    prefix_test,
+    those_before,
+)
 from kvoffload_async.types import make_offload_key
 
 

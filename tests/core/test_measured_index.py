@@ -7,9 +7,9 @@ from core.terms import HIT, MISS, RETRY, job, k, ks
 from kvoffload_async.abc.events import JobFinished, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import FRESH_S, BreakEven, CostGatedIndex, ExactIndex, ProbedIndex
-from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.runtime.readings import read_tier, take_tier
 from kvoffload_async.statistics import BreakEvenStatistics
 from kvoffload_async.types import Medium, ReqContext
 

@@ -5,8 +5,8 @@ from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import World, stored_below
 
 from kvoffload_async.abc.events import JobFinished
-from kvoffload_async.core.readings import read_planner, read_primary, read_tier, take_snapshot
 from kvoffload_async.errors import IllegalTransitionError, StateError
+from kvoffload_async.runtime.readings import read_planner, read_primary, read_tier, take_snapshot
 from kvoffload_async.types import ReqContext
 
 # -- requests -----------------------------------------------------------------------------------

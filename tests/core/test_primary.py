@@ -2,7 +2,8 @@ import pytest
 from core.states import whole_state
 from core.terms import HIT, MISS, PENDING, k, ks
 
-from kvoffload_async.core.primary import AdmissionFilter, BlockState, Primary
+from kvoffload_async.core.admission import AdmissionFilter
+from kvoffload_async.core.primary import BlockState, Primary
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy

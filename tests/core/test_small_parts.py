@@ -3,13 +3,14 @@
 import pytest
 from core.terms import k, ks
 
-from kvoffload_async.abc.ranking import KeyRanking
+from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.primary import AdmissionFilter, RecencyLog
+from kvoffload_async.core.primary import RecencyLog
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
+from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.types import Locality, Medium, ReqContext
 
 

@@ -12,7 +12,6 @@ from kvoffload_async.abc.events import (
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex, ProbedIndex
 from kvoffload_async.core.ledger import StartJob, StartProbe, TouchBlocks
-from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -22,6 +21,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
+from kvoffload_async.runtime.readings import read_tier, take_tier
 from kvoffload_async.types import Medium, ReqContext
 
 LATE = TierTimeoutError("late")

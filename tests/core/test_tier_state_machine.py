@@ -18,9 +18,9 @@ from kvoffload_async.abc.events import (
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.ledger import JobState, StartJob, StartProbe
-from kvoffload_async.core.readings import read_tier, take_tier
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.runtime.readings import read_tier, take_tier
 from kvoffload_async.types import Medium, ReqContext
 
 pytestmark = pytest.mark.stateful

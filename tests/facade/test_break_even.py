@@ -11,7 +11,7 @@ from kvoffload_async import ConfigError, SecondaryTierFactory
 from kvoffload_async.core.index import FRESH_S
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.observe.prometheus import METRICS
-from kvoffload_async.testing.scripted import Operation
+from kvoffload_async.testing.fakes import Operation
 
 STORED = range(100)
 RATE = 100.0

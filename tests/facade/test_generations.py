@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.errors import ClosedError, ConfigError, StateError
-from kvoffload_async.facade.manager import Generation, OffloadingManager
+from kvoffload_async.facade.generation import Generation
+from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.types import (
     ReqContext,

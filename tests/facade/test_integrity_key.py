@@ -10,7 +10,7 @@ from kvoffload_async.config import TierOptions
 from kvoffload_async.facade.secondary import FileSystemTierManager, SlabTierManager
 from kvoffload_async.facade.tier_options import identity_of
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.tiers.fs.outcome import Verify
+from kvoffload_async.tiers.fs.operations import Verify
 from kvoffload_async.types import JobMetadata, ReqContext, as_block_ids, make_offload_key
 
 BLOCK = 4096

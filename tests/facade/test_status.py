@@ -20,9 +20,8 @@ from kvoffload_async import (
     TieringOffloadingSpec,
 )
 from kvoffload_async.errors import ConfigError, OffloadError
-from kvoffload_async.facade.status import SOCKET_VARIABLE
-from kvoffload_async.observe.status import NoAnswerError, ask, parse_report
-from kvoffload_async.runtime.status_socket import StatusSocket
+from kvoffload_async.status.client import NoAnswerError, ask, parse_report
+from kvoffload_async.status.server import SOCKET_VARIABLE, StatusSocket
 from kvoffload_async.testing import ScriptedTier
 
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}

@@ -3,7 +3,7 @@
 import pytest
 
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.operations import DiskChange
 from kvoffload_async.tiers.fs.usage import NUM_BUCKETS, Operation, Usage, UsageFile
 
 MANY = 10**9

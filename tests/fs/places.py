@@ -14,7 +14,7 @@ from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace, counted_bytes
-from kvoffload_async.tiers.fs.outcome import (
+from kvoffload_async.tiers.fs.operations import (
     FileSettings,
     LoadFailure,
     StoreItem,

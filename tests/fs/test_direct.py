@@ -8,7 +8,7 @@ from faulty_files import FaultyFileOps, is_block, is_temp
 from fs.places import BLOCK, item, load_key, store, store_key
 
 from kvoffload_async.testing.harness import content_of, key_of
-from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.tiers.fs.operations import StoreStatus
 
 A, B, C, D = (key_of(number) for number in range(4))
 

@@ -8,11 +8,11 @@ import pytest
 from fs.places import BLOCK, KIB, Place
 from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, room_for, trim
 
-from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import TierHarness
+from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.tiers.fs import housekeeping as housekeeping_module
-from kvoffload_async.tiers.fs.known import Ages, KnownBlocks
+from kvoffload_async.tiers.fs.known_blocks import Ages, KnownBlocks
 from kvoffload_async.tiers.fs.walk import Step
 
 
@@ -164,7 +164,7 @@ def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(plac
 
 def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, monkeypatch):
     monkeypatch.setattr(housekeeping_module, "_PORTION", 1)
-    monkeypatch.setattr("kvoffload_async.tiers.fs.known._SLOTS_AT_ONCE", 1)
+    monkeypatch.setattr("kvoffload_async.tiers.fs.known_blocks._SLOTS_AT_ONCE", 1)
     with open_later(place, room_for(30)) as harness:
         housekeeping, space = harness.tier._housekeeping, harness.tier._space
         seen, ends = [], asyncio.Event()

@@ -9,7 +9,7 @@ from fs.places import item as block_of
 
 from kvoffload_async.errors import TierFullError, TierUnavailableError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.tiers.fs.operations import StoreStatus
 
 A, B = key_of(1), key_of(2)
 

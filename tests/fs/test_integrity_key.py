@@ -14,7 +14,7 @@ from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.tiers.fs.operations import StoreStatus
 
 KEY, OTHER = IntegrityKey(b"k" * 16), IntegrityKey(b"o" * 16)
 K = [key_of(number) for number in range(12)]

@@ -10,7 +10,7 @@ from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUna
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, DigestCache
-from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.tiers.fs.operations import StoreStatus
 from kvoffload_async.types import make_offload_key
 
 A, B, C, D = (key_of(number) for number in range(4))

@@ -10,7 +10,7 @@ from fs.places import BLOCK, Place, load_key, store_key
 from kvoffload_async import BlockMissingError, ConfigError, CorruptBlockError
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
-from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.tiers.fs.operations import StoreStatus
 
 A, B = key_of(0), key_of(1)
 NEWER = [b"\x03", b"\x03" + bytes(16), b"\x03" + bytes(24), b"\xff" + bytes(60)]

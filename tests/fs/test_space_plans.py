@@ -4,7 +4,7 @@ import asyncio
 
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.outcome import StoreItem
+from kvoffload_async.tiers.fs.operations import StoreItem
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings
 from kvoffload_async.tiers.fs.usage import Operation
 

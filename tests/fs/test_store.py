@@ -13,7 +13,7 @@ from kvoffload_async.errors import TierFullError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, key_of
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.layout import FOLDERS
-from kvoffload_async.tiers.fs.outcome import StoreStatus
+from kvoffload_async.tiers.fs.operations import StoreStatus
 
 A, B, C, D = (key_of(number) for number in range(4))
 

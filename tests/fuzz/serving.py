@@ -34,8 +34,7 @@ from kvoffload_async import (
     OffloadError,
     TransportError,
 )
-from kvoffload_async.abc.pages import hold_pages
-from kvoffload_async.abc.transport import Transfer, TransferOutcome, Transport
+from kvoffload_async.abc.transport import Transfer, TransferOutcome, Transport, hold_pages
 from kvoffload_async.async_engine.transfers import EngineBounds
 
 JUNK = 0xAA

@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 from integrations import sglang_protocol
 from integrations.sglang_protocol import HostPool
 
-from kvoffload_async.observe import multiprocess
+from kvoffload_async.observe import prometheus
 
 
 def main(rank):
-    multiprocess._PERIOD_S = 0.0
+    prometheus._PERIOD_S = 0.0
     module_name = "sglang.srt.observability.metrics_collector"
     sys.modules[module_name] = metrics = ModuleType(module_name)
     lists = ("prefetch_pgs", "prefetch_bandwidth", "backup_pgs", "backup_bandwidth")

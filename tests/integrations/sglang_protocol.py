@@ -14,7 +14,7 @@ from types import FunctionType, ModuleType
 
 import torch
 
-from kvoffload_async.integrations.sglang.version import CONTRACT
+from kvoffload_async.integrations.sglang import CONTRACT
 
 STORAGE = "sglang.srt.mem_cache.hicache_storage"
 OURS = "kvoffload_async.integrations.sglang"

@@ -14,7 +14,7 @@ import pytest
 
 from kvoffload_async.integrations import host_contract
 from kvoffload_async.integrations.host_contract import HostContract, describe, record
-from kvoffload_async.integrations.sglang.version import CONTRACT as SGLANG
+from kvoffload_async.integrations.sglang import CONTRACT as SGLANG
 from kvoffload_async.integrations.vllm.version import CONTRACT as VLLM
 
 TIER = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"

@@ -18,9 +18,9 @@ from prometheus_client import REGISTRY, generate_latest
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.host_rows import HostMemory
-from kvoffload_async.integrations.lmcache import stores, usage
-from kvoffload_async.observe.status import ask, parse_report
+from kvoffload_async.integrations.lmcache import stores
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.status.client import ask, parse_report
 
 SIZE = 8192
 EXAMPLE = {"type": "example"}
@@ -519,7 +519,7 @@ def test_usage_goes_on_after_an_error_of_a_listener(start, memory, slab, caplog,
 def test_events_that_a_listener_is_too_slow_for_are_dropped_and_counted(
     start, memory, slab, monkeypatch, caplog
 ):
-    monkeypatch.setattr(usage, "MOST_WAITING", 2)
+    monkeypatch.setattr("kvoffload_async.integrations.lmcache.adapter.MOST_WAITING", 2)
     host = start(slab)
     may_continue = threading.Event()
     host.adapter._usage._calls.put(lambda: may_continue.wait(DEADLINE_S))

@@ -3,7 +3,7 @@
 import pytest
 
 from kvoffload_async.core.index import ProbedIndex
-from kvoffload_async.integrations.vllm.positions import share_positions, take_positions
+from kvoffload_async.integrations.vllm.internals import share_positions, take_positions
 from kvoffload_async.types import ReqContext, make_offload_key
 
 KEYS = [make_offload_key(bytes([number]) * 32) for number in range(4)]

@@ -18,9 +18,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError, UnknownNameError
 from kvoffload_async.facade.plugged import ListPosition
-from kvoffload_async.integrations.sglang.identity import Shard
-from kvoffload_async.integrations.sglang.pages import PoolPages
-from kvoffload_async.observe.status import ask, parse_report
+from kvoffload_async.integrations.sglang.pages import PoolPages, Shard
+from kvoffload_async.status.client import ask, parse_report
 
 LAYOUTS = ["layer_first", "page_first"]
 GATED = {"type": "GatedTier", "module_path": "facade.gated_tiers"}

@@ -163,7 +163,7 @@ def load(monkeypatch):
 
     Without vLLM, both are forgotten at the test's end.
     """
-    names = ("convert", "positions", "tier_adapter")
+    names = ("convert", "internals", "tier_adapter")
     if not HAS_VLLM:
         for module_name in MODULES:
             for end in [i for i, c in enumerate(module_name) if c == "."]:

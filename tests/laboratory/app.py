@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvoffload_async.cli.command import command
-from kvoffload_async.cli.ending import OneLineGroup
+from kvoffload_async.cli.command import OneLineGroup, command
 from laboratory.bench import PeerOptions, bench
 from laboratory.replay import FleetFlags, replay
 

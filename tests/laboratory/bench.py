@@ -15,8 +15,7 @@ from rich.table import Table
 from kvoffload_async.bench.figures import Passes, Report, size_text
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.cli.bench import DEFAULT_TIERS, BenchOptions, measure, print_tables
-from kvoffload_async.cli.command import flag, running
-from kvoffload_async.cli.ending import finish
+from kvoffload_async.cli.command import finish, flag, running
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.cli.output import (
     as_unwritable,

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from kvoffload_async.cli.app import ReplayFlags, check_choice, open_requests
 from kvoffload_async.cli.app import replay as replay_alone
-from kvoffload_async.cli.command import flag, running
-from kvoffload_async.cli.ending import errors_as_one_line, finish
+from kvoffload_async.cli.command import errors_as_one_line, finish, flag, running
 from kvoffload_async.cli.output import check_writable, publish
 from kvoffload_async.cli.progress import Gauge, progress_bar
 from kvoffload_async.cli.settings import ScratchFolder, resolve

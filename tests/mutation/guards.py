@@ -8,7 +8,7 @@ GUARDS = {
     "kvoffload_async/transport": ("tests/transport", "tests/connector/test_worker_schedules.py"),
     "kvoffload_async/facade": (
         "tests/facade",
-        "tests/runtime/test_owned.py",
+        "tests/runtime/test_lifetime.py",
         "tests/files/test_modes.py",
     ),
     "kvoffload_async/tiers/fs": ("tests/fs",),

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.core.counters import Histogram
-from kvoffload_async.observe.changes import WINDOW_S, Readings, quantile
-from kvoffload_async.observe.status import EngineReport
 from kvoffload_async.statistics import BUCKET_BOUNDS_S, HistogramStatistics
+from kvoffload_async.status.changes import WINDOW_S, Readings, quantile
+from kvoffload_async.status.client import EngineReport
 
 STORED = attrgetter("primary.stored_blocks")
 ASKED = attrgetter("primary.lookups")

@@ -10,9 +10,9 @@ import pytest
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager
 from kvoffload_async.errors import InputError
-from kvoffload_async.observe import status
-from kvoffload_async.observe.status import NoAnswerError, ask, parse_report
 from kvoffload_async.statistics import EngineStatistics, HistogramStatistics
+from kvoffload_async.status import client as status
+from kvoffload_async.status.client import NoAnswerError, ask, parse_report
 from kvoffload_async.timeline import SlowRequest
 
 DEADLINE_S = 60.0

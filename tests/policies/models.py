@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.policies.arc import ArcPolicy
+from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 Evictable = Callable[[OffloadKey], bool]

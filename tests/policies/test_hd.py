@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from policies.naive_hd import NaiveHd
 
 from kvoffload_async.core.primary import Primary
-from kvoffload_async.policies import duel, hd, reuse
+from kvoffload_async.policies import hd, reuse
 from kvoffload_async.policies.hd import HdPolicy
 from kvoffload_async.types import LookupResult, ReqContext, make_offload_key
 
@@ -298,7 +298,7 @@ class HdMachine(RuleBasedStateMachine):
         self.patch.setattr(hd, "LEAST_GHOSTS", 8)
         self.patch.setattr(hd, "GHOSTS_PER_BLOCK", 1)
         self.patch.setattr(reuse, "_UPDATE_REQUESTS", 3)
-        self.patch.setattr(duel, "_LEAST_LEAD", 1)
+        self.patch.setattr(hd, "_LEAST_LEAD", 1)
         self.patch.setattr(reuse, "_PRIOR_ARRIVALS", 1.0)
 
     def teardown(self):
@@ -491,7 +491,7 @@ TestHdAgainstItsModel = pytest.mark.stateful(HdMachine.TestCase)
 
 
 def test_a_request_without_sampled_blocks_leaves_the_duel_as_it_is():
-    contest = duel.Duel(64 * duel.LARGEST_SAMPLED_PART)
+    contest = hd.Duel(64 * hd.LARGEST_SAMPLED_PART)
     names = (key(number) for number in range(1000))
     unsampled = next(name for name in names if crc32(name) % contest.sampled_part)
     contest.record([unsampled], [0], 1, lambda *_: 0.0, may_decline=lambda _: False)

@@ -18,7 +18,7 @@ from kvoffload_async.cli.app import app
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
-from kvoffload_async.tiers.object.settings import ObjectOptions
+from kvoffload_async.tiers.object.tier import ObjectOptions
 from kvoffload_async.tiers.valkey.address import Address
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up

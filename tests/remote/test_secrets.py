@@ -16,8 +16,8 @@ from kvoffload_async import ConfigError, OffloadConfig, TieringOffloadingSpec
 from kvoffload_async.cli.app import app
 from kvoffload_async.config import without_secrets
 from kvoffload_async.observe.prometheus import OffloadCollector
-from kvoffload_async.observe.status import ask
 from kvoffload_async.observe.trace_events import TraceEventFile
+from kvoffload_async.status.client import ask
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.types import LookupResult, ReqContext
 

@@ -18,9 +18,8 @@ from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopThread, new_event_loop
 from kvoffload_async.runtime.shared_region import SharedBuffer
+from kvoffload_async.testing.fakes import ScriptedTier, VirtualRunner
 from kvoffload_async.testing.harness import key_of, make_job
-from kvoffload_async.testing.scripted import ScriptedTier
-from kvoffload_async.testing.virtual_time import VirtualRunner
 from kvoffload_async.types import Medium
 
 DEADLINE_S = 60.0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runtime.smaps import address_of, resident_bytes
 
-from kvoffload_async.abc.pages import hold_pages
+from kvoffload_async.abc.transport import hold_pages
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 
 MIB = 1 << 20

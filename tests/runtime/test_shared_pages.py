@@ -9,7 +9,7 @@ import pytest
 from runtime.beside import map_pages
 from runtime.smaps import address_of, resident_bytes
 
-from kvoffload_async.abc.pages import hold_pages
+from kvoffload_async.abc.transport import hold_pages
 from kvoffload_async.runtime.shared_region import SharedBuffer
 
 SLOTS, STRIDE = 64, 65536

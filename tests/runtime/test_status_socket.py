@@ -11,8 +11,8 @@ import pytest
 from runtime.sockets import DEADLINE_S, connected, received
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.runtime import status_socket
-from kvoffload_async.runtime.status_socket import MAX_QUEUED, MAX_REQUEST_BYTES, StatusSocket
+from kvoffload_async.status import server as status_socket
+from kvoffload_async.status.server import MAX_QUEUED, MAX_REQUEST_BYTES, StatusSocket
 
 
 class Served:

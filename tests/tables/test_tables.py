@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffload_async.abc import ranking as ranking_module
-from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.manager import Generation
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.tables.arrays import (
@@ -26,11 +24,11 @@ from kvoffload_async.tables.arrays import (
     long_integers,
     small_integers,
 )
-from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap
-from kvoffload_async.tables.keytable import KeyTable
-from kvoffload_async.tables.lists import NumberLists
+from kvoffload_async.tables.keymap import MOST_PARTS, KeyMap, KeyTable
+from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files import ranking as ranking_module
+from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 K = [key_of(number) for number in range(40)]

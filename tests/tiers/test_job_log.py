@@ -17,19 +17,19 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.testing.harness import make_job
-from kvoffload_async.tiers._job_log import JobLog
+from kvoffload_async.tiers._actor import JobLog
 
 
 @pytest.fixture(autouse=True)
 def every_level(caplog):
-    caplog.set_level(logging.DEBUG, "kvoffload_async.tiers._job_log")
+    caplog.set_level(logging.DEBUG, "kvoffload_async.tiers._actor")
 
 
 def logged(caplog):
     return [
         (record.levelname, record.getMessage())
         for record in caplog.records
-        if record.name.endswith("_job_log")
+        if record.name.endswith("_actor")
     ]
 
 

@@ -5,9 +5,9 @@ from integrations import sglang_protocol
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
+from kvoffload_async.integrations.sglang import CONTRACT
 from kvoffload_async.integrations.sglang.hicache import _MOST_PAGES
-from kvoffload_async.integrations.sglang.identity import Shard
-from kvoffload_async.integrations.sglang.version import CONTRACT
+from kvoffload_async.integrations.sglang.pages import Shard
 
 
 def test_the_recorded_signatures_are_sglangs():

@@ -17,8 +17,8 @@ from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
     identify,
 )
+from kvoffload_async.integrations.vllm.internals import ConnectorArguments
 from kvoffload_async.integrations.vllm.options import IdentityOptions
-from kvoffload_async.integrations.vllm.surroundings import Surroundings
 
 KEYS = keys_of(1, 2, 3)
 ONE = {"is_parallelism_agnostic": True}
@@ -116,7 +116,7 @@ def test_a_tier_is_refused_where_weights_change_while_the_server_runs():
         weight_transfer_config = "nccl"
 
     spec = KVOffloadSpec(replace(make_config([], "e"), extra_config={"cpu_bytes_to_use": "64KiB"}))
-    content = ModelContent(Surroundings(VllmConfig(), None))
+    content = ModelContent(ConnectorArguments(VllmConfig(), None))
     with pytest.raises(ConfigError, match=r"weight_transfer_config is set.*remove the tier"):
         identify(spec, IdentityOptions(), "", content)
     identify(spec, IdentityOptions(fingerprint="they never change"), "", content)

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload import base
 
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.integrations.vllm import convert
-from kvoffload_async.integrations.vllm.lookups import BatchedLookups
+from kvoffload_async.integrations.vllm.connector import BatchedLookups
 from kvoffload_async.types import LookupResult
 
 ANSWERS = st.lists(st.sampled_from([*[LookupResult.HIT] * 5, *LookupResult]), max_size=12)

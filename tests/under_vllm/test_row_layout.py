@@ -11,12 +11,12 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
+from kvoffload_async.integrations.vllm.internals import ConnectorArguments, RegisteredLayer
 from kvoffload_async.integrations.vllm.row_layout import (
     announced_layout,
     layout_of_layers,
     layout_of_ranks,
 )
-from kvoffload_async.integrations.vllm.surroundings import RegisteredLayer, Surroundings
 
 GROUPS = (("l0", "l1"),)
 
@@ -81,7 +81,9 @@ def caches(*, blocks=8, heads=2, head_size=32, layout="LBHNC", packed=False):
 
 def announced(**options):
     device = SimpleNamespace(device_type="cpu")
-    return announced_layout(Surroundings(SimpleNamespace(device_config=device), caches(**options)))
+    return announced_layout(
+        ConnectorArguments(SimpleNamespace(device_config=device), caches(**options))
+    )
 
 
 def test_what_is_announced_does_not_depend_on_the_number_of_blocks():

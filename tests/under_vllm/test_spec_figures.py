@@ -8,8 +8,8 @@ from vllm.v1.kv_offload import base
 from vllm_world import keys_of
 
 from kvoffload_async.integrations.vllm import KVOffloadSpec, engine_metrics
-from kvoffload_async.observe.status import ask, parse_report
 from kvoffload_async.statistics import DROP_REASONS
+from kvoffload_async.status.client import ask, parse_report
 
 
 def test_every_figure_has_a_definition(pair):

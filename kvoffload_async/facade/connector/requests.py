@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from kvoffload_async.core.room import RoomWatch
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     BlockTables,
@@ -12,7 +13,7 @@ from kvoffload_async.facade.connector.protocol import (
     SchedulerRequest,
     TransferJobSpec,
 )
-from kvoffload_async.facade.manager import Generation, RoomWatch
+from kvoffload_async.facade.generation import Generation
 from kvoffload_async.types import (
     JobId,
     OffloadKey,

@@ -32,16 +32,14 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
-from kvoffload_async.facade.status import EngineStatus, path_from_environment
 from kvoffload_async.facade.tier_factory import naming_tier
-from kvoffload_async.integrations.sglang.identity import check_sharing, identified
 from kvoffload_async.integrations.sglang.page_store import PageStore
-from kvoffload_async.integrations.sglang.pages import PoolPages
+from kvoffload_async.integrations.sglang.pages import PoolPages, check_sharing, identified
 from kvoffload_async.integrations.sglang.settings import HiCacheOptions
-from kvoffload_async.observe.multiprocess import MultiprocessMetrics, is_multiprocess
-from kvoffload_async.observe.prometheus import publish
+from kvoffload_async.observe.prometheus import MultiprocessMetrics, is_multiprocess, publish
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.status.server import EngineStatus, path_from_environment
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from kvoffload_async.facade.host_rows import HostRows, RowCopies
 from kvoffload_async.facade.plugged import Ended, ListPosition, PluggedTiers, statistics_of
 from kvoffload_async.integrations.sglang.pages import Numbers, PoolPages
 from kvoffload_async.runtime.buffer import row_stride_bytes
-from kvoffload_async.runtime.owned import Closing, guard_forks
+from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import BlockIds, OffloadKey, as_block_ids
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.connector.protocol import TransferJobSpec
-from kvoffload_async.integrations.vllm.positions import share_positions
+from kvoffload_async.integrations.vllm.internals import share_positions
 from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.types import (
     CPULoadStoreSpec,

@@ -37,9 +37,9 @@ from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.integrations.vllm import settings
 from kvoffload_async.integrations.vllm.convert import file_mapper_of
+from kvoffload_async.integrations.vllm.internals import ConnectorArguments
 from kvoffload_async.integrations.vllm.options import IdentityOptions
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
-from kvoffload_async.integrations.vllm.surroundings import Surroundings
 
 _FROM_FILES: Final = frozenset(
     {
@@ -296,20 +296,20 @@ class Identity:
 class ModelContent:
     """The fingerprint of a connector's model, computed once on demand."""
 
-    def __init__(self, surroundings: Surroundings | None) -> None:
-        self._surroundings = surroundings
+    def __init__(self, arguments: ConnectorArguments | None) -> None:
+        self._arguments = arguments
         self._found: Fingerprint | None = None
         self._is_warned_of = False
 
     @classmethod
-    def of(cls, offloading_spec: base.OffloadingSpec, surroundings: Surroundings | None) -> Self:
+    def of(cls, offloading_spec: base.OffloadingSpec, arguments: ConnectorArguments | None) -> Self:
         """Return the instance shared by all tiers of a spec."""
-        known = vars(offloading_spec).setdefault("_kvoffload_model_content", cls(surroundings))
+        known = vars(offloading_spec).setdefault("_kvoffload_model_content", cls(arguments))
         return cast("Self", known)
 
     def reason_to_change(self) -> str:
         """Return why the content may change at run time; empty if it cannot."""
-        config = None if self._surroundings is None else self._surroundings.vllm_config
+        config = None if self._arguments is None else self._arguments.vllm_config
         return next(settings.refused(config), "") if config is not None else ""
 
     def check_stays(self) -> None:
@@ -335,10 +335,10 @@ class ModelContent:
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint; the first call may block on file I/O."""
         if self._found is None:
-            if self._surroundings is None:
+            if self._arguments is None:
                 self._found = Fingerprint(unknown="vLLM's configuration is not accessible")
             else:
-                self._found = fingerprint_model(self._surroundings.vllm_config)
+                self._found = fingerprint_model(self._arguments.vllm_config)
         return self._found
 
 

@@ -15,7 +15,7 @@ from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.engine_metrics import EngineCounts
-from kvoffload_async.integrations.vllm.positions import take_positions
+from kvoffload_async.integrations.vllm.internals import take_positions
 from kvoffload_async.integrations.vllm.worker import FAILED
 from kvoffload_async.types import (
     LookupResult,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.runtime.owned import guard_forks
+from kvoffload_async.runtime.lifetime import guard_forks
 from kvoffload_async.tiers.files.ops import FileOps
 
 logger = logging.getLogger(__name__)

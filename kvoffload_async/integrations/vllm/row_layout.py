@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload import base
 
 from kvoffload_async.integrations.vllm import settings
-from kvoffload_async.integrations.vllm.surroundings import RegisteredLayer, Surroundings
+from kvoffload_async.integrations.vllm.internals import ConnectorArguments, RegisteredLayer
 
 DIGEST_BYTES = 16
 
@@ -74,16 +74,16 @@ def layout_of_ranks(digests: Sequence[str], *, is_replicated: bool = False) -> s
     return digests[0] if is_one_cell else _digest(list(digests))
 
 
-def announced_layout(surroundings: Surroundings | None) -> str:
+def announced_layout(arguments: ConnectorArguments | None) -> str:
     """Return a digest from the scheduler's configuration, for tensors in other processes."""
-    if surroundings is None:
+    if arguments is None:
         return _digest("unknown")
-    cache = surroundings.kv_cache_config
+    cache = arguments.kv_cache_config
     return _digest(
         {
             "layout": getattr(cache, "kv_cache_layout", None),
-            "device": _device(surroundings.vllm_config.device_config.device_type),
-            "v2": bool(getattr(surroundings.vllm_config, "use_v2_model_runner", False)),
+            "device": _device(arguments.vllm_config.device_config.device_type),
+            "v2": bool(getattr(arguments.vllm_config, "use_v2_model_runner", False)),
             "ranks": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
             "groups": [] if cache is None else [_group(group) for group in cache.kv_cache_groups],
             "placed": [] if cache is None else [_placed(one) for one in cache.kv_cache_tensors],

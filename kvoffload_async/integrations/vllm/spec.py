@@ -26,7 +26,6 @@ from vllm.v1.kv_offload.tiering import base as tiering
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.spec import D, TieringOffloadingSpec
-from kvoffload_async.facade.status import EngineStatus
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
@@ -35,6 +34,7 @@ from kvoffload_async.integrations.vllm.identity import (
     identify,
     takes_identity,
 )
+from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
@@ -49,7 +49,6 @@ from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_pages,
     layout_of_ranks,
 )
-from kvoffload_async.integrations.vllm.surroundings import require_one_host, surroundings_of
 from kvoffload_async.integrations.vllm.tier_adapter import adapted
 from kvoffload_async.integrations.vllm.version import CONTRACT
 from kvoffload_async.integrations.vllm.worker import SCHEDULER, KVOffloadWorker
@@ -57,6 +56,7 @@ from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.machine import Limit, filesystem_limit
 from kvoffload_async.runtime.shared_region import SHARED_MEMORY, SharedBuffer
+from kvoffload_async.status.server import EngineStatus
 
 SecondaryTierFactory.register_adapter(tiering.SecondaryTierManager, adapted)
 
@@ -77,10 +77,10 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         show_log()
         super().__init__(config)
-        self._surroundings = surroundings_of(config.extra_config)
-        require_one_host(self._surroundings)
+        self._arguments = connector_arguments(config.extra_config)
+        require_one_host(self._arguments)
         self._require_to_be_alone()
-        self._content = ModelContent(self._surroundings)
+        self._content = ModelContent(self._arguments)
         self._identity_options: list[IdentityOptions | None] = []
         self._process_folders: list[ProcessFolder] = []
         self.replicated_layout = config.replicated_layout
@@ -197,7 +197,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _is_offered_again(self) -> bool:
         """Return whether the connector offers again what a store has left out."""
-        around = self._surroundings
+        around = self._arguments
         connector = None if around is None else around.vllm_config.kv_transfer_config.kv_connector
         return connector == OWN_CONNECTOR and CONTRACT.has_private_names(
             "KVOffloadConnector: offering again what had no room, and looking blocks up in batches,"
@@ -205,7 +205,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _warn_of_failed_loads(self) -> None:
         """Warn if vLLM does not compute the blocks of a failed load itself."""
-        around = self._surroundings
+        around = self._arguments
         if around is None:
             return
         transfer = around.vllm_config.kv_transfer_config
@@ -234,7 +234,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         Its connectors have one engine_id, which names the memory, and vLLM registers the metrics of
         offloading once per class of connectors, and cannot register them twice.
         """
-        outer = None if self._surroundings is None else self._surroundings.outer
+        outer = None if self._arguments is None else self._arguments.outer
         if outer is None:
             return
         connectors = outer.kv_transfer_config.kv_connector_extra_config["connectors"]
@@ -256,7 +256,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             )
 
     def _kv_cache_spec_of(self, group_id: int) -> Any:  # noqa: ANN401 - one of vLLM's classes
-        config = None if self._surroundings is None else self._surroundings.kv_cache_config
+        config = None if self._arguments is None else self._arguments.kv_cache_config
         return None if config is None else config.kv_cache_groups[group_id].kv_cache_spec
 
     def _groups_with_windows(self) -> list[int]:
@@ -320,7 +320,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
         """Return the digest of the layout of this worker's tensors."""
-        layers = {} if self._surroundings is None else self._surroundings.registered_layers()
+        layers = {} if self._arguments is None else self._arguments.registered_layers()
         if not layers:
             return layout_of_pages(kv_caches)
         return layout_of_layers(layers, [group.layer_names for group in self.config.groups])

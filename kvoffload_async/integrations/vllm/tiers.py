@@ -47,6 +47,7 @@ from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
     identify,
 )
+from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
 from kvoffload_async.integrations.vllm.options import (
     NAMES_UNDER_VLLM,
     check_place_of_options,
@@ -54,7 +55,6 @@ from kvoffload_async.integrations.vllm.options import (
 )
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
-from kvoffload_async.integrations.vllm.surroundings import require_one_host, surroundings_of
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.tiers.fs.layout import Namespace
@@ -214,14 +214,14 @@ class VllmTier(tiering.SecondaryTierManager):
     def identify(self, offloading_spec: base.OffloadingSpec) -> Identity:
         """Return the identity of the tier's blocks; called from `layout`."""
         config = offloading_spec.config
-        surroundings = surroundings_of(config.extra_config)
-        require_one_host(surroundings)
+        arguments = connector_arguments(config.extra_config)
+        require_one_host(arguments)
         # With several ranks, the workers' tensors are in other processes.
         is_alone = config.parallel.world_size == 1
-        layers = surroundings.registered_layers() if surroundings and is_alone else {}
+        layers = arguments.registered_layers() if arguments and is_alone else {}
         groups = [group.layer_names for group in config.groups]
-        layout = layout_of_layers(layers, groups) if layers else announced_layout(surroundings)
-        self._content = ModelContent.of(offloading_spec, surroundings)
+        layout = layout_of_layers(layers, groups) if layers else announced_layout(arguments)
+        self._content = ModelContent.of(offloading_spec, arguments)
         return identify(offloading_spec, self.identity_options, layout, self._content)
 
     # -- a request's life -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     Origin,
 )
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
-from kvoffload_async.tiers.fs.outcome import DiskChange, FileSettings, LoadFailure, Verify
+from kvoffload_async.tiers.fs.operations import DiskChange, FileSettings, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey, block_text
 

@@ -21,7 +21,7 @@ from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.namespace_init import Footprint, enter_namespace
-from kvoffload_async.tiers.fs.outcome import Verify
+from kvoffload_async.tiers.fs.operations import Verify
 from kvoffload_async.tiers.fs.space import Space, SpaceSettings, Trimming
 from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step

@@ -25,7 +25,7 @@ from kvoffload_async.tiers.files.features import (
 )
 from kvoffload_async.tiers.files.ops import FileOps, read_file
 from kvoffload_async.tiers.fs.layout import FOLDERS, TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.outcome import Verify
+from kvoffload_async.tiers.fs.operations import Verify
 from kvoffload_async.tiers.fs.usage import FILE_BYTES
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER, BlockWriter

@@ -32,7 +32,7 @@ from kvoffload_async.tiers.files.ops import FileOps, Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.outcome import StoreItem, StoreStatus, Verify
+from kvoffload_async.tiers.fs.operations import StoreItem, StoreStatus, Verify
 from kvoffload_async.tiers.fs.space import RunIo
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 from kvoffload_async.types import OffloadKey

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.errors import OffloadError
+from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.known import KnownBlocks
-from kvoffload_async.tiers.fs.outcome import DiskChange, StoreItem, StoreStatus, changes_of
+from kvoffload_async.tiers.fs.known_blocks import KnownBlocks
+from kvoffload_async.tiers.fs.operations import DiskChange, StoreItem, StoreStatus, changes_of
 from kvoffload_async.tiers.fs.usage import Operation, Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 

@@ -40,7 +40,6 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     Trouble,
 )
-from kvoffload_async.tiers.files.coalescing import SerialExecutor
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable, warn_of_capacity
@@ -50,7 +49,7 @@ from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
 from kvoffload_async.tiers.fs.namespace_init import Footprint
 from kvoffload_async.tiers.fs.native_files import NativeFiles
-from kvoffload_async.tiers.fs.outcome import (
+from kvoffload_async.tiers.fs.operations import (
     LOST_ROOM,
     FileSettings,
     LoadFailure,
@@ -62,6 +61,7 @@ from kvoffload_async.tiers.fs.space import Space, SpaceSettings, unpin
 from kvoffload_async.tiers.fs.usage import Operation
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.waiting import SerialExecutor
 
 T = TypeVar("T")
 

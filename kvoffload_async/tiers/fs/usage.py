@@ -57,7 +57,7 @@ import xxhash
 from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
 from kvoffload_async.tiers.files.ops import FileOps, read_all, read_file, write_all
 from kvoffload_async.tiers.fs.layout import REST
-from kvoffload_async.tiers.fs.outcome import DiskChange
+from kvoffload_async.tiers.fs.operations import DiskChange
 
 FILE_NAME: Final = ".usage"
 SLOT_BYTES: Final = 8192

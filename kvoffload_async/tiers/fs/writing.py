@@ -29,7 +29,7 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     Origin,
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.outcome import FileSettings, StoreItem, StoreStatus, Verify
+from kvoffload_async.tiers.fs.operations import FileSettings, StoreItem, StoreStatus, Verify
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)

@@ -1,24 +1,185 @@
-"""The `object` tier, and its search for the longest stored prefixes of chains."""
+"""The `object` tier, its options, and its search for the longest stored prefixes of chains."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import KVIdentity, TierEnvironment
-from kvoffload_async.errors import CorruptBlockError, TierFullError, Trouble
-from kvoffload_async.tiers.object.settings import ObjectOptions
+from kvoffload_async.abc.tier import KVIdentity, TierEnvironment, TierLocation
+from kvoffload_async.config import (
+    at_least,
+    is_encodable,
+    is_secret,
+    option,
+    or_none,
+    parse_bool,
+    parse_file,
+    parse_url,
+    shown,
+)
+from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
-from kvoffload_async.tiers.remote.settings import REMEDIES, RemoteSettings
+from kvoffload_async.tiers.remote.settings import (
+    MAX_CONNECTIONS,
+    REMEDIES,
+    Redactor,
+    RemoteSettings,
+    read_file,
+)
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
     from kvoffload_async.tiers.object.client import ObjectConnection
+
+_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+_VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
+_MAX_OPTIONS_BYTES: Final = 64 << 10
+
+
+def _parse_object_url(value: object, key: str) -> str:
+    url = parse_url(value, key)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"{key}: it is not valid; write s3://bucket/prefix") from None
+    if "@" in url or parts.query:
+        raise ConfigError(
+            f"{key}: it must have neither user nor query, since it is shown; give secrets in "
+            "store_options or its file, or in the environment"
+        )
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(
+            f"{key}: {shown(url)} is not valid; its scheme must be one of {', '.join(_SCHEMES)}"
+        )
+    if not (parts.path if parts.scheme == "file" else parts.netloc):
+        raise ConfigError(f"{key}: {shown(url)} is not valid; write s3://bucket/prefix")
+    return url
+
+
+def _parse_text(value: object, key: str) -> str:
+    """Return a text; error messages do not contain it."""
+    if not isinstance(value, str) or not value or not is_encodable(value):
+        raise ConfigError(f"{key}: it is not valid; it must be a text that is not empty")
+    return value
+
+
+def _parse_store_options(value: object, key: str) -> Mapping[str, str | bool]:
+    """Return options of the library; error messages do not contain their values."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{key}: it must be an object of obstore's options")
+    for name, given in value.items():
+        if not isinstance(given, bool):
+            _parse_text(given, f"{key}: {name}")
+    return value
+
+
+@dataclass(frozen=True)
+class StoreOptionsFile:
+    """A file with options of the library, which may be replaced while the engine runs."""
+
+    path: str
+    key: str
+
+    @classmethod
+    def parse(cls, value: object, key: str) -> StoreOptionsFile:
+        """Return the file at an absolute path; raises ConfigError if it has no options now."""
+        file = cls(parse_file(value, key), key)
+        file.read(Redactor())
+        return file
+
+    def read(self, redact: Redactor) -> Mapping[str, str | bool]:
+        """Return the options, whose secrets `redact` hides from now on; raises ConfigError."""
+        content = read_file(_MAX_OPTIONS_BYTES)(self.path, self.key)
+        try:
+            given = json.loads(content)
+        except (ValueError, RecursionError):
+            raise ConfigError(
+                f"{self.key}: {self.path!r} is not JSON; give an object of obstore's options"
+            ) from None
+        options = _parse_store_options(given, f"{self.key}: {self.path!r}")
+        for secret in _secrets(options):
+            redact.hide(secret)
+        return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectOptions(RemoteSettings):
+    """The options of an `object` tier; some fields are derived from other options."""
+
+    url: str = option(_parse_object_url, remedy="a URL such as s3://bucket/prefix")
+    """s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
+    file:///directory."""
+    endpoint: str | None = option(or_none(_parse_text), None)
+    """URL of another server with the same protocol."""
+    store_options: Mapping[str, str | bool] | None = option(
+        or_none(_parse_store_options), None, is_shown=False
+    )
+    """Options of the obstore library, as an object of names and values, such as `region`,
+    `access_key_id` and `secret_access_key`. `"allow_http": true` allows unencrypted connections."""
+    options_file: StoreOptionsFile | None = option(
+        or_none(StoreOptionsFile.parse), None, key="store_options_file"
+    )
+    """Absolute path of a JSON file with further `store_options`, such as secrets. Read again when
+    the server has refused the tier."""
+    ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
+    """Absolute path of certificates that verify the server, in addition to the system's. Read
+    again when the server has refused the tier."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
+    """Concurrent calls with payload, in each direction."""
+
+    def locations(self, identity: KVIdentity) -> list[TierLocation]:
+        self.connect()
+        self.warn_of_large_blocks("object", identity.block_bytes)
+        return [TierLocation(self.url, is_exclusive=False, key="url")]
+
+    def connect(self) -> tuple[ObjectConnection, Redactor]:
+        """Return the connection, and what hides its secrets.
+
+        Raises:
+            ConfigError: The options contradict each other, or the library rejects them.
+        """
+        from kvoffload_async.tiers.object.client import ObjectConnection  # noqa: PLC0415 - an extra
+
+        given = dict(self.store_options or {})
+        if self.endpoint is not None:
+            if "endpoint" in given:
+                raise ConfigError(
+                    "endpoint: is given twice, in store_options too; leave one of them out"
+                )
+            given["endpoint"] = self.endpoint
+        allow_http = parse_bool(given.pop("allow_http", False), "store_options: allow_http")
+        redact = Redactor([*_secrets(_variables()), *_secrets(given)])
+        connection = ObjectConnection(
+            self.url,
+            given,
+            read_more=partial(self.options_file.read, redact) if self.options_file else dict,
+            allow_http=allow_http,
+            ca_file=self.ca_file,
+            call_timeout_s=self.call_timeout_s,
+        )
+        if not self.url.startswith("file:"):  # opening a file store creates its directory
+            connection.open()
+        return connection, redact
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables that the library may read."""
+    return {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
+
+
+def _secrets(options: Mapping[str, str | bool]) -> list[str]:
+    """Return the secrets in options or environment variables."""
+    secrets = [value for key, value in options.items() if isinstance(value, str) and is_secret(key)]
+    # A URL contains only the decoded signature.
+    return secrets + [sig for text in secrets for sig in parse_qs(text.lstrip("?")).get("sig", ())]
 
 
 async def bisect_prefixes(

@@ -34,7 +34,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import CallCounters, Calls, run_together
+from kvoffload_async.tiers.remote.calls import CallCounters, Calls, CongestionWindow, run_together
 from kvoffload_async.tiers.remote.client import (
     Bytes,
     Envelopes,
@@ -46,7 +46,6 @@ from kvoffload_async.tiers.remote.client import (
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
-from kvoffload_async.tiers.remote.window import CongestionWindow
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 from kvoffload_async.waiting import Limiter
 

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.abc.ranking import KeyRanking, placeholders
 from kvoffload_async.tables.arrays import long_integers
 from kvoffload_async.tables.keymap import KeyMap
+from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.tiers.slab.addresses import (
     SlotAddress,
     SlotNumbers,

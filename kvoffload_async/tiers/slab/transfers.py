@@ -22,7 +22,6 @@ from kvoffload_async.abc.tier import Direction, IoRunner, TierEnvironment
 from kvoffload_async.block_io.choice import create_block_io
 from kvoffload_async.block_io.contract import ENDED_EARLY, BlockIo, Moved
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
-from kvoffload_async.tiers.files.coalescing import Coalescer
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES, BlockDigester
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.ops import FileOps, mapped
@@ -31,6 +30,7 @@ from kvoffload_async.tiers.slab.journal import Journal, RecordTable, split_diges
 from kvoffload_async.tiers.slab.records import PackedRun, put_records
 from kvoffload_async.tiers.slab.segments import Segments
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
+from kvoffload_async.waiting import Coalescer
 
 
 @dataclass(frozen=True, slots=True)

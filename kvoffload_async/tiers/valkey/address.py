@@ -1,13 +1,21 @@
-"""Address and credentials of a Valkey server, parsed from a URL, displayed without secrets."""
+"""How a Valkey server is reached: its address from a URL, its credentials, connections to it.
+
+URLs are displayed without secrets. A server may move, and its credentials may be replaced: its
+addresses are looked up for each connection.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import ssl
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.tiers.remote.lookups import Lookups
 
 DEFAULT_PORT: Final = 6379
 
@@ -73,3 +81,121 @@ def _database(parts: SplitResult, key: str) -> int:
         shown = "after the first /" if "@" in text else repr(text)
         raise ConfigError(f"{key}: database {shown} is not a number; it must be {_FORM}")
     return int(text or 0)
+
+
+SockAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+_TCP_OPTIONS: Final = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+}
+"""As the library sets them on connections of its own: a dead peer is noticed within 45 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """What a connection identifies itself with.
+
+    Attributes:
+        password: The password; None: none is needed.
+        tls: Verifies the server, and has the client's certificate; None: no encryption.
+    """
+
+    password: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = None
+
+
+class Route:
+    """The addresses of one server, and the connections that may still be used.
+
+    Thread: loop.
+
+    Attributes:
+        host: Name or address of the server.
+        port: Its port.
+        generation: Connections of an older generation are replaced before they are used again.
+    """
+
+    def __init__(self, host: str, port: int, lookups: Lookups, timeout_s: float) -> None:
+        """Know nothing about the addresses yet.
+
+        Args:
+            host: Name or address of the server.
+            port: Its port.
+            lookups: Resolves the name.
+            timeout_s: Timeout of connecting to the addresses, in seconds.
+        """
+        self.host = host
+        self.port = port
+        self.generation = 0
+        self._lookups = lookups
+        self._timeout_s = timeout_s
+        self._address: SockAddress | None = None
+        """The last one connected to."""
+        self._failures = 0
+        self._failed: dict[SockAddress, int] = {}
+        """Address -> number of its last failure; those that never failed are tried first."""
+
+    def leave(self, generation: int) -> None:
+        """Have the connections of a generation replaced, if possible by ones to another address."""
+        if generation == self.generation:
+            self.generation += 1
+            if self._address is not None:
+                self._note_failed(self._address)
+
+    async def connect(self) -> socket.socket:
+        """Connect to the first address that answers; each gets an equal share of the time left.
+
+        Raises:
+            LookUpError: The name was not resolved.
+            OSError: No address accepts the connection.
+        """
+        addresses = await self._resolve()
+        self._failed = {one: self._failed[one] for one in addresses if one in self._failed}
+        addresses = sorted(addresses, key=lambda one: self._failed.get(one, 0))
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + self._timeout_s
+        while True:
+            address = addresses.pop(0)
+            now_s = loop.time()
+            try:
+                async with asyncio.timeout_at(now_s + (ends_s - now_s) / (len(addresses) + 1)):
+                    connected = await _connect(address)
+            except BaseException as error:
+                self._note_failed(address)
+                if not addresses or not isinstance(error, OSError):  # includes TimeoutError
+                    raise
+            else:
+                self._address = address
+                return connected
+
+    async def _resolve(self) -> list[SockAddress]:
+        try:
+            return self._addresses(socket.AI_NUMERICHOST)  # without a name server
+        except socket.gaierror:
+            return await self._lookups.run(f"address of {self.host}", self._addresses)
+
+    def _addresses(self, flags: int = 0) -> list[SockAddress]:
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=flags)
+        return [(family, address) for family, _, _, _, address in found]
+
+    def _note_failed(self, address: SockAddress) -> None:
+        self._failures += 1
+        self._failed[address] = self._failures
+
+
+async def _connect(address: SockAddress) -> socket.socket:
+    family, where = address
+    connected = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connected.setblocking(False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _TCP_OPTIONS.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        await asyncio.get_running_loop().sock_connect(connected, where)
+    except BaseException:
+        connected.close()
+        raise
+    return connected

@@ -25,8 +25,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.tiers.remote.client import heard
 from kvoffload_async.tiers.remote.lookups import Lookups
-from kvoffload_async.tiers.valkey.address import Address
-from kvoffload_async.tiers.valkey.dialing import Login, Route
+from kvoffload_async.tiers.valkey.address import Address, Login, Route
 
 _SHORT_BYTES: Final = 4096
 """Maximum bytes of a line, and of a reply without payload: an error, a status, a number."""

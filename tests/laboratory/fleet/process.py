@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import InputError, OffloadError, StalledError
-from kvoffload_async.facade.status import SOCKET_VARIABLE
 from kvoffload_async.replay.report import Report
+from kvoffload_async.status.server import SOCKET_VARIABLE
 
 READY: Final = "ready"
 DONE: Final = "done"

@@ -18,7 +18,7 @@ from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import DEADLINE_S, key_of
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import SecretFile
-from kvoffload_async.tiers.valkey.dialing import Route
+from kvoffload_async.tiers.valkey.address import Route
 
 K = [key_of(number) for number in range(16)]
 OLD, NEW = "0ld-s3cret", "n3w-s3cret"

@@ -8,7 +8,7 @@ import pytest
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import TierBusyError, TierUnavailableError
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.tiers.files.coalescing import SerialExecutor
+from kvoffload_async.waiting import SerialExecutor
 
 WAIT_S = 60.0
 

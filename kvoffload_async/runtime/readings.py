@@ -1,13 +1,18 @@
-"""Copies counters and gauges and converts them to the public statistics."""
+"""Figures of the owner, copied for other threads and converted to the public statistics."""
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import math
+import platform
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.core.counters import (
     Histogram,
     JobDurations,
@@ -21,11 +26,14 @@ from kvoffload_async.core.index import CostGatedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.statistics import (
     BreakEvenStatistics,
     DurationStatistics,
+    HistogramStatistics,
     PlannerStatistics,
     PrimaryStatistics,
+    RuntimeStatistics,
     SlotStatistics,
     TierStatistics,
 )
@@ -225,3 +233,72 @@ _TIER: Final = _FigureSet(
 )
 _OBSERVED: Final = _FigureSet(TierObservations)
 _WORDS: Final = {state: state.name.lower() for state in BreakerState}
+
+
+class OwnerSteps:
+    """Measures the time that the begin and end of each step take on the owner's thread.
+
+    The end of a step publishes a snapshot of the planner's figures by one assignment, so other
+    threads read a consistent snapshot without waiting.
+
+    Not thread-safe, except `published` and `read`; call only from the owner's thread.
+    """
+
+    def __init__(self, clock: Callable[[], float], planner: Planner) -> None:
+        self._clock = clock
+        self._planner = planner
+        self._durations = Histogram()
+        self._longest_s = self._step_s = 0.0
+        self._block_io = _block_io()
+        self.publish()
+
+    def began(self, since_s: float) -> None:
+        """Record the duration of the step's begin, which started at `since_s`, in seconds."""
+        self._owner = threading.get_ident()
+        self._step_s += self._clock() - since_s
+
+    def ended(self, since_s: float) -> None:
+        """Record the duration of the step's end, which started at `since_s`; then publish."""
+        self._step_s += self._clock() - since_s
+        self._durations.observe(self._step_s)
+        self._longest_s = max(self._longest_s, self._step_s)
+        self._step_s = 0.0
+        self.publish()
+
+    def publish(self) -> None:
+        """Publish a snapshot for other threads."""
+        self._owner = threading.get_ident()
+        self._published = take_snapshot(self._planner)
+
+    def published(self) -> Snapshot:
+        """Return the latest snapshot; on the owner's thread, take a new one."""
+        if threading.get_ident() == self._owner:
+            self.publish()
+        return self._published
+
+    def read(self, loop_lag: Histogram | None = None, wake_ups: int = 0) -> RuntimeStatistics:
+        """Return the durations of steps; with the lag and the wake-ups of a loop, if any."""
+        version, python = _versions()
+        return RuntimeStatistics(
+            version=version,
+            python=python,
+            block_io=self._block_io,
+            loop_lag_seconds=HistogramStatistics() if loop_lag is None else loop_lag.read(),
+            step_seconds=self._durations.read(),
+            longest_step_s=self._longest_s,
+            wake_ups=wake_ups,
+        )
+
+
+def _block_io() -> str:
+    """Return the name of the block I/O implementation; "python" if its setting is invalid."""
+    try:
+        return implementation().name
+    except ConfigError:
+        return "python"
+
+
+@functools.cache
+def _versions() -> tuple[str, str]:
+    """Return the versions of this package and the interpreter; cached."""
+    return importlib.metadata.version("kvoffload-async"), platform.python_version()

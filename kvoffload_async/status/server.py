@@ -1,9 +1,9 @@
-"""A Unix socket for querying a running engine: one request line, one response line.
+"""The status socket of a running engine: one request line, its statistics as one line of JSON.
 
-It is served by its own thread instead of the event loop: with `OffloadEngine` the loop is that of
-the server's requests, which clients of the socket must not delay. The thread serves one connection
-at a time, at most twenty per second, each for one request and at most two seconds; others wait in
-the listener's queue, which the system limits.
+The Unix socket is served by its own thread instead of the event loop: with `OffloadEngine` the loop
+is that of the server's requests, which clients of the socket must not delay. The thread serves one
+connection at a time, at most twenty per second, each for one request and at most two seconds;
+others wait in the listener's queue, which the system limits.
 """
 
 from __future__ import annotations
@@ -11,25 +11,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
+import math
 import os
 import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
-from weakref import WeakSet
+from typing import Any, Final
+from weakref import WeakMethod, WeakSet
 
+from kvoffload_async.config import parse_socket_path
 from kvoffload_async.error_log import ErrorLog
-from kvoffload_async.errors import ConfigError
+from kvoffload_async.errors import ConfigError, OffloadError, text_of
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.system_calls import naming_refusal
+from kvoffload_async.timeline import SlowRequest
 
 logger = logging.getLogger(__name__)
 
+SOCKET_VARIABLE: Final = "KVOFFLOAD_STATUS_SOCKET"
+"""Environment variable with the socket's path, used if the configuration has none."""
+STATUS_REQUEST: Final = b"status"
+STATUS_VERSION: Final = 1
+"""Version of the JSON format; a new field does not change the version."""
 MAX_QUEUED: Final = 16
 """Connections waiting to be accepted; the system refuses more."""
 MAX_REQUEST_BYTES: Final = 1024
@@ -301,3 +311,120 @@ def _usable(path: str) -> Iterator[None]:
             f"status_socket: cannot create a socket at {path!r}: {error.strerror or error}; give "
             "a path in an existing directory that this user can write to"
         ) from error
+
+
+ReadStatistics = Callable[[], OffloadingStatistics]
+ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
+
+
+def path_from_environment() -> str | None:
+    """Return the path from the environment; raises ConfigError."""
+    path = os.environ.get(SOCKET_VARIABLE)
+    return parse_socket_path(path, SOCKET_VARIABLE) if path else None
+
+
+class EngineStatus:
+    """The status socket of one engine, if configured.
+
+    A thread of its own answers requests, so an engine answers also while it is idle or hangs.
+
+    Not thread-safe; call only from the owner's thread.
+    """
+
+    def __init__(self, model: str | None, read: ReadStatistics | None = None) -> None:
+        """Create the object without a socket.
+
+        Args:
+            model: Name of the model whose blocks the engine holds.
+            read: Method that returns the statistics; None: the one passed to `serve`.
+        """
+        self._model = model
+        # Weak, so that an engine that was not closed can be garbage-collected, with a warning.
+        self._method = None if read is None else WeakMethod(read)
+        self._began_s = time.monotonic()
+        self._socket: StatusSocket | None = None
+        self._failed = False
+
+    def listen(self, path: str | None) -> None:
+        """Create the socket if there is a path; clients wait for answers until `serve`.
+
+        Raises:
+            ConfigError: The socket cannot be created; see `StatusSocket`.
+        """
+        self._socket = None if path is None else StatusSocket(path)
+
+    def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
+        """Answer requests with the results of two methods, as long as their object exists."""
+        if self._socket is not None:
+            method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
+            counters = self._socket.counters
+            self._socket.serve(lambda asked: self._answer(asked, method, slowest, counters.read))
+
+    def close(self) -> None:
+        """Remove the socket; idempotent."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
+
+    def _answer(
+        self,
+        request: bytes,
+        method: WeakMethod[ReadStatistics],
+        slowest: WeakMethod[ReadSlowest],
+        read_counters: Callable[[], Mapping[str, int]],
+    ) -> bytes:
+        """Return the answer to a request. Runs on the socket's thread."""
+        if request.strip() != STATUS_REQUEST:
+            return _error(f'the request must be "{STATUS_REQUEST.decode()}" and a line end')
+        read, read_slowest = method(), slowest()
+        if read is None or read_slowest is None:
+            return _error("the engine was garbage-collected without `close()`")
+        try:
+            return self._status_line(read(), read_slowest(), read_counters())
+        except OffloadError as error:
+            return _error(text_of(error))
+        except BaseException as error:  # noqa: BLE001 - a third party's tier; keep serving
+            what = f"the statistics cannot be read: {text_of(error)}"
+            if not self._failed:
+                self._failed = True
+                logger.warning("status socket: %s", what)
+            return _error(what)
+
+    def _status_line(
+        self,
+        stats: OffloadingStatistics,
+        slowest: Sequence[SlowRequest] | None,
+        socket: Mapping[str, int],
+    ) -> bytes:
+        statistics = asdict(stats)
+        for tier in statistics["tiers"]:
+            _drop_what_is_no_number(tier)
+        status = {
+            "version": STATUS_VERSION,
+            "pid": os.getpid(),
+            "model": self._model,
+            "time_s": time.time(),
+            "uptime_s": time.monotonic() - self._began_s,
+            "kind": type(stats).__name__,
+            "statistics": statistics,
+            "slowest": None if slowest is None else [asdict(request) for request in slowest],
+            "socket": dict(socket),
+        }
+        return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _drop_what_is_no_number(tier: dict[str, Any]) -> None:
+    """Remove gauges of a tier that JSON cannot represent."""
+    gauges = tier["gauges"] = {
+        str(name): value for name, value in tier["gauges"].items() if _is_number(value)
+    }
+    for name in ("used_bytes", "capacity_bytes"):
+        tier[name] = gauges.get(name)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _error(message: str) -> bytes:
+    return json.dumps({"error": message}).encode()

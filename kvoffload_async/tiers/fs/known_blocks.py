@@ -21,8 +21,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload_async.abc.ranking import KeyRanking
 from kvoffload_async.tables.arrays import small_integers
+from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.types import OffloadKey
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvoffload_async.abc.policy import CachePolicy
-from kvoffload_async.tables.free import FreeNumbers
-from kvoffload_async.tables.keymap import KeyMap
-from kvoffload_async.tables.keytable import KeyTable
+from kvoffload_async.tables.keymap import KeyMap, KeyTable
+from kvoffload_async.tables.lists import FreeNumbers
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.integrations.vllm.surroundings import (
-    Surroundings,
+from kvoffload_async.integrations.vllm.internals import (
+    ConnectorArguments,
+    connector_arguments,
     require_one_host,
-    surroundings_of,
 )
 
 
@@ -27,30 +27,32 @@ def test_the_connector_that_makes_the_spec_is_found():
     config = config_of({"a": 1})
 
     def create_spec(extra_config):
-        return surroundings_of(extra_config)
+        return connector_arguments(extra_config)
 
     found = connector(config, "caches", create_spec)
-    assert found == Surroundings(config, "caches")
+    assert found == ConnectorArguments(config, "caches")
 
 
 def test_an_equal_configuration_of_another_connector_is_not_mistaken_for_it():
-    assert connector(config_of({"a": 1}), None, lambda _extra: surroundings_of({"a": 1})) is None
+    assert (
+        connector(config_of({"a": 1}), None, lambda _extra: connector_arguments({"a": 1})) is None
+    )
 
 
 def test_the_inner_one_of_two_connectors_is_found():
     inner = config_of({"a": 1})
 
     def make_inner(_extra):
-        return connector(inner, "inner", surroundings_of)
+        return connector(inner, "inner", connector_arguments)
 
-    assert connector(config_of({"a": 1}), "outer", make_inner) == Surroundings(inner, "inner")
+    assert connector(config_of({"a": 1}), "outer", make_inner) == ConnectorArguments(inner, "inner")
 
 
 def test_without_a_connector_nothing_is_found():
     def unrelated(vllm_config):
-        return surroundings_of({}), vllm_config
+        return connector_arguments({}), vllm_config
 
-    assert surroundings_of({}) is None
+    assert connector_arguments({}) is None
     assert unrelated(SimpleNamespace(kv_transfer_config=None))[0] is None
 
 
@@ -64,7 +66,9 @@ def test_registered_layers_are_those_with_a_cache_in_this_process():
         "none": SimpleNamespace(),
     }
     compilation = SimpleNamespace(static_forward_context=layers)
-    found = Surroundings(SimpleNamespace(compilation_config=compilation), None).registered_layers()
+    found = ConnectorArguments(
+        SimpleNamespace(compilation_config=compilation), None
+    ).registered_layers()
     assert set(found) == {"attention", "mamba"}
     assert found["attention"].kind == "FLASH"
     assert found["mamba"].kind == "SimpleNamespace"
@@ -73,7 +77,7 @@ def test_registered_layers_are_those_with_a_cache_in_this_process():
 
 def on_hosts(count):
     parallel = SimpleNamespace(nnodes_within_dp=count)
-    return Surroundings(SimpleNamespace(parallel_config=parallel), None)
+    return ConnectorArguments(SimpleNamespace(parallel_config=parallel), None)
 
 
 def test_a_replica_on_several_hosts_is_refused():
@@ -81,6 +85,8 @@ def test_a_replica_on_several_hosts_is_refused():
         require_one_host(on_hosts(2))
 
 
-@pytest.mark.parametrize("surroundings", [None, on_hosts(1), Surroundings(SimpleNamespace(), None)])
-def test_a_replica_on_one_host_is_accepted(surroundings):
-    require_one_host(surroundings)
+@pytest.mark.parametrize(
+    "arguments", [None, on_hosts(1), ConnectorArguments(SimpleNamespace(), None)]
+)
+def test_a_replica_on_one_host_is_accepted(arguments):
+    require_one_host(arguments)

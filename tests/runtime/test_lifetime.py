@@ -13,10 +13,10 @@ from kvoffload_async import OffloadEngine, StateError, TieringOffloadingSpec
 from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
-from kvoffload_async.runtime import owned
+from kvoffload_async.runtime import lifetime
 from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.owned import Closing
+from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext, make_offload_key
@@ -152,7 +152,7 @@ def test_closing_out_of_itself_is_refused():
 
 
 def test_a_caller_waits_no_longer_than_the_first_may_take(monkeypatch):
-    monkeypatch.setattr(owned, "_GRACE_S", 0.0)
+    monkeypatch.setattr(lifetime, "_GRACE_S", 0.0)
     door = Door(["report"])
     first = threading.Thread(target=door.close, args=(0.0,))
     first.start()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvoffload_async.observe.status import EngineReport
 from kvoffload_async.statistics import (
     BUCKET_BOUNDS_S,
     EngineStatistics,
@@ -15,6 +14,7 @@ from kvoffload_async.statistics import (
     OffloadingStatistics,
     TierStatistics,
 )
+from kvoffload_async.status.client import EngineReport
 
 WINDOW_S: Final = 60.0
 """Time window of shares and latencies; rates are since the previous reading."""

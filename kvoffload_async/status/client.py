@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from kvoffload_async.errors import InputError, OffloadError
-from kvoffload_async.facade.status import STATUS_REQUEST, STATUS_VERSION
 from kvoffload_async.statistics import (
     BUCKET_BOUNDS_S,
     EngineStatistics,
     HistogramStatistics,
     OffloadingStatistics,
 )
+from kvoffload_async.status.server import STATUS_REQUEST, STATUS_VERSION
 from kvoffload_async.timeline import SlowRequest
 
 MAX_STATUS_BYTES: Final = 4 << 20

@@ -1,22 +1,26 @@
-"""Access to vLLM's complete configuration.
+"""State of vLLM that its interfaces do not pass: its configuration, and the positions of keys.
 
 vLLM passes a spec, and through it a tier, a summary that lacks most settings that keys and values
 depend on. But it creates both while it creates the connector, which receives the complete
 configuration. The summary contains an object of that configuration, which identifies the
 connector's stack frame.
+
+vLLM's scheduler records the positions of all keys of a request in its prompt before the first
+lookup. Its public method returns the position of one given key at a time.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.types import OffloadKey, ReqContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class RegisteredLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ConnectorArguments:
     """The connector's arguments.
 
     Attributes:
@@ -61,35 +65,70 @@ class Surroundings:
         return found
 
 
-def surroundings_of(extra_config: Mapping[str, Any]) -> Surroundings | None:
+def connector_arguments(extra_config: Mapping[str, Any]) -> ConnectorArguments | None:
     """Return the arguments of the connector being created by a caller, or None.
 
     Args:
         extra_config: The summary's `extra_config`, an object shared with the connector's config.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, and inspect.currentframe does the same
-    found: Surroundings | None = None
+    found: ConnectorArguments | None = None
     while frame is not None:
         vllm_config = frame.f_locals.get("vllm_config")
         transfer = getattr(vllm_config, "kv_transfer_config", None)
         if getattr(transfer, "kv_connector_extra_config", None) is extra_config:
-            found = found or Surroundings(vllm_config, frame.f_locals.get("kv_cache_config"))
+            found = found or ConnectorArguments(vllm_config, frame.f_locals.get("kv_cache_config"))
         elif found and getattr(transfer, "kv_connector", None) == "MultiConnector":
             return replace(found, outer=vllm_config)
         frame = frame.f_back
     return found
 
 
-def require_one_host(surroundings: Surroundings | None) -> None:
+def require_one_host(arguments: ConnectorArguments | None) -> None:
     """Check that all ranks of a replica are on one host, as far as vLLM's configuration says so.
 
     Raises:
         ConfigError: They are on several hosts.
     """
-    config = None if surroundings is None else surroundings.vllm_config
+    config = None if arguments is None else arguments.vllm_config
     hosts = getattr(getattr(config, "parallel_config", None), "nnodes_within_dp", 1)
     if hosts > 1:
         raise ConfigError(
             f"nnodes: each replica has workers on {hosts} hosts, but scheduler and workers share "
             "memory; place all ranks of a replica on one host (data parallelism may span hosts)"
         )
+
+
+class VLLMContext(Protocol):
+    """The part of vLLM's request context used here."""
+
+    def get_offload_key_position(self, key: OffloadKey) -> int | None:
+        """Return the end token of a key's block, or None if unknown."""
+        ...
+
+
+def share_positions(context: VLLMContext, request: ReqContext) -> None:
+    """Let a new request share vLLM's own dictionary of positions, including later additions.
+
+    Has no effect if vLLM stores positions differently. The dictionary is never modified here.
+
+    Not thread-safe; call only from the scheduler's thread.
+    """
+    positions = _positions_of(context)
+    if positions is not None:
+        request.key_positions = positions
+
+
+def take_positions(keys: Iterable[OffloadKey], context: VLLMContext, request: ReqContext) -> None:
+    """Copy the keys' positions from vLLM, unless the request shares vLLM's dictionary."""
+    if request.key_positions is _positions_of(context):
+        return
+    for key in keys:
+        position = context.get_offload_key_position(key)
+        if position is not None:
+            request.key_positions[key] = position
+
+
+def _positions_of(context: VLLMContext) -> dict[OffloadKey, int] | None:
+    positions = getattr(context, "_offload_key_positions", None)
+    return positions if isinstance(positions, dict) else None

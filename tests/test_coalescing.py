@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.testing.virtual_time import VirtualLoop
-from kvoffload_async.tiers.files.coalescing import Coalescer
+from kvoffload_async.testing.fakes import VirtualLoop
+from kvoffload_async.waiting import Coalescer
 
 
 class World:

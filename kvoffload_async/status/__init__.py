@@ -1,0 +1,1 @@
+"""The status of a running engine: the socket that reports it, and what reads it."""
