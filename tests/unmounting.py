@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fs.places import Place
+from fs.directories import FsDirectory
 from slab.stores import SlabStore
 
 from kvoffload_async.testing.harness import key_of
 
 K = [key_of(number) for number in range(8)]
-OPEN = {"fs": Place, "slab": SlabStore}
+OPEN = {"fs": FsDirectory, "slab": SlabStore}
 MOUNT, UMOUNT, UNSHARE = (
     shutil.which(name) or f"/bin/{name}" for name in ("mount", "umount", "unshare")
 )

@@ -63,7 +63,7 @@ class PrefixSearch:
         if rest is not None:
             self._look_up([rest])  # the blocks found are retained while the request is deferred
 
-    def settled(self) -> int | None:
+    def decided_length(self) -> int | None:
         """Return the number of blocks of the readable prefix; None while some are undecided."""
         if not self._undecided:
             stale = [key for key in self._keys[: self._end] if key not in self._current]
@@ -193,7 +193,7 @@ class OffloadEngine(EngineLifecycle):
         with request.call() as waiter:
             search = PrefixSearch(self._driver, request, waiter)
             while True:
-                found = search.settled()
+                found = search.decided_length()
                 is_late = self._loop.time() >= deadline_s
                 if found is None and is_late:
                     found = search.readable()

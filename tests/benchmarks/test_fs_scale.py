@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fs.places import KIB, Place
+from fs.directories import KIB, FsDirectory
 from mapped import counted_tables
 
 from kvoffload_async.policies.lru import LruPolicy
@@ -55,10 +55,10 @@ OPENING_S = housekeeping_module._OPENING_S
 STEP_S = housekeeping_module._STEP_S
 
 
-def make_blocks(place: Place, count: int) -> None:
+def make_blocks(directory: FsDirectory, count: int) -> None:
     made = set()
     for number in range(count):
-        path = place.namespace.get_file_name(key_of(number))
+        path = directory.namespace.get_file_name(key_of(number))
         leaf = path.rpartition("/")[0]
         if leaf not in made:
             Path(leaf).mkdir(parents=True, exist_ok=True)
@@ -129,10 +129,10 @@ def usual_openings(monkeypatch):
 
 @pytest.fixture
 def filled(tmp_path, request):
-    place = Place(tmp_path / "root")
-    make_blocks(place, request.param)
-    yield place, request.param
-    shutil.rmtree(place.root)
+    directory = FsDirectory(tmp_path / "root")
+    make_blocks(directory, request.param)
+    yield directory, request.param
+    shutil.rmtree(directory.root)
 
 
 def pytest_generate_tests(metafunc):
@@ -141,15 +141,15 @@ def pytest_generate_tests(metafunc):
 
 
 def test_walks_over_many_blocks(filled, request, capsys):
-    place, count = filled
+    directory, count = filled
     is_measured = request.config.getoption("--benchmark-enable")
     background_s = MEASURED_BACKGROUND_S if is_measured else PLAIN_BACKGROUND_S
     figures: dict[str, tuple[float, float]] = {}
     capacity_bytes = 100_000 * KIB + count * 24 * KIB
     pulse = Pulse()
-    learn_the_count(place, capacity_bytes)
+    learn_the_count(directory, capacity_bytes)
     with timed(figures, "opening"):
-        harness = place.open(capacity_bytes=capacity_bytes)
+        harness = directory.open(capacity_bytes=capacity_bytes)
     harness.timeout_s = 600.0
     try:
         share = background_share(harness, background_s)
@@ -162,7 +162,7 @@ def test_walks_over_many_blocks(filled, request, capsys):
         parts = parts_of(sample)
         walking = harness.tier._housekeeping._walking
         harness.run(walking.acquire())  # no walk uses processor time meanwhile
-        look_up_us, baseline_us = look_ups(place, harness, parts[::2], parts[1::2])
+        look_up_us, baseline_us = look_ups(directory, harness, parts[::2], parts[1::2])
         with timed(figures, "eviction"):
             for part in parts_of(sample[: count // 2]):
                 harness.run(evict(harness.tier, len(part)))
@@ -189,12 +189,12 @@ def parts_of(keys):
     return [keys[first : first + JOB] for first in range(0, len(keys), JOB)]
 
 
-def look_ups(place: Place, harness, parts, bare_parts) -> tuple[float, float]:
+def look_ups(directory: FsDirectory, harness, parts, bare_parts) -> tuple[float, float]:
     """Return the microseconds a block of look-ups, and of bare calls on other files."""
     figures: dict[str, tuple[float, float]] = {}
     costs_s: Counter[str] = Counter()
     for part, bare_part in zip(parts, bare_parts, strict=True):
-        names = [place.namespace.get_file_name(key) for key in bare_part]
+        names = [directory.namespace.get_file_name(key) for key in bare_part]
         with timed(figures, "look-up"):
             found = harness.run(harness.tier.contains(part))
         assert len(found) == len(part)
@@ -213,9 +213,9 @@ async def evict(tier, count: int) -> None:
     await tier._space.remove(victims, tier._run_store)
 
 
-def learn_the_count(place: Place, capacity_bytes: int) -> None:
+def learn_the_count(directory: FsDirectory, capacity_bytes: int) -> None:
     """Have a tier make the count, which is not known in a new namespace."""
-    with place.open(capacity_bytes=capacity_bytes) as harness:
+    with directory.open(capacity_bytes=capacity_bytes) as harness:
         harness.timeout_s = 600.0
         harness.run(whole_cycle(harness.tier._housekeeping))
 

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 from faulty_files import FaultyFileOps
-from fs.places import FIELDS
+from fs.directories import FIELDS
 
 from kvoffload_async import FileSystemTierManager, OffloadEngine, TieringOffloadingSpec
 from kvoffload_async.errors import TierTimeoutError

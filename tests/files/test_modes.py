@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fs.places import BLOCK
-from fs.places import Place as FsPlace
+from fs.directories import BLOCK, FsDirectory
 from slab.stores import SlabStore
 
 from kvoffload_async.errors import ConfigError
@@ -34,7 +33,7 @@ def filled(request, tmp_path):
         root = tmp_path / "above" / "root"
         prepare(root)
         if request.param == "fs":
-            tier = FsPlace(root).open(capacity_bytes=64 * BLOCK, **options)
+            tier = FsDirectory(root).open(capacity_bytes=64 * BLOCK, **options)
         else:
             tier = SlabStore(root).open(**options)
         with tier as harness:
@@ -185,7 +184,7 @@ def test_any_other_mode_is_refused_by_name_and_value(tmp_path, manager, key, val
         ((0o700, None), None),
     ],
 )
-@pytest.mark.parametrize("store", [FsPlace, SlabStore])
+@pytest.mark.parametrize("store", [FsDirectory, SlabStore])
 def test_a_directory_that_others_may_write_to_is_warned_of_once(
     tmp_path, caplog, store, mode_and_owner, reason
 ):

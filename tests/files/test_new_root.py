@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import Place
+from fs.directories import FsDirectory
 from slab.stores import SlabStore
 
 from kvoffload_async import ConfigError
@@ -14,7 +14,7 @@ from kvoffload_async.tiers.files.modes import Modes
 from kvoffload_async.tiers.files.ops import FileOps, make_root
 
 OPEN = {
-    "fs": lambda root, ops, sync: Place(root).open(ops, fsync=sync),
+    "fs": lambda root, ops, sync: FsDirectory(root).open(ops, fsync=sync),
     "slab": lambda root, ops, sync: SlabStore(root).open(ops, fsync=sync),
 }
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fs.places import Place
+from fs.directories import FsDirectory
 from mounts import mounted
 
 from kvoffload_async.tiers.files.ops import disk_bytes
@@ -19,7 +19,7 @@ def folders_on_disk(tmp_path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def place(request, tmp_path) -> Place:
+def directory(request, tmp_path) -> FsDirectory:
     if "folders_on_disk" in request.fixturenames:
         tmp_path = request.getfixturevalue("folders_on_disk")
-    return Place(tmp_path / "root")
+    return FsDirectory(tmp_path / "root")

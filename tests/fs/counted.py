@@ -16,12 +16,12 @@ def living() -> set[str]:
 
 
 @pytest.fixture
-def opened(place, living):
-    place.folder.mkdir(parents=True)
+def opened(directory, living):
+    directory.folder.mkdir(parents=True)
     files = []
 
     def make(writer_id="me", ops=None, *, is_known=True) -> UsageFile:
-        usage = UsageFile(ops or FileOps(), str(place.folder), writer_id, lambda: set(living))
+        usage = UsageFile(ops or FileOps(), str(directory.folder), writer_id, lambda: set(living))
         usage.open()
         living.add(writer_id)
         files.append(usage)

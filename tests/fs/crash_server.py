@@ -8,7 +8,7 @@ from pathlib import Path
 
 from crashes import answer, crew, load, serve
 from faulty_files import FaultyFileOps
-from fs.places import Place
+from fs.directories import FsDirectory
 from fs.spaces import rescan, room_for
 
 from kvoffload_async.errors import BlockMissingError, TierFullError
@@ -28,12 +28,12 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
     ops = FaultyFileOps()
     if kill_at is not None:
         ops.kill(kill_at, torn=torn)
-    place = Place(Path(root))
-    with place.open(ops, capacity_bytes=CAPACITY, rescan_interval_s=3600.0) as harness:
+    directory = FsDirectory(Path(root))
+    with directory.open(ops, capacity_bytes=CAPACITY, rescan_interval_s=3600.0) as harness:
         harness.store(K[:3])
         load(harness, K[:2])
         harness.store(K[3:6])
-        os.setxattr(place.path(BAD), ATTRIBUTE, b"wrong")
+        os.setxattr(directory.path(BAD), ATTRIBUTE, b"wrong")
         load(harness, [K[4], BAD])
         harness.store(K[6:7])
     return {"calls": [call.name for call in ops.calls]}
@@ -44,10 +44,10 @@ def traffic(
 ) -> dict:
     """Random stores and loads until the rounds are done, or the process is killed."""
     draw = random.Random(seed)
-    place = Place(Path(root))
+    directory = FsDirectory(Path(root))
     full = missing = served = 0
     options = {"capacity_bytes": capacity_bytes, "verify": verify, "rescan_interval_s": 0.5}
-    with place.open(**options) as harness:
+    with directory.open(**options) as harness:
         for _ in range(rounds):
             keys = draw.sample(K, draw.randint(1, 6))
             if draw.random() < 0.6:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from fs.places import KIB, Place
+from fs.directories import KIB, FsDirectory
 
 from kvoffload_async.abc.events import BlocksEvicted
 from kvoffload_async.testing.harness import TierHarness, key_of
@@ -41,16 +41,16 @@ def trim(harness: TierHarness) -> None:
     harness.run(harness.tier._housekeeping._trim())
 
 
-def check(place: Place, harness: TierHarness, capacity_bytes: int) -> None:
+def check(directory: FsDirectory, harness: TierHarness, capacity_bytes: int) -> None:
     """What holds whenever no job runs."""
-    assert place.disk_bytes() <= capacity_bytes
-    assert place.counted_bytes() == place.disk_bytes()
-    assert not place.usage().reserved_bytes
+    assert directory.disk_bytes() <= capacity_bytes
+    assert directory.counted_bytes() == directory.disk_bytes()
+    assert not directory.usage().reserved_bytes
     space = harness.tier._space
-    assert set(space._policy.resident()) == space.known() == place.blocks()
+    assert set(space._policy.resident()) == space.known() == directory.blocks()
     assert not space._busy
     assert not space._policy.skipped()
-    assert not place.temps()
+    assert not directory.temps()
 
 
 def start(harness: TierHarness, operation) -> list[asyncio.Task]:

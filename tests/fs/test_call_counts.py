@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, Place
+from fs.directories import BLOCK, FsDirectory
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.testing.harness import key_of
@@ -41,48 +41,54 @@ def times(count: int, calls: dict[str, int]) -> Counter[str]:
 
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": ROOMY}])
 @pytest.mark.parametrize("count", [1, 8])
-def test_a_load_takes_three_calls_a_block_and_one_a_job(place: Place, ops, count, options):
-    with place.open(ops, **options) as harness:
+def test_a_load_takes_three_calls_a_block_and_one_a_job(
+    directory: FsDirectory, ops, count, options
+):
+    with directory.open(ops, **options) as harness:
         assert harness.store(K) == {}
         assert calls_of(ops, harness.load, K[:count]) == times(count, READ)
 
 
 @pytest.mark.parametrize("verify", ["when_present", "required"])
-def test_a_checksum_is_asked_for_once(place: Place, ops, verify):
-    with place.open() as other, place.open(ops, verify=verify) as harness:
+def test_a_checksum_is_asked_for_once(directory: FsDirectory, ops, verify):
+    with directory.open() as other, directory.open(ops, verify=verify) as harness:
         assert other.store(K) == {}
         assert calls_of(ops, harness.load, K) == times(8, READ | {"get_xattr": 1})
         assert calls_of(ops, harness.load, K) == times(8, READ)
 
 
-def test_a_load_that_verifies_nothing_asks_only_whose_checksum_it_is(place: Place, ops):
-    with place.open() as other, place.open(ops, verify="off") as harness:
+def test_a_load_that_verifies_nothing_asks_only_whose_checksum_it_is(directory: FsDirectory, ops):
+    with directory.open() as other, directory.open(ops, verify="off") as harness:
         assert other.store(K) == {}
         assert calls_of(ops, harness.load, K) == times(8, READ | {"get_xattr": 1})
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_a_store_takes_six_calls_a_block_and_one_a_job(place: Place, ops, count):
-    with place.open(ops) as harness:
+def test_a_store_takes_six_calls_a_block_and_one_a_job(directory: FsDirectory, ops, count):
+    with directory.open(ops) as harness:
         assert harness.store(K) == {}  # makes the folders
         for key in K:
-            place.path(key).unlink()
+            directory.path(key).unlink()
         assert calls_of(ops, harness.store, K[:count]) == times(count, WRITTEN)
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": ROOMY}])
-def test_storing_what_is_there_takes_one_call_a_block_and_one_a_job(place: Place, ops, options):
-    with place.open(ops, **options) as harness:
+def test_storing_what_is_there_takes_one_call_a_block_and_one_a_job(
+    directory: FsDirectory, ops, options
+):
+    with directory.open(ops, **options) as harness:
         assert harness.store(K) == {}
         assert calls_of(ops, harness.store, K) == times(8, {"stat": 1})
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_a_store_within_a_capacity_changes_the_count_twice_a_job(place: Place, ops, count):
-    with place.open(ops, capacity_bytes=ROOMY) as harness:
+def test_a_store_within_a_capacity_changes_the_count_twice_a_job(
+    directory: FsDirectory, ops, count
+):
+    with directory.open(ops, capacity_bytes=ROOMY) as harness:
         assert harness.store(K) == {}
         for key in K:
-            place.path(key).unlink()
+            directory.path(key).unlink()
         assert harness.load(K).keys() == set(range(8))  # now the tier knows, too
         found = calls_of(ops, harness.store, K[:count])
         found.pop("truncate", None)  # of a count that has fewer digits than the one before

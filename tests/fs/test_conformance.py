@@ -1,7 +1,7 @@
 from typing import ClassVar
 
 import pytest
-from fs.places import KIB, Place
+from fs.directories import KIB, FsDirectory
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.testing.harness import key_of
@@ -13,13 +13,13 @@ class FsConformance(TierConformance):
     traffic_runs = 10
 
     @pytest.fixture
-    def place(self, tmp_path):
-        self.found = Place(tmp_path)
+    def directory(self, tmp_path):
+        self.found = FsDirectory(tmp_path)
         return self.found
 
     @pytest.fixture
-    def tier(self, place):
-        return lambda: place.tier(**self.options)
+    def tier(self, directory):
+        return lambda: directory.tier(**self.options)
 
     def damage(self, tier, key):
         path = self.found.path(key)
@@ -47,8 +47,8 @@ class TestFsTierWithDirectIoAndArc(FsConformance):
     options: ClassVar[dict] = {"capacity_bytes": 1024 * KIB, "policy": "arc", "direct_io": True}
 
 
-def test_a_stored_block_survives_beside_a_tier_that_does_not_verify(place):
-    with place.open() as first, place.open(verify="off") as second:
+def test_a_stored_block_survives_beside_a_tier_that_does_not_verify(directory):
+    with directory.open() as first, directory.open(verify="off") as second:
         assert first.store([key_of(1)]) == {}
         assert second.store([key_of(2)]) == {}
         assert first.load([key_of(2)], [3]) == {}

@@ -5,7 +5,7 @@ import math
 import os
 
 import pytest
-from fs.places import BLOCK, KIB, Place
+from fs.directories import BLOCK, KIB, FsDirectory
 from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan, room_for, trim
 
 from kvoffload_async.policies.lru import LruPolicy
@@ -23,16 +23,16 @@ def slow_opening(monkeypatch):
     monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
 
 
-def fill(place: Place, count: int) -> list:
+def fill(directory: FsDirectory, count: int) -> list:
     """Put blocks there whose age has nothing to do with their bucket; return them by age."""
     by_age = sorted(K[:count], key=lambda key: key[::-1])
     for number, key in enumerate(by_age):
-        os.utime(place.put(key), (number, number))
+        os.utime(directory.put(key), (number, number))
     return by_age
 
 
-def open_later(place: Place, capacity_bytes: int) -> TierHarness:
-    return place.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0)
+def open_later(directory: FsDirectory, capacity_bytes: int) -> TierHarness:
+    return directory.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0)
 
 
 async def step(housekeeping) -> None:
@@ -41,53 +41,55 @@ async def step(housekeeping) -> None:
 
 
 @pytest.mark.usefixtures("slow_opening")
-def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(place):
-    by_age = fill(place, 200)
-    with open_later(place, ROOM_FOR_8) as harness:
+def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(directory):
+    by_age = fill(directory, 200)
+    with open_later(directory, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
         housekeeping._task.cancel()
         for _ in range(100):
             harness.run(step(housekeeping))
             trim(harness)
-        assert place.blocks() == set(by_age)
+        assert directory.blocks() == set(by_age)
         assert not evicted(harness)
         while housekeeping._walk.is_in_cycle:
             harness.run(step(housekeeping))
         trim(harness)
-        kept = place.blocks()
+        kept = directory.blocks()
         assert 5 < len(kept) < 40
         assert kept == set(by_age[-len(kept) :])
         rescan(harness)
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
 @pytest.mark.usefixtures("slow_opening")
-def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(place):
-    by_age = fill(place, 60)
-    with open_later(place, room_for(30)) as harness:
+def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(directory):
+    by_age = fill(directory, 60)
+    with open_later(directory, room_for(30)) as harness:
         harness.tier._housekeeping._task.cancel()
         assert harness.load(by_age[:2]) == {}
         rescan(harness)
         assert harness.load(by_age[2:4]) == {}
         trim(harness)
-        gone = set(by_age) - place.blocks()
+        gone = set(by_age) - directory.blocks()
         assert gone == set(by_age[4 : 4 + len(gone)])
-        check(place, harness, room_for(30))
+        check(directory, harness, room_for(30))
 
 
 @pytest.mark.usefixtures("slow_opening")
-def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(place, caplog):
-    by_age = fill(place, 60)
-    with open_later(place, room_for(86)) as harness:
+def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_it(
+    directory, caplog
+):
+    by_age = fill(directory, 60)
+    with open_later(directory, room_for(86)) as harness:
         rescan(harness)
         trim(harness)
     assert not caplog.messages
-    before_bytes = place.disk_bytes()
-    with open_later(place, ROOM_FOR_8) as harness:
+    before_bytes = directory.disk_bytes()
+    with open_later(directory, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
         housekeeping._task.cancel()
         assert list(harness.store(K[300:301])) == [0]
-        assert place.blocks() == set(by_age)
+        assert directory.blocks() == set(by_age)
         assert harness.load(by_age) == {}
         trim(harness)
         (waiting,) = caplog.messages
@@ -96,17 +98,17 @@ def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_i
         rescan(harness)
         trim(harness)
         assert harness.store(K[300:301]) == {}
-        assert K[300] in place.blocks()
-        check(place, harness, ROOM_FOR_8)
+        assert K[300] in directory.blocks()
+        check(directory, harness, ROOM_FOR_8)
 
 
 @pytest.mark.usefixtures("slow_opening")
-def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_ends(place):
-    fill(place, 60)
-    with open_later(place, room_for(86)) as harness:
+def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_ends(directory):
+    fill(directory, 60)
+    with open_later(directory, room_for(86)) as harness:
         rescan(harness)
-    full_bytes = place.disk_bytes() + 4 * KIB  # and 4 for the entry of a writer
-    with open_later(place, full_bytes) as harness:
+    full_bytes = directory.disk_bytes() + 4 * KIB  # and 4 for the entry of a writer
+    with open_later(directory, full_bytes) as harness:
         space = harness.tier._space
         harness.tier._housekeeping._task.cancel()
         while len(space.known()) < 8:
@@ -115,7 +117,7 @@ def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_
         assert harness.store(K[300:301]) == {}
         assert len(evicted(harness)) > 0
         rescan(harness)
-        check(place, harness, full_bytes)
+        check(directory, harness, full_bytes)
 
 
 def test_a_block_that_could_not_be_ranked_is_seen_again_and_evicted_once():
@@ -142,30 +144,30 @@ def test_a_block_that_could_not_be_ranked_and_is_used_is_not_among_the_oldest():
     assert known.take_oldest(3) == K[1:2]
 
 
-def test_opening_looks_at_everything_in_as_many_steps_as_that_takes(place, monkeypatch):
+def test_opening_looks_at_everything_in_as_many_steps_as_that_takes(directory, monkeypatch):
     monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
-    by_age = fill(place, 20)
-    with open_later(place, room_for(41)) as harness:
+    by_age = fill(directory, 20)
+    with open_later(directory, room_for(41)) as harness:
         assert harness.tier._space.known() == set(by_age)
         assert not harness.tier._space.blocks.is_first_cycle
 
 
-def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(place):
-    with open_later(place, ROOM_FOR_8) as harness:
+def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(directory):
+    with open_later(directory, ROOM_FOR_8) as harness:
         space = harness.tier._space
         assert space.blocks.ages is None
-        fill(place, 60)
+        fill(directory, 60)
         rescan(harness)
         assert len(space.known()) == ROOM_FOR_8 // BLOCK
-        assert space.known() == place.blocks()
+        assert space.known() == directory.blocks()
         trim(harness)
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
-def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, monkeypatch):
+def test_what_a_step_has_found_is_learned_with_turns_for_others_between(directory, monkeypatch):
     monkeypatch.setattr(housekeeping_module, "_PORTION", 1)
     monkeypatch.setattr("kvoffload_async.tiers.fs.known_blocks._SLOTS_AT_ONCE", 1)
-    with open_later(place, room_for(30)) as harness:
+    with open_later(directory, room_for(30)) as harness:
         housekeeping, space = harness.tier._housekeeping, harness.tier._space
         seen, ends = [], asyncio.Event()
 
@@ -202,10 +204,10 @@ def test_what_a_step_has_found_is_learned_with_turns_for_others_between(place, m
     ],
 )
 def test_walks_rest_by_what_they_cost_and_less_while_nothing_can_be_stored(
-    place, monkeypatch, case
+    directory, monkeypatch, case
 ):
     is_known, took_s, cpu_s, rest_s = case
-    with open_later(place, room_for(30)) as harness:
+    with open_later(directory, room_for(30)) as harness:
         housekeeping = harness.tier._housekeeping
         housekeeping._usage.is_complete = is_known
 
@@ -218,32 +220,32 @@ def test_walks_rest_by_what_they_cost_and_less_while_nothing_can_be_stored(
         harness.on_loop(rest)
 
 
-def test_until_all_blocks_have_been_seen_walks_take_more_of_a_cpu(place):
-    with open_later(place, room_for(30)) as harness:
+def test_until_all_blocks_have_been_seen_walks_take_more_of_a_cpu(directory):
+    with open_later(directory, room_for(30)) as harness:
         housekeeping = harness.tier._housekeeping
         assert housekeeping._is_known
         harness.tier._space.blocks.is_first_cycle = True
         assert not housekeeping._is_known
 
 
-def test_trimming_goes_on_where_it_was_left(place, monkeypatch):
+def test_trimming_goes_on_where_it_was_left(directory, monkeypatch):
     monkeypatch.setattr("kvoffload_async.tiers.fs.space._SLICE_S", -math.inf)
     monkeypatch.setattr("kvoffload_async.tiers.fs.space._TRIM_BATCH", 3)
-    by_age = fill(place, 60)
-    with open_later(place, ROOM_FOR_8) as harness:
+    by_age = fill(directory, 60)
+    with open_later(directory, ROOM_FOR_8) as harness:
         harness.tier._housekeeping._task.cancel()
         rescan(harness)
         assert harness.tier._space.blocks.ages is not None
-        before = place.blocks()
+        before = directory.blocks()
         trim(harness)
-        assert before - place.blocks() == set(by_age[len(by_age) - len(before) :][:3])
-        while place.disk_bytes() > 0.95 * ROOM_FOR_8:
+        assert before - directory.blocks() == set(by_age[len(by_age) - len(before) :][:3])
+        while directory.disk_bytes() > 0.95 * ROOM_FOR_8:
             trim(harness)
         trim(harness)
-        kept = place.blocks()
+        kept = directory.blocks()
         assert kept == set(by_age[-len(kept) :])
         assert harness.tier._space.blocks.ages is None
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
 def test_ages_are_sorted_over_slots_and_over_blocks_that_have_none():

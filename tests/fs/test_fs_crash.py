@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from crashes import DEADLINE_S, RANDOM_KILLS, Process
 from fs.crash_server import BAD, CAPACITY, SHARED_CAPACITY, K
-from fs.places import KIB, Place
+from fs.directories import KIB, FsDirectory
 from powercuts import problems
 from sweeps import shares, sizes
 
@@ -33,17 +33,17 @@ def server():
         yield process
 
 
-def check_after_crash(place: Place, capacity_bytes: int = CAPACITY) -> None:
-    assert place.every_block_is_whole(), "a partial or wrong block was published"
-    with place.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
-        assert not place.temps(), "a temporary file of a dead writer is left"
-        assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
-        assert not place.usage().reserved_bytes
+def check_after_crash(directory: FsDirectory, capacity_bytes: int = CAPACITY) -> None:
+    assert directory.every_block_is_whole(), "a partial or wrong block was published"
+    with directory.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
+        assert not directory.temps(), "a temporary file of a dead writer is left"
+        assert directory.counted_bytes() == directory.disk_bytes() <= capacity_bytes
+        assert not directory.usage().reserved_bytes
         assert harness.store(K[20:23]) == {}
         assert harness.load(K[20:23], [30, 31, 32]) == {}
         assert all(harness.holds(K[20 + i], 30 + i) for i in range(3))
-        assert place.counted_bytes() == place.disk_bytes() <= capacity_bytes
-        known = sorted(place.blocks())
+        assert directory.counted_bytes() == directory.disk_bytes() <= capacity_bytes
+        known = sorted(directory.blocks())
         failures = harness.load(known)
         assert {known[slot] for slot in failures} <= {BAD}
         served = [(slot, key) for slot, key in enumerate(known) if slot not in failures]
@@ -69,11 +69,11 @@ def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
     points += [(n, True) for n, name in enumerate(calls, 1) if name in {"pwrite", "pwritev"}]
     assert {"publish", "rename", "get_xattr", "set_xattr", "unlink"} <= set(calls)
     for number, torn in points[share::SHARES]:
-        place = Place(tmp_path / f"{number}-{torn}")
-        said = server.run("scripted", root=str(place.root), kill_at=number, torn=torn)
+        directory = FsDirectory(tmp_path / f"{number}-{torn}")
+        said = server.run("scripted", root=str(directory.root), kill_at=number, torn=torn)
         assert said[-1]["killed"], f"call {number} was not reached"
         try:
-            check_after_crash(place)
+            check_after_crash(directory)
         except BaseException as error:
             error.add_note(f"killed at call {number} of {len(calls)}, a {calls[number - 1]}")
             raise
@@ -82,7 +82,7 @@ def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
 @sizes("kills", 8, RANDOM_KILLS)
 def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, tmp_path, kills):
     draw = random.Random(7)
-    place = Place(tmp_path)
+    directory = FsDirectory(tmp_path)
     for number in range(kills):
         said = server.run(
             "traffic",
@@ -93,7 +93,7 @@ def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, 
             delay_s=draw.uniform(0.005, 0.15),
         )
         assert said[-1]["killed"]
-        check_after_crash(place)
+        check_after_crash(directory)
 
 
 @sizes("kills", 10, RANDOM_KILLS // 2)
@@ -102,15 +102,15 @@ def test_kills_of_three_processes_leave_no_partial_block_and_a_right_count(
     server, tmp_path, verify, kills
 ):
     """Each goes on where a killed one has left it; at the end of a round nobody is left."""
-    place = Place(tmp_path)
+    directory = FsDirectory(tmp_path)
     done = number = 0
     while done < kills:
-        largest = Largest(place)
+        largest = Largest(directory)
         said = server.run("several", root=str(tmp_path), kills=10, seed=number, verify=verify)
         done, number = done + said[0]["kills"], number + 1
         assert said[-1] == {"killed": False, "status": 0}
         assert largest.stop() <= SHARED_CAPACITY + 6 * UNIT
-        check_after_crash(place, SHARED_CAPACITY)
+        check_after_crash(directory, SHARED_CAPACITY)
         assert not problems(FsMaintenance, tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
     tmp_path, processes
 ):
     """Capacity at a fifth of the working set, so that each evicts the others' blocks."""
-    place = Place(tmp_path)
+    directory = FsDirectory(tmp_path)
     capacity_bytes = 4 * KIB * (6 + processes) + len(K) // 5 * UNIT
     children = [
         Process(
@@ -134,27 +134,27 @@ def test_processes_that_share_a_directory_get_right_bytes_and_keep_the_right_cou
         for seed in range(processes)
     ]
     try:
-        largest = Largest(place)
+        largest = Largest(directory)
         quiet = [child.hear() for child in children]
         excess = largest.stop() - capacity_bytes
         assert all(q["phase"] == "quiet" for q in quiet)
         assert sum(q["served"] for q in quiet) > 0
         # One job of up to 6 blocks at a time each.
         assert excess <= processes * 6 * UNIT
-        assert place.every_block_is_whole()
+        assert directory.every_block_is_whole()
         for child in children:  # one after the other: each makes room as it finds too much
             child.tell()
             count = child.hear()
             assert count["reserved"] == 0
-            assert count["counted"] == place.disk_bytes()
+            assert count["counted"] == directory.disk_bytes()
         for child in children:
             child.tell()
             child.hear()
     finally:
         for child in children:
             child.close()
-    assert not place.temps()
-    assert place.every_block_is_whole()
+    assert not directory.temps()
+    assert directory.every_block_is_whole()
 
 
 class Largest:
@@ -164,8 +164,8 @@ class Largest:
     files are told apart by inode, and what others say they have changed meanwhile does not count.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, directory: FsDirectory) -> None:
+        self._place = directory
         self._stopping = threading.Event()
         self._largest = 0
         self._thread = threading.Thread(target=self._watch)

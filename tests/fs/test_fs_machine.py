@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
-from fs.places import BLOCK, Place
+from fs.directories import BLOCK, FsDirectory
 from fs.spaces import rescan, room_for, trim
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -67,8 +67,8 @@ class FsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp(prefix="fs-machine-"))
-        self.place = Place(self.directory)
+        self.root_dir = Path(tempfile.mkdtemp(prefix="fs-machine-"))
+        self.directory = FsDirectory(self.root_dir)
         self.live: list[Instance] = []
         self.is_disturbed = False
         """Whether somebody has changed the disk behind the count's back since the last walk."""
@@ -78,7 +78,7 @@ class FsMachine(RuleBasedStateMachine):
     def _open(self, options: dict) -> Instance:
         ops = FaultyFileOps()
         harness = TierHarness(
-            self.place.tier(
+            self.directory.tier(
                 ops,
                 capacity_bytes=self.capacity_bytes,
                 rescan_interval_s=3600.0,
@@ -133,8 +133,8 @@ class FsMachine(RuleBasedStateMachine):
     def _model(self) -> dict:
         """Return key -> (whether its file's bytes are right, its checksum or None)."""
         model = {}
-        for key in self.place.blocks():
-            path = self.place.path(key)
+        for key in self.directory.blocks():
+            path = self.directory.path(key)
             is_right = path.read_bytes() == content_of(key, BLOCK).tobytes()
             has_digest = ATTRIBUTE in os.listxattr(path)
             model[key] = (is_right, os.getxattr(path, ATTRIBUTE) if has_digest else None)
@@ -149,10 +149,10 @@ class FsMachine(RuleBasedStateMachine):
             if slot in failures:
                 assert isinstance(failures[slot], TierFullError)
             else:
-                assert self.place.path(key).exists()
-        assert not self.place.temps()
+                assert self.directory.path(key).exists()
+        assert not self.directory.temps()
         if not self.is_disturbed:
-            assert self.place.disk_bytes() <= self.capacity_bytes
+            assert self.directory.disk_bytes() <= self.capacity_bytes
 
     @rule(instance=instances, keys=some_keys)
     def load(self, instance, keys):
@@ -162,39 +162,39 @@ class FsMachine(RuleBasedStateMachine):
         for number, key in enumerate(keys):
             is_right, digest = model.get(key, (False, None))
             if is_right and (
-                digest == self.place.attribute_of(key) or (digest is None and not requires)
+                digest == self.directory.attribute_of(key) or (digest is None and not requires)
             ):
                 assert number not in failures, "a good block was refused"
             if number not in failures:
                 assert instance.harness.holds(key, 8 + number), "wrong bytes were served"
                 assert key in model
             elif isinstance(failures[number], CorruptBlockError):
-                assert not self.place.path(key).exists(), "a bad block stays"
+                assert not self.directory.path(key).exists(), "a bad block stays"
             else:
                 assert isinstance(failures[number], BlockMissingError)
                 assert key not in model or (requires and digest is None)
 
     @rule(instance=instances, keys=some_keys)
     def probe(self, instance, keys):
-        assert instance.harness.contains(keys) == set(keys) & self.place.blocks()
+        assert instance.harness.contains(keys) == set(keys) & self.directory.blocks()
 
     # -- what others do -------------------------------------------------------------------------
 
     @rule(key=one_key, has_digest=st.booleans())
     def others_file(self, key, has_digest):
         self.is_disturbed = True
-        if not self.place.path(key).exists():
-            self.place.put(key, has_digest=has_digest)
+        if not self.directory.path(key).exists():
+            self.directory.put(key, has_digest=has_digest)
 
     @rule(name=st.sampled_from(["stranger", "000/file.txt", "x.bin", "y.tmp.txt"]))
     def unknown_file(self, name):
         self.is_disturbed = True
-        path = self.place.folder / name
+        path = self.directory.folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"what is this")
 
     def _stored(self, key) -> Path | None:
-        path = self.place.path(key)
+        path = self.directory.path(key)
         return path if path.exists() else None
 
     @rule(key=one_key, length=st.sampled_from([0, 1, BLOCK - 1, BLOCK + 1, 3 * BLOCK]))
@@ -218,12 +218,12 @@ class FsMachine(RuleBasedStateMachine):
         """The right bytes, and checksum, of another block."""
         if (path := self._stored(key)) and ATTRIBUTE in os.listxattr(path):
             path.write_bytes(content_of(other, BLOCK).tobytes())
-            os.setxattr(path, ATTRIBUTE, self.place.attribute_of(other))
+            os.setxattr(path, ATTRIBUTE, self.directory.attribute_of(other))
 
     @rule(key=one_key)
     def delete(self, key):
         self.is_disturbed = True
-        self.place.path(key).unlink(missing_ok=True)
+        self.directory.path(key).unlink(missing_ok=True)
 
     # -- trouble --------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class FsMachine(RuleBasedStateMachine):
                 if is_load:
                     assert harness.holds(key, slot), "wrong bytes were served"
                 else:
-                    assert self.place.path(key).exists()
+                    assert self.directory.path(key).exists()
 
     # -- what always holds ----------------------------------------------------------------------
 
@@ -291,14 +291,14 @@ class FsMachine(RuleBasedStateMachine):
         rescan(instance.harness)
         instance.harness.tier._files.writer.sweep_leftover_temps()
         if len(self.live) == 1:
-            assert self.place.counted_bytes() == self.place.disk_bytes()
+            assert self.directory.counted_bytes() == self.directory.disk_bytes()
 
     @rule()
     def all_keep_house(self):
         for instance in self.live:
             rescan(instance.harness)
             trim(instance.harness)
-        assert self.place.counted_bytes() == self.place.disk_bytes()
+        assert self.directory.counted_bytes() == self.directory.disk_bytes()
         self.is_disturbed = False
 
     @invariant()
@@ -319,14 +319,14 @@ class FsMachine(RuleBasedStateMachine):
                 instance.ops.heal()
             if self.live:
                 self.all_keep_house()
-                assert not self.place.usage().reserved_bytes
+                assert not self.directory.usage().reserved_bytes
             for instance in list(self.live):
                 self._close(instance)
-            assert not self.place.temps(), "a temporary file is left at the end"
+            assert not self.directory.temps(), "a temporary file is left at the end"
         finally:
             for instance in list(self.live):
                 self._close(instance)
-            shutil.rmtree(self.directory, ignore_errors=True)
+            shutil.rmtree(self.root_dir, ignore_errors=True)
 
 
 @pytest.mark.stateful

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fs.places import Place
+from fs.directories import FsDirectory
 from fs.spaces import rescan, room_for
 from power_cut import MetadataOrder, RecordingFileOps
 from powercuts import PER_STEP, check_each, problems, sampled, states
@@ -24,9 +24,9 @@ CAPACITY = room_for(5)
 
 def recorded(root: Path, work, *, is_new: bool = False, **options) -> RecordingFileOps:
     if not is_new:
-        Place(root).open(**options).close()  # makes the 256 folders, each of which is a step
+        FsDirectory(root).open(**options).close()  # makes the 256 folders, each of which is a step
     ops = RecordingFileOps(str(root))
-    with Place(root).open(ops, **options) as harness:
+    with FsDirectory(root).open(ops, **options) as harness:
         work(harness, ops)
     return ops
 
@@ -53,9 +53,9 @@ def age(root: Path) -> None:
 
 def check(root: Path, acknowledged=(), **options) -> None:
     """Open what is there: nothing is served wrong, and nothing that was acknowledged is missing."""
-    place = Place(root)
+    directory = FsDirectory(root)
     age(root)
-    with place.open(**options) as harness:
+    with directory.open(**options) as harness:
         failures = harness.load(K)
         served = {key for slot, key in enumerate(K) if slot not in failures}
         assert all(harness.holds(key, K.index(key)) for key in served), "wrong bytes were served"
@@ -64,9 +64,9 @@ def check(root: Path, acknowledged=(), **options) -> None:
         assert harness.store(K[20:22]) == {}
         if "capacity_bytes" in options:
             rescan(harness)
-            assert place.counted_bytes() == place.disk_bytes() <= options["capacity_bytes"]
+            assert directory.counted_bytes() == directory.disk_bytes() <= options["capacity_bytes"]
     assert not [f for f in problems(FsMaintenance, root) if isinstance(f, Problem)]
-    assert not place.temps()
+    assert not directory.temps()
 
 
 @pytest.mark.parametrize(

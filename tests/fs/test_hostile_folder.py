@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from files.traps import REMOVABLE, TRAPS, Outside, folder, link, pipe, spring
-from fs.places import BLOCK, Place
+from fs.directories import BLOCK, FsDirectory
 
 from kvoffload_async.errors import BlockMissingError, ConfigError, TierUnavailableError
 from kvoffload_async.testing.harness import key_of
@@ -32,29 +32,31 @@ def is_stored(harness, keys) -> bool:
 
 
 @pytest.mark.parametrize("options", CAPACITIES)
-def test_no_old_file_behind_a_link_in_the_place_of_the_writers_is_removed(place, outside, options):
+def test_no_old_file_behind_a_link_in_the_place_of_the_writers_is_removed(
+    directory, outside, options
+):
     entry = outside.path / "folder" / "1-0123456789ab"
     entry.write_text(f'{{"boot_id": "{boot_id()}"}}')
-    place.folder.mkdir(parents=True)
-    (place.folder / ".writers").symlink_to(outside.path / "folder")
-    with place.open(**options) as harness:
+    directory.folder.mkdir(parents=True)
+    (directory.folder / ".writers").symlink_to(outside.path / "folder")
+    with directory.open(**options) as harness:
         assert is_stored(harness, K)
     assert (outside.path / "folder" / "file").read_bytes() == b"somebody else's"
     assert entry.exists()
 
 
 @pytest.mark.parametrize("trap", REMOVABLE)
-def test_what_is_in_the_place_of_the_writers_is_replaced(place, outside, trap):
-    spring(place.folder / ".writers", trap, outside)
-    with place.open() as harness, place.open() as other:
+def test_what_is_in_the_place_of_the_writers_is_replaced(directory, outside, trap):
+    spring(directory.folder / ".writers", trap, outside)
+    with directory.open() as harness, directory.open() as other:
         assert is_stored(harness, K)
         assert other.load(K) == {}
     assert outside.is_untouched()
 
 
-def test_of_the_writers_only_what_is_an_entry_is_removed(place, outside):
-    place.folder.mkdir(parents=True)
-    writers = place.folder / ".writers"
+def test_of_the_writers_only_what_is_an_entry_is_removed(directory, outside):
+    directory.folder.mkdir(parents=True)
+    writers = directory.folder / ".writers"
     writers.mkdir()
     text = f'{{"boot_id": "{boot_id()}", "host": "h"}}'
     kept = {"notes.txt", "1-ABC", "2-foreign", "3-link", "4-pipe", "5-folder"}
@@ -69,7 +71,7 @@ def test_of_the_writers_only_what_is_an_entry_is_removed(place, outside):
     for path in writers.iterdir():
         os.utime(path, (0, 0), follow_symlinks=False)
     for _ in range(2):
-        with place.open(capacity_bytes=64 * BLOCK) as harness:
+        with directory.open(capacity_bytes=64 * BLOCK) as harness:
             assert is_stored(harness, K)
     assert {path.name for path in writers.iterdir()} == kept
     assert (writers / "5-folder" / "6-dead").exists()
@@ -79,38 +81,38 @@ def test_of_the_writers_only_what_is_an_entry_is_removed(place, outside):
 @pytest.mark.parametrize("trap", REMOVABLE)
 @pytest.mark.parametrize("name", [FILE_NAME, UNVERIFIED_MARKER, "../config"])
 def test_what_is_in_the_place_of_a_housekeeping_file_is_replaced_or_left(
-    place, outside, trap, name
+    directory, outside, trap, name
 ):
-    path = place.folder / name
+    path = directory.folder / name
     if name == "../config":
-        path = place.root / place.namespace.config_path.removeprefix(f"{place.root}/")
+        path = directory.root / directory.namespace.config_path.removeprefix(f"{directory.root}/")
     spring(path, trap, outside)
-    with place.open(capacity_bytes=64 * BLOCK, verify="off") as harness:
+    with directory.open(capacity_bytes=64 * BLOCK, verify="off") as harness:
         assert is_stored(harness, K)
         if name == FILE_NAME:
-            assert place.counted_bytes() > 8 * BLOCK
+            assert directory.counted_bytes() > 8 * BLOCK
     assert outside.is_untouched()
 
 
 @pytest.mark.parametrize("name", [FILE_NAME, ".writers"])
-def test_a_folder_or_file_in_the_place_of_a_vital_one_is_a_clear_error(place, outside, name):
-    path = place.folder / name
+def test_a_folder_or_file_in_the_place_of_a_vital_one_is_a_clear_error(directory, outside, name):
+    path = directory.folder / name
     path.parent.mkdir(parents=True)
     if name == ".writers":
         path.write_bytes(b"")
     else:
         path.mkdir()
     with pytest.raises(ConfigError, match=r"root_dir: .* cannot be used .*remove it") as caught:
-        place.open(capacity_bytes=64 * BLOCK).close()
+        directory.open(capacity_bytes=64 * BLOCK).close()
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("options", CAPACITIES)
-def test_a_namespace_that_is_a_link_is_a_clear_error(place, outside, options):
-    place.root.mkdir()
-    place.folder.symlink_to(outside.path)
+def test_a_namespace_that_is_a_link_is_a_clear_error(directory, outside, options):
+    directory.root.mkdir()
+    directory.folder.symlink_to(outside.path)
     with pytest.raises(ConfigError, match="not a directory"):
-        place.open(**options).close()
+        directory.open(**options).close()
     assert outside.is_untouched()
 
 
@@ -119,29 +121,29 @@ def test_a_namespace_that_is_a_link_is_a_clear_error(place, outside, options):
 
 @pytest.mark.parametrize("options", [*CAPACITIES, {"verify": "off"}, {"direct_io": True}])
 @pytest.mark.parametrize("trap", TRAPS)
-def test_what_is_in_a_blocks_place_is_no_block(place, outside, trap, options):
-    with place.open() as harness:
+def test_what_is_in_a_blocks_place_is_no_block(directory, outside, trap, options):
+    with directory.open() as harness:
         assert harness.store(K[:4]) == {}
-    spring(place.path(K[0]), trap, outside)
-    with place.open(**options) as harness:
+    spring(directory.path(K[0]), trap, outside)
+    with directory.open(**options) as harness:
         assert harness.contains(K[:4]) == frozenset(K[1:4])
         assert isinstance(harness.load(K[:4])[0], BlockMissingError)
         if trap is folder:
             assert harness.store(K[:4]).keys() == {0}
             assert harness.contains(K[:4]) == frozenset(K[1:4])
-            assert place.path(K[0]).is_dir()
+            assert directory.path(K[0]).is_dir()
         else:
             assert is_stored(harness, K[:4])
-            assert not place.path(K[0]).is_symlink()
-    assert not place.temps()
+            assert not directory.path(K[0]).is_symlink()
+    assert not directory.temps()
     assert outside.is_untouched()
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_a_block_whose_place_is_taken_while_the_tier_is_open_is_a_miss(place, outside, trap):
-    with place.open(capacity_bytes=64 * BLOCK) as harness:
+def test_a_block_whose_place_is_taken_while_the_tier_is_open_is_a_miss(directory, outside, trap):
+    with directory.open(capacity_bytes=64 * BLOCK) as harness:
         assert harness.store(K[:4]) == {}
-        spring(place.path(K[0]), trap, outside)
+        spring(directory.path(K[0]), trap, outside)
         failures = harness.load(K[:4])
         assert failures.keys() == {0}
         assert isinstance(failures[0], BlockMissingError)
@@ -150,24 +152,24 @@ def test_a_block_whose_place_is_taken_while_the_tier_is_open_is_a_miss(place, ou
     assert outside.is_untouched()
 
 
-def test_a_block_behind_a_link_is_not_served_even_if_it_is_right(place, tmp_path):
-    with place.open() as harness:
+def test_a_block_behind_a_link_is_not_served_even_if_it_is_right(directory, tmp_path):
+    with directory.open() as harness:
         assert harness.store(K[:1]) == {}
     away = tmp_path / "away.bin"
-    place.path(K[0]).rename(away)
-    place.path(K[0]).symlink_to(away)
-    with place.open() as harness:
+    directory.path(K[0]).rename(away)
+    directory.path(K[0]).symlink_to(away)
+    with directory.open() as harness:
         assert isinstance(harness.load(K[:1])[0], BlockMissingError)
 
 
 @pytest.mark.parametrize("options", CAPACITIES)
 @pytest.mark.parametrize("trap", REMOVABLE)
 def test_no_block_is_written_or_read_through_a_link_in_its_folders_place(
-    place, outside, trap, options
+    directory, outside, trap, options
 ):
-    with place.open(**options) as harness:
+    with directory.open(**options) as harness:
         assert harness.store(K[:1]) == {}
-        taken = place.path(K[0]).parent
+        taken = directory.path(K[0]).parent
         spring(taken, trap, outside)
         assert harness.contains(K[:1]) == frozenset()
         assert isinstance(harness.load(K[:1])[0], BlockMissingError)
@@ -177,57 +179,59 @@ def test_no_block_is_written_or_read_through_a_link_in_its_folders_place(
     assert outside.is_untouched()
 
 
-def test_a_folder_of_blocks_that_became_a_link_after_a_restart_is_replaced(place, outside):
-    with place.open() as harness:
+def test_a_folder_of_blocks_that_became_a_link_after_a_restart_is_replaced(directory, outside):
+    with directory.open() as harness:
         assert harness.store(K) == {}
-    spring(place.path(K[0]).parent, link, outside)
-    with place.open(capacity_bytes=64 * BLOCK) as harness:
+    spring(directory.path(K[0]).parent, link, outside)
+    with directory.open(capacity_bytes=64 * BLOCK) as harness:
         assert is_stored(harness, K)
     assert outside.is_untouched()
 
 
-def test_evicting_removes_no_folder_and_nothing_behind_a_link(place, outside):
-    with place.open(capacity_bytes=24 * BLOCK) as harness:
+def test_evicting_removes_no_folder_and_nothing_behind_a_link(directory, outside):
+    with directory.open(capacity_bytes=24 * BLOCK) as harness:
         assert harness.store(K[:4]) == {}
         for key, trap in zip(K[:4], (link, folder, pipe, folder), strict=True):
-            spring(place.path(key), trap, outside)
+            spring(directory.path(key), trap, outside)
         harness.store([key_of(100 + number) for number in range(8)])
-        assert place.path(K[1]).is_dir()
+        assert directory.path(K[1]).is_dir()
     assert outside.is_untouched()
 
 
-def test_temporary_files_of_the_dead_are_removed_only_if_they_are_files(place, outside):
-    place.folder.mkdir(parents=True)
-    (place.folder / ".writers").mkdir()
-    (place.folder / ".writers" / "7-dead").write_text(f'{{"boot_id": "{boot_id()}"}}')
-    leaf = place.path(K[0]).parent
+def test_temporary_files_of_the_dead_are_removed_only_if_they_are_files(directory, outside):
+    directory.folder.mkdir(parents=True)
+    (directory.folder / ".writers").mkdir()
+    (directory.folder / ".writers" / "7-dead").write_text(f'{{"boot_id": "{boot_id()}"}}')
+    leaf = directory.path(K[0]).parent
     leaf.mkdir(parents=True)
-    names = {trap: leaf / f"{place.path(K[0]).name}.7-dead.{i}.tmp" for i, trap in enumerate(TRAPS)}
+    names = {
+        trap: leaf / f"{directory.path(K[0]).name}.7-dead.{i}.tmp" for i, trap in enumerate(TRAPS)
+    }
     for trap, path in names.items():
         trap(path, outside)
-    plain = leaf / f"{place.path(K[0]).name}.7-dead.99.tmp"
+    plain = leaf / f"{directory.path(K[0]).name}.7-dead.99.tmp"
     plain.write_bytes(b"half")
-    with place.open(capacity_bytes=64 * BLOCK) as harness:
+    with directory.open(capacity_bytes=64 * BLOCK) as harness:
         assert is_stored(harness, K)
     assert not plain.exists()
     assert all(os.path.lexists(path) for path in names.values())
     assert outside.is_untouched()
 
 
-def test_a_circle_of_links_ends_no_walk(place):
-    place.folder.mkdir(parents=True)
-    (place.folder / "000").symlink_to(place.root)
-    with place.open(capacity_bytes=64 * BLOCK) as harness:
+def test_a_circle_of_links_ends_no_walk(directory):
+    directory.folder.mkdir(parents=True)
+    (directory.folder / "000").symlink_to(directory.root)
+    with directory.open(capacity_bytes=64 * BLOCK) as harness:
         assert is_stored(harness, K)
 
 
 @pytest.mark.parametrize("options", CAPACITIES)
-def test_a_block_that_may_not_be_read_is_a_miss(place, options):
+def test_a_block_that_may_not_be_read_is_a_miss(directory, options):
     if os.geteuid() == 0:
         pytest.skip("root may read everything")
-    with place.open(**options) as harness:
+    with directory.open(**options) as harness:
         assert harness.store(K[:2]) == {}
-        place.path(K[0]).chmod(0)
+        directory.path(K[0]).chmod(0)
         assert isinstance(harness.load(K[:2])[0], BlockMissingError)
 
 
@@ -238,19 +242,19 @@ def test_a_block_that_may_not_be_read_is_a_miss(place, options):
 def test_the_root_may_be_a_link(tmp_path, options):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with Place(tmp_path / "link").open(**options) as harness:
+    with FsDirectory(tmp_path / "link").open(**options) as harness:
         assert is_stored(harness, K)
-    assert Place(tmp_path / "real").blocks() == set(K)
+    assert FsDirectory(tmp_path / "real").blocks() == set(K)
 
 
-def test_no_descriptor_is_left_open(place):
-    with place.open(capacity_bytes=64 * BLOCK) as harness:
+def test_no_descriptor_is_left_open(directory):
+    with directory.open(capacity_bytes=64 * BLOCK) as harness:
         assert is_stored(harness, K)
-        assert 1 <= len(descriptors_below(place)) <= 4
-    assert not descriptors_below(place)
+        assert 1 <= len(descriptors_below(directory)) <= 4
+    assert not descriptors_below(directory)
 
 
-def descriptors_below(place):
+def descriptors_below(directory):
     """What this process has open in the root."""
     found = []
     for fd in os.scandir("/proc/self/fd"):
@@ -258,22 +262,22 @@ def descriptors_below(place):
             found.append(os.readlink(fd.path))  # noqa: PTH115 - a descriptor
         except FileNotFoundError:
             continue
-    return [path for path in found if path.startswith(str(place.root))]
+    return [path for path in found if path.startswith(str(directory.root))]
 
 
-def test_a_failed_opening_leaves_no_descriptor_open(place, outside):
-    place.root.mkdir()
-    place.folder.symlink_to(outside.path)
+def test_a_failed_opening_leaves_no_descriptor_open(directory, outside):
+    directory.root.mkdir()
+    directory.folder.symlink_to(outside.path)
     with pytest.raises(ConfigError):
-        place.open().close()
-    assert not descriptors_below(place)
+        directory.open().close()
+    assert not descriptors_below(directory)
 
 
-def test_a_root_that_was_deleted_is_a_fault(place):
-    with place.open() as harness:
+def test_a_root_that_was_deleted_is_a_fault(directory):
+    with directory.open() as harness:
         assert harness.store(K) == {}
-        shutil.rmtree(place.root)
-        place.root.mkdir()
+        shutil.rmtree(directory.root)
+        directory.root.mkdir()
         with pytest.raises(TierUnavailableError):
             harness.store(K)
-    assert list(place.root.iterdir()) == []
+    assert list(directory.root.iterdir()) == []

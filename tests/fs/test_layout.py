@@ -3,7 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
-from fs.places import BLOCK, FIELDS, Place
+from fs.directories import BLOCK, FIELDS, FsDirectory
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -77,15 +77,15 @@ def test_any_model_name_becomes_one_component_of_bounded_length(model):
 
 @pytest.mark.parametrize("model", HOSTILE)
 def test_a_tier_with_a_hostile_model_name_writes_below_its_root_only(tmp_path, model, monkeypatch):
-    place = Place(tmp_path / "deep" / "root")
+    directory = FsDirectory(tmp_path / "deep" / "root")
     monkeypatch.setitem(FIELDS, "model_name", model)
-    place = Place(place.root)
-    with place.open() as harness:
+    directory = FsDirectory(directory.root)
+    with directory.open() as harness:
         assert harness.store([key_of(1)]) == {}
         assert harness.load([key_of(1)], [5]) == {}
     assert sorted(tmp_path.iterdir()) == [tmp_path / "deep"]
-    assert sorted((tmp_path / "deep").iterdir()) == [place.root]
-    config = json.loads(Path(place.namespace.config_path).read_text(encoding="utf-8"))
+    assert sorted((tmp_path / "deep").iterdir()) == [directory.root]
+    config = json.loads(Path(directory.namespace.config_path).read_text(encoding="utf-8"))
     assert config["model_name"] == model
 
 
@@ -174,7 +174,7 @@ def test_the_layout_names_digest_rank_and_length():
 
 
 def test_a_block_of_another_rank_does_not_verify(tmp_path):
-    mine, other = Place(tmp_path), Place(tmp_path, rank=1)
+    mine, other = FsDirectory(tmp_path), FsDirectory(tmp_path, rank=1)
     key = key_of(1)
     with mine.open() as harness:
         harness.store([key])

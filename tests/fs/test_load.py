@@ -4,7 +4,7 @@ import re
 
 import pytest
 from faulty_files import FaultyFileOps, is_block, is_direct
-from fs.places import BLOCK, Place, item, load, load_key, store, store_key
+from fs.directories import BLOCK, FsDirectory, item, load, load_key, store, store_key
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierUnavailableError
 from kvoffload_async.testing.harness import content_of, key_of
@@ -19,11 +19,11 @@ RIGHT = content_of(A, BLOCK).tobytes()
 FLIPPED = RIGHT[:100] + bytes([RIGHT[100] ^ 1]) + RIGHT[101:]
 
 
-def test_each_block_of_a_batch_is_checked_on_its_own(place):
+def test_each_block_of_a_batch_is_checked_on_its_own(directory):
     """Regression 50321: one bad block discarded the whole batch."""
-    files = place.files()
+    files = directory.files()
     store(files, item(A), item(C, 1), item(D, 2))
-    place.path(C).write_bytes(FLIPPED)
+    directory.path(C).write_bytes(FLIPPED)
     failures, rows = load(files, A, B, C, D)
     assert sorted(failures) == [1, 2]
     assert isinstance(failures[1].error, BlockMissingError)
@@ -33,50 +33,50 @@ def test_each_block_of_a_batch_is_checked_on_its_own(place):
 
 
 @pytest.mark.parametrize("content", [b"", RIGHT[:-1], RIGHT + b"x", FLIPPED, b"x" * BLOCK])
-def test_a_block_that_is_short_long_or_wrong_is_deleted_and_fails(place, content):
-    files = place.files()
+def test_a_block_that_is_short_long_or_wrong_is_deleted_and_fails(directory, content):
+    files = directory.files()
     store_key(files, A)
-    before = place.disk_bytes()
-    with place.path(A).open("r+b") as file:
+    before = directory.disk_bytes()
+    with directory.path(A).open("r+b") as file:
         file.truncate()
         file.write(content)
-    truncated = place.disk_bytes()
+    truncated = directory.disk_bytes()
     outcome = load_key(files, A)
     assert isinstance(outcome.error, CorruptBlockError)
-    assert not place.path(A).exists()
-    assert outcome.freed_bytes == truncated - place.disk_bytes()
-    assert place.disk_bytes() == before - BLOCK
+    assert not directory.path(A).exists()
+    assert outcome.freed_bytes == truncated - directory.disk_bytes()
+    assert directory.disk_bytes() == before - BLOCK
 
 
-def test_a_file_that_shrinks_while_it_is_read_fails(place):
-    files = place.files(ops := FaultyFileOps())
+def test_a_file_that_shrinks_while_it_is_read_fails(directory):
+    files = directory.files(ops := FaultyFileOps())
     store_key(files, A)
 
     class Shrinking(type(ops)):
         def preadv(self, fd, buffers, offset):
-            os.truncate(place.path(A), 10)
+            os.truncate(directory.path(A), 10)
             return super().preadv(fd, buffers, offset)
 
     ops.__class__ = Shrinking
     assert "ends after 10 bytes" in str(load_key(files, A).error)
-    assert not place.path(A).exists()
+    assert not directory.path(A).exists()
 
 
 @pytest.mark.parametrize("max_bytes", [1000, BLOCK - 1])
-def test_short_reads_are_continued(place, max_bytes):
+def test_short_reads_are_continued(directory, max_bytes):
     ops = FaultyFileOps()
     ops.shorten(max_bytes, on="preadv")
-    files = place.files(ops)
+    files = directory.files(ops)
     store_key(files, A)
     assert load_key(files, A) is None
 
 
 @pytest.mark.parametrize("name", ["open", "get_xattr", "preadv", "close"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EINVAL])
-def test_any_other_error_fails_the_block_and_leaves_the_file(place, name, code):
+def test_any_other_error_fails_the_block_and_leaves_the_file(directory, name, code):
     ops = FaultyFileOps()
-    files = place.files(ops)
-    place.put(A, has_digest=True)
+    files = directory.files(ops)
+    directory.put(A, has_digest=True)
     ops.fail(code, on=name, when=is_block, times=1)
     is_unreadable = (name, code) == ("open", errno.EACCES)
     kind = BlockMissingError if is_unreadable else TierUnavailableError
@@ -85,27 +85,29 @@ def test_any_other_error_fails_the_block_and_leaves_the_file(place, name, code):
     assert load_key(files, A) is None
 
 
-def test_a_length_that_cannot_be_asked_for_fails_a_direct_load_and_leaves_the_file(place):
+def test_a_length_that_cannot_be_asked_for_fails_a_direct_load_and_leaves_the_file(directory):
     ops = FaultyFileOps()
-    place.put(A, has_digest=True)
+    directory.put(A, has_digest=True)
     ops.fail(errno.EIO, on="fstat", when=is_direct)
-    assert isinstance(load_key(place.files(ops, direct_io=True), A).error, TierUnavailableError)
-    assert place.path(A).exists()
+    assert isinstance(load_key(directory.files(ops, direct_io=True), A).error, TierUnavailableError)
+    assert directory.path(A).exists()
 
 
 @pytest.mark.parametrize("size", [0, 100, BLOCK + 1])
-def test_a_file_without_checksum_that_is_not_whole_is_deleted_where_one_is_required(place, size):
+def test_a_file_without_checksum_that_is_not_whole_is_deleted_where_one_is_required(
+    directory, size
+):
     """Else its block would count as stored and be missing for ever."""
-    path = place.put(A, bytes(size))
-    failure = load_key(place.files(verify="required"), A)
+    path = directory.put(A, bytes(size))
+    failure = load_key(directory.files(verify="required"), A)
     assert isinstance(failure.error, CorruptBlockError)
     assert not path.exists()
 
 
 @pytest.mark.parametrize("verify", ["required", "when_present", "off"])
-def test_a_file_without_checksum_is_served_unless_one_is_required(place, verify):
-    path = place.put(A)
-    failure = load_key(place.files(verify=verify), A)
+def test_a_file_without_checksum_is_served_unless_one_is_required(directory, verify):
+    path = directory.put(A)
+    failure = load_key(directory.files(verify=verify), A)
     if verify == "required":
         assert isinstance(failure.error, BlockMissingError)
         assert failure.freed_bytes is None
@@ -115,26 +117,26 @@ def test_a_file_without_checksum_is_served_unless_one_is_required(place, verify)
 
 
 @pytest.mark.parametrize("verify", ["required", "when_present"])
-def test_a_file_with_anothers_checksum_is_deleted(place, verify):
-    place.put(A)
-    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(B))
-    assert isinstance(load_key(place.files(verify=verify), A).error, CorruptBlockError)
-    assert not place.path(A).exists()
+def test_a_file_with_anothers_checksum_is_deleted(directory, verify):
+    directory.put(A)
+    os.setxattr(directory.path(A), ATTRIBUTE, directory.attribute_of(B))
+    assert isinstance(load_key(directory.files(verify=verify), A).error, CorruptBlockError)
+    assert not directory.path(A).exists()
 
 
-def test_checksums_are_not_looked_at_where_verifying_is_off(place):
-    place.put(A)
-    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(B))
-    assert load_key(place.files(verify="off"), A) is None
+def test_checksums_are_not_looked_at_where_verifying_is_off(directory):
+    directory.put(A)
+    os.setxattr(directory.path(A), ATTRIBUTE, directory.attribute_of(B))
+    assert load_key(directory.files(verify="off"), A) is None
 
 
 @pytest.mark.parametrize("name", ["fstat", "stat", "unlink"])
-def test_a_bad_file_that_cannot_be_deleted_is_corrupt_all_the_same(place, caplog, name):
+def test_a_bad_file_that_cannot_be_deleted_is_corrupt_all_the_same(directory, caplog, name):
     ops = FaultyFileOps()
-    place.put(A, FLIPPED)
-    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(A))
+    directory.put(A, FLIPPED)
+    os.setxattr(directory.path(A), ATTRIBUTE, directory.attribute_of(A))
     ops.fail(errno.EACCES, on=name)
-    files = place.files(ops)
+    files = directory.files(ops)
     for _ in range(2):
         outcome = load_key(files, A)
         assert isinstance(outcome.error, CorruptBlockError)
@@ -142,44 +144,46 @@ def test_a_bad_file_that_cannot_be_deleted_is_corrupt_all_the_same(place, caplog
     assert "not removed" in caplog.text
 
 
-def test_a_bad_file_that_somebody_has_replaced_is_not_deleted(place):
+def test_a_bad_file_that_somebody_has_replaced_is_not_deleted(directory):
     ops = FaultyFileOps()
-    files = place.files(ops)
-    place.put(A, FLIPPED[:-1])
+    files = directory.files(ops)
+    directory.put(A, FLIPPED[:-1])
 
     class Replacing(type(ops)):
         def stat(self, path):
-            if path == str(place.path(A)):
-                place.path(A).unlink()
-                place.put(B)
-                place.put(A, has_digest=True)
+            if path == str(directory.path(A)):
+                directory.path(A).unlink()
+                directory.put(B)
+                directory.put(A, has_digest=True)
             return super().stat(path)
 
     ops.__class__ = Replacing
-    with place.path(A).open("rb"):  # so that its inode number cannot come back
+    with directory.path(A).open("rb"):  # so that its inode number cannot come back
         assert load_key(files, A).freed_bytes is None
     ops.__class__ = FaultyFileOps
     assert load_key(files, A) is None
 
 
-def test_a_bad_file_that_somebody_has_deleted_counts_as_gone(place):
+def test_a_bad_file_that_somebody_has_deleted_counts_as_gone(directory):
     ops = FaultyFileOps()
-    place.put(A, FLIPPED[:-1])
+    directory.put(A, FLIPPED[:-1])
     ops.fail(errno.ENOENT, on="unlink")
-    assert load_key(place.files(ops), A).freed_bytes == 0
+    assert load_key(directory.files(ops), A).freed_bytes == 0
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])
 @pytest.mark.parametrize("moment", ["open", "get_xattr", "preadv"])
-def test_a_reader_of_a_reused_inode_never_gets_the_other_blocks_bytes(place, moment, is_remembered):
+def test_a_reader_of_a_reused_inode_never_gets_the_other_blocks_bytes(
+    directory, moment, is_remembered
+):
     """Another process evicts what this one is reading, and overwrites the file."""
-    place.put(A, has_digest=True)
-    files = place.files(ops := FaultyFileOps())
+    directory.put(A, has_digest=True)
+    files = directory.files(ops := FaultyFileOps())
     if is_remembered:
         assert load_key(files, A) is None
         if moment == "get_xattr":  # asked for only where other bytes than the remembered are read
-            place.put(A, FLIPPED)
-    evictor = place.files(reuses_inodes=True)
+            directory.put(A, FLIPPED)
+    evictor = directory.files(reuses_inodes=True)
     ops.__class__ = Evicted
     ops.arm(moment, evictor)
     assert load_key(files, A) is not None
@@ -190,23 +194,23 @@ def test_a_reader_of_a_reused_inode_never_gets_the_other_blocks_bytes(place, mom
 
 
 @pytest.fixture
-def reader(place) -> BlockFiles:
+def reader(directory) -> BlockFiles:
     """Files that remember the digest of A."""
-    place.put(A, has_digest=True)
-    reader = place.files()
+    directory.put(A, has_digest=True)
+    reader = directory.files()
     assert load_key(reader, A) is None
     return reader
 
 
 def test_other_bytes_with_a_checksum_of_their_own_are_served_though_others_are_remembered(
-    place, reader
+    directory, reader
 ):
     """Another host has computed the same block, not quite alike."""
-    path = place.put(A, FLIPPED)
+    path = directory.put(A, FLIPPED)
     os.setxattr(
         path,
         ATTRIBUTE,
-        AttributeDigester(place.namespace.layout_of(BLOCK)).attribute_value(A, FLIPPED),
+        AttributeDigester(directory.namespace.layout_of(BLOCK)).attribute_value(A, FLIPPED),
     )
     for _ in range(2):
         failures, (row,) = load(reader, A)
@@ -215,26 +219,28 @@ def test_other_bytes_with_a_checksum_of_their_own_are_served_though_others_are_r
 
 
 @pytest.mark.parametrize("content", [RIGHT, FLIPPED])
-def test_a_file_that_another_writer_replaced_without_a_checksum_is_served(place, reader, content):
-    place.path(A).unlink()
-    place.put(A, content)
+def test_a_file_that_another_writer_replaced_without_a_checksum_is_served(
+    directory, reader, content
+):
+    directory.path(A).unlink()
+    directory.put(A, content)
     failures, (row,) = load(reader, A)
     assert not failures
     assert bytes(row) == content
 
 
 @pytest.mark.parametrize("content", [b"", RIGHT[:-1], RIGHT + b"x", FLIPPED])
-def test_a_remembered_block_that_went_bad_is_deleted_and_fails(place, reader, content):
-    with place.path(A).open("r+b") as file:
+def test_a_remembered_block_that_went_bad_is_deleted_and_fails(directory, reader, content):
+    with directory.path(A).open("r+b") as file:
         file.truncate()
         file.write(content)
     assert isinstance(load_key(reader, A).error, CorruptBlockError)
-    assert not place.path(A).exists()
+    assert not directory.path(A).exists()
     assert isinstance(load_key(reader, A).error, BlockMissingError)
 
 
-def test_what_a_store_replaces_is_no_longer_verified_by_what_was_there_before(place, reader):
-    place.path(A).unlink()
+def test_what_a_store_replaces_is_no_longer_verified_by_what_was_there_before(directory, reader):
+    directory.path(A).unlink()
     outcome = store_key(reader, A, FLIPPED)
     assert outcome.status is StoreStatus.WRITTEN
     failures, (row,) = load(reader, A)
@@ -242,16 +248,16 @@ def test_what_a_store_replaces_is_no_longer_verified_by_what_was_there_before(pl
     assert bytes(row) == FLIPPED
 
 
-def test_bytes_that_nobody_has_verified_are_not_remembered_as_right(place):
+def test_bytes_that_nobody_has_verified_are_not_remembered_as_right(directory):
     ops = FaultyFileOps()
-    files = place.files(ops)
-    place.put(A, FLIPPED)
+    files = directory.files(ops)
+    directory.put(A, FLIPPED)
     assert load(files, A)[0] == {}
-    os.setxattr(place.path(A), ATTRIBUTE, place.attribute_of(A))
+    os.setxattr(directory.path(A), ATTRIBUTE, directory.attribute_of(A))
     assert isinstance(load(files, A)[0][0].error, CorruptBlockError)
 
 
-def test_a_remembered_block_is_read_directly_too(place):
+def test_a_remembered_block_is_read_directly_too(directory):
     class Aligned(FaultyFileOps):
         def open(self, path, flags):
             return super().open(path, flags & ~os.O_DIRECT)
@@ -261,8 +267,8 @@ def test_a_remembered_block_is_read_directly_too(place):
                 raise OSError(errno.EINVAL, "misaligned")
             return super().preadv(fd, buffers, offset)
 
-    files = place.files(Aligned(), direct_io=True)
-    place.put(A, has_digest=True)
+    files = directory.files(Aligned(), direct_io=True)
+    directory.put(A, has_digest=True)
     for _ in range(2):
         assert load_key(files, A) is None
     assert files._direct.flag
@@ -304,34 +310,34 @@ class Evicted(FaultyFileOps):
             store_key(self._evictor, B, victim=A)
 
 
-def test_probes_answer_for_what_has_a_file(place):
-    files = place.files()
+def test_probes_answer_for_what_has_a_file(directory):
+    files = directory.files()
     store(files, item(A), item(C, 1))
     assert files.present([A, B, C, D]) == {A, C}
 
 
-def test_what_cannot_be_asked_for_counts_as_absent(place):
+def test_what_cannot_be_asked_for_counts_as_absent(directory):
     ops = FaultyFileOps()
-    files = place.files(ops)
+    files = directory.files(ops)
     store(files, item(A), item(C, 1))
-    ops.fail(errno.EIO, on="stat", when=lambda call: call.path == str(place.path(A)))
+    ops.fail(errno.EIO, on="stat", when=lambda call: call.path == str(directory.path(A)))
     assert files.present([A, C]) == {C}
 
 
-def test_a_folder_that_is_a_file_is_a_miss(place):
-    place.folder.mkdir(parents=True)
-    place.path(A).parent.write_bytes(b"")
-    assert isinstance(load_key(place.files(), A).error, BlockMissingError)
-    assert place.files().present([A]) == frozenset()
+def test_a_folder_that_is_a_file_is_a_miss(directory):
+    directory.folder.mkdir(parents=True)
+    directory.path(A).parent.write_bytes(b"")
+    assert isinstance(load_key(directory.files(), A).error, BlockMissingError)
+    assert directory.files().present([A]) == frozenset()
 
 
 @pytest.mark.parametrize("is_vllms", [False, True])
 def test_the_error_of_a_damaged_block_names_the_digits_of_its_file(tmp_path, is_vllms):
-    place = Place(tmp_path / "root", is_vllms=is_vllms)
-    files = place.files()
+    directory = FsDirectory(tmp_path / "root", is_vllms=is_vllms)
+    files = directory.files()
     key = make_offload_key(bytes(range(32)), 1)
     store(files, item(key))
-    path = place.path(key)
+    path = directory.path(key)
     path.write_bytes(FLIPPED)
     (digits,) = re.findall("[0-9a-f]{16,}", str(load_key(files, key).error))
     assert digits in path.name

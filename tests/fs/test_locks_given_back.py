@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, Place
+from fs.directories import BLOCK, FsDirectory
 from fs.spaces import rescan, room_for
 from sweeps import shares
 
@@ -35,9 +35,9 @@ def store(harness: TierHarness, keys) -> None:
         drop_tracebacks(error)
 
 
-def number_of_calls(place: Place) -> int:
+def number_of_calls(directory: FsDirectory) -> int:
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=FULL) as harness, place.open(capacity_bytes=FULL):
+    with directory.open(ops, capacity_bytes=FULL) as harness, directory.open(capacity_bytes=FULL):
         before = len(ops.calls)
         store(harness, K[:2])
         return len(ops.calls) - before
@@ -45,14 +45,14 @@ def number_of_calls(place: Place) -> int:
 
 @shares(SHARES, pytest.mark.slow)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_after_a_failure_at_any_call_of_a_store_another_tier_goes_on(place, code, share):
-    count = number_of_calls(place)
+def test_after_a_failure_at_any_call_of_a_store_another_tier_goes_on(directory, code, share):
+    count = number_of_calls(directory)
     for number in range(1 + share, count + 1, SHARES):
-        place = Place(place.root.with_name(f"{code}-{number}"))
+        directory = FsDirectory(directory.root.with_name(f"{code}-{number}"))
         ops = FaultyFileOps()
         with (
-            place.open(ops, capacity_bytes=FULL) as harness,
-            place.open(capacity_bytes=FULL) as other,
+            directory.open(ops, capacity_bytes=FULL) as harness,
+            directory.open(capacity_bytes=FULL) as other,
         ):
             ops.fail(code, at=len(ops.calls) + number)
             store(harness, K[:2])
@@ -63,14 +63,14 @@ def test_after_a_failure_at_any_call_of_a_store_another_tier_goes_on(place, code
         assert not ops.open_fds
 
 
-def test_a_count_that_another_never_gives_back_ends_the_wait(place):
+def test_a_count_that_another_never_gives_back_ends_the_wait(directory):
     """A process that is stopped inside a change, or hangs in the filesystem."""
-    place.folder.mkdir(parents=True)
+    directory.folder.mkdir(parents=True)
     ops = FaultyFileOps()
-    usage = UsageFile(ops, str(place.folder), "me", set, lock_timeout_s=0.01)
+    usage = UsageFile(ops, str(directory.folder), "me", set, lock_timeout_s=0.01)
     usage.open()
     with (
-        locked(FileOps(), str(place.folder / FILE_NAME)),
+        locked(FileOps(), str(directory.folder / FILE_NAME)),
         pytest.raises(TimeoutError, match=r"its lock was not released for 0.01 s: .*\.usage"),
     ):
         usage.begin(BLOCK, 1, FULL)
@@ -79,10 +79,10 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(place):
     assert not ops.open_fds
 
 
-def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place):
-    place.folder.mkdir(parents=True)
+def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(directory):
+    directory.folder.mkdir(parents=True)
     ops = FaultyFileOps()
-    usage = UsageFile(ops, str(place.folder), "me", set, lock_timeout_s=0.01)
+    usage = UsageFile(ops, str(directory.folder), "me", set, lock_timeout_s=0.01)
     usage.open()
     hang = ops.hang(on="pread_into")
     stuck = threading.Thread(target=usage.read)
@@ -99,29 +99,29 @@ def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(place)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_filesystem_without_locks_is_refused_with_a_capacity_and_used_without(place, code):
+def test_a_filesystem_without_locks_is_refused_with_a_capacity_and_used_without(directory, code):
     ops = FaultyFileOps()
     ops.fail(code, on="lock")
     with pytest.raises(ConfigError, match=r"root_dir: .* \(.*cannot be locked: .*\.usage"):
-        place.open(ops, capacity_bytes=FULL)
+        directory.open(ops, capacity_bytes=FULL)
     assert not ops.open_fds
-    with place.open(ops) as harness:
+    with directory.open(ops) as harness:
         assert harness.store(K[:2]) == {}
     assert not ops.open_fds
 
 
-def test_a_count_that_is_locked_for_ever_is_a_timeout_of_the_opening(place):
-    place.folder.mkdir(parents=True)
+def test_a_count_that_is_locked_for_ever_is_a_timeout_of_the_opening(directory):
+    directory.folder.mkdir(parents=True)
     ops = FaultyFileOps()
     ops.fail(errno.ETIMEDOUT, on="lock", when=lambda call: call.path.endswith(FILE_NAME))
     with pytest.raises(TierTimeoutError, match=r"root_dir: .*\.usage"):
-        place.open(ops, capacity_bytes=FULL)
+        directory.open(ops, capacity_bytes=FULL)
 
 
 @pytest.mark.parametrize("times", [1, None])
-def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(place, times):
+def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(directory, times):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=FULL) as harness:
+    with directory.open(ops, capacity_bytes=FULL) as harness:
         is_count = lambda call: call.path.endswith(FILE_NAME)  # noqa: E731 - a rule
         ops.fail(errno.ESTALE, on="lock", when=is_count, times=times)
         if times == 1:
@@ -133,10 +133,12 @@ def test_a_count_whose_handle_went_stale_is_opened_once_more_and_then_a_fault(pl
             assert harness.store(K[:2]) == {}
 
 
-def test_a_root_whose_handle_went_stale_is_a_fault_until_it_answers(place):
+def test_a_root_whose_handle_went_stale_is_a_fault_until_it_answers(directory):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=FULL) as harness:
-        ops.fail(errno.ESTALE, on="stat", when=lambda call: call.path.startswith(f"{place.root}/."))
+    with directory.open(ops, capacity_bytes=FULL) as harness:
+        ops.fail(
+            errno.ESTALE, on="stat", when=lambda call: call.path.startswith(f"{directory.root}/.")
+        )
         with pytest.raises(TierUnavailableError, match="Stale file handle"):
             harness.store(K[:2])
         ops.heal()

@@ -1,7 +1,7 @@
 """A root that is not the directory that was opened: nothing is served, and nothing written."""
 
 import pytest
-from fs.places import BLOCK, Place
+from fs.directories import BLOCK, FsDirectory
 from unmounting import unmounted
 
 from kvoffload_async.errors import TierUnavailableError
@@ -11,18 +11,18 @@ K = [key_of(number) for number in range(16)]
 CAPACITIES = [{}, {"capacity_bytes": 64 * BLOCK}]
 
 
-def replace(place):
-    place.root.rename(place.root.with_name("away"))
-    place.root.mkdir()
+def replace(directory):
+    directory.root.rename(directory.root.with_name("away"))
+    directory.root.mkdir()
 
 
-def take_away(place):
-    place.root.rename(place.root.with_name("away"))
+def take_away(directory):
+    directory.root.rename(directory.root.with_name("away"))
 
 
-def turn_into_a_file(place):
-    place.root.rename(place.root.with_name("away"))
-    place.root.touch()
+def turn_into_a_file(directory):
+    directory.root.rename(directory.root.with_name("away"))
+    directory.root.touch()
 
 
 def blocks_in(folder):
@@ -45,43 +45,47 @@ def is_lost(result, root) -> bool:
 
 @pytest.mark.parametrize("options", CAPACITIES)
 @pytest.mark.parametrize("lose", [replace, take_away, turn_into_a_file])
-def test_a_lost_root_is_a_fault_and_nothing_is_written_in_its_place(place, options, lose):
-    with place.manage(**options) as harness:
+def test_a_lost_root_is_a_fault_and_nothing_is_written_in_its_place(directory, options, lose):
+    with directory.manage(**options) as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        lose(place)
-        away = place.root.with_name("away")
-        left, lost = sorted(place.root.rglob("*")), blocks_in(away)
+        lose(directory)
+        away = directory.root.with_name("away")
+        left, lost = sorted(directory.root.rglob("*")), blocks_in(away)
         assert len(lost) == 4
-        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), place.root)
-        assert is_lost(result_of(harness, harness.submit_store(K[:4], range(4))), place.root)
-        assert is_lost(result_of(harness, harness.submit_load(K[:4], range(8, 12))), place.root)
+        assert is_lost(
+            result_of(harness, harness.submit_store(K[4:8], range(4, 8))), directory.root
+        )
+        assert is_lost(result_of(harness, harness.submit_store(K[:4], range(4))), directory.root)
+        assert is_lost(result_of(harness, harness.submit_load(K[:4], range(8, 12))), directory.root)
         assert blocks_in(away) == lost, "nor is anything written to what was lost"
-    assert sorted(place.root.rglob("*")) == left
+    assert sorted(directory.root.rglob("*")) == left
 
 
 @pytest.mark.parametrize("options", CAPACITIES)
-def test_a_root_that_comes_back_is_used_again(place, options):
-    away = place.root.with_name("away")
-    with place.manage(**options) as harness:
+def test_a_root_that_comes_back_is_used_again(directory, options):
+    away = directory.root.with_name("away")
+    with directory.manage(**options) as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        take_away(place)
-        assert is_lost(result_of(harness, harness.submit_store(K[4:8], range(4, 8))), place.root)
-        away.rename(place.root)
+        take_away(directory)
+        assert is_lost(
+            result_of(harness, harness.submit_store(K[4:8], range(4, 8))), directory.root
+        )
+        away.rename(directory.root)
         assert result_of(harness, harness.submit_store(K[4:8], range(4, 8))).success
         assert result_of(harness, harness.submit_load(K[:8], range(8, 16))).success
         assert all(harness.holds(K[i], 8 + i) for i in range(8))
 
 
-def test_a_full_store_evicts_nothing_for_a_lost_root(place):
-    with place.manage(capacity_bytes=24 * BLOCK) as harness:
+def test_a_full_store_evicts_nothing_for_a_lost_root(directory):
+    with directory.manage(capacity_bytes=24 * BLOCK) as harness:
         for first in range(0, 12, 4):
             harness.submit_store(K[first : first + 4], range(4))
             harness.wait()
-        before = place.blocks()
-        take_away(place)
-        assert is_lost(result_of(harness, harness.submit_store(K[12:], range(4))), place.root)
-        place.root.with_name("away").rename(place.root)
-        assert place.blocks() == before
+        before = directory.blocks()
+        take_away(directory)
+        assert is_lost(result_of(harness, harness.submit_store(K[12:], range(4))), directory.root)
+        directory.root.with_name("away").rename(directory.root)
+        assert directory.blocks() == before
         assert result_of(harness, harness.submit_store(K[12:], range(4))).success
 
 
@@ -90,7 +94,7 @@ def test_a_link_that_leads_elsewhere_is_a_lost_root(tmp_path):
     first.mkdir()
     second.mkdir()
     link.symlink_to(first)
-    with Place(link).manage() as harness:
+    with FsDirectory(link).manage() as harness:
         assert result_of(harness, harness.submit_store(K[:1], [0])).success
         link.unlink()
         link.symlink_to(second)
@@ -98,12 +102,12 @@ def test_a_link_that_leads_elsewhere_is_a_lost_root(tmp_path):
     assert list(second.iterdir()) == []
 
 
-def test_a_namespace_that_was_emptied_below_its_root_is_filled_again(place):
-    with place.manage() as harness:
+def test_a_namespace_that_was_emptied_below_its_root_is_filled_again(directory):
+    with directory.manage() as harness:
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        place.folder.rename(place.root.with_name("away"))
+        directory.folder.rename(directory.root.with_name("away"))
         assert result_of(harness, harness.submit_store(K[:4], range(4))).success
-        assert place.blocks() == set(K[:4])
+        assert directory.blocks() == set(K[:4])
 
 
 @pytest.mark.parametrize("below", ["", "root"])

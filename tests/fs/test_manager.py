@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 from faulty_files import FaultyFileOps, Hang, is_block, is_temp
-from fs.places import BLOCK, Place
+from fs.directories import BLOCK, FsDirectory
 
 from kvoffload_async import (
     CorruptBlockError,
@@ -45,8 +45,8 @@ def answers(harness: ManagerHarness, ctx: ReqContext, *keys) -> list[LookupResul
     return ask(harness, ctx, *keys)
 
 
-def test_nothing_touches_the_disk_on_the_owners_thread(place, ops):
-    with place.manage(ops, capacity_bytes=1 << 20) as harness:
+def test_nothing_touches_the_disk_on_the_owners_thread(directory, ops):
+    with directory.manage(ops, capacity_bytes=1 << 20) as harness:
         ctx = ReqContext("r")
         harness.submit_store(K[:4], range(4))
         harness.wait()
@@ -59,9 +59,9 @@ def test_nothing_touches_the_disk_on_the_owners_thread(place, ops):
     assert threading.get_ident() not in ops.thread_ids
 
 
-def test_all_keys_of_a_step_are_one_probe(place, ops):
-    with place.manage(ops) as harness:
-        place.put(K[1])
+def test_all_keys_of_a_step_are_one_probe(directory, ops):
+    with directory.manage(ops) as harness:
+        directory.put(K[1])
         ctx = ReqContext("r")
         before = len(ops.calls)
         assert ask(harness, ctx, *K[:5]) == [RETRY] * 5
@@ -71,11 +71,11 @@ def test_all_keys_of_a_step_are_one_probe(place, ops):
         assert ops.counts(before) == {"stat": 5}, "a verdict is asked for once a request"
 
 
-def test_a_hung_probe_delays_nobody_elses(place, ops):
+def test_a_hung_probe_delays_nobody_elses(directory, ops):
     """Regressions 44193, 45765."""
-    with place.manage(ops) as harness:
-        place.put(K[1])
-        hang = ops.hang(on="stat", when=lambda c: c.path == str(place.path(K[0])))
+    with directory.manage(ops) as harness:
+        directory.put(K[1])
+        hang = ops.hang(on="stat", when=lambda c: c.path == str(directory.path(K[0])))
         first, second = ReqContext("first"), ReqContext("second")
         assert ask(harness, first, K[0]) == [RETRY]
         assert hang.entered.wait(DEADLINE_S)
@@ -85,10 +85,10 @@ def test_a_hung_probe_delays_nobody_elses(place, ops):
         assert answers(harness, first, K[0]) == [MISS]
 
 
-def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(place, ops):
+def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(directory, ops):
     """Regression 54872: finish A, start B, deliver A."""
-    with place.manage(ops) as harness:
-        hang = ops.hang(on="stat", when=lambda c: c.path == str(place.path(K[0])), times=1)
+    with directory.manage(ops) as harness:
+        hang = ops.hang(on="stat", when=lambda c: c.path == str(directory.path(K[0])), times=1)
         first = ReqContext("first")
         assert ask(harness, first, K[0]) == [RETRY]
         assert hang.entered.wait(DEADLINE_S)
@@ -98,7 +98,7 @@ def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(place, ops):
         harness.manager.on_request_finished(first)
         second = ReqContext("second")
         assert answers(harness, second, K[0]) == [MISS]
-        place.put(K[0])  # so that the late verdict is another one
+        directory.put(K[0])  # so that the late verdict is another one
         hang.release()
         actor = harness.manager.link.actor
         harness.run(_ended(actor._probes.tasks))
@@ -119,11 +119,11 @@ def _expire_probes(manager: SecondaryTierManager) -> None:
         probes._answer(generation, frozenset(), None)
 
 
-def test_a_newcomer_shares_a_probe_in_flight(place, ops):
+def test_a_newcomer_shares_a_probe_in_flight(directory, ops):
     """Regression 55823."""
-    place.put(K[0])
-    with place.manage(ops) as harness:
-        hang = ops.hang(on="stat", when=lambda c: c.path == str(place.path(K[0])))
+    directory.put(K[0])
+    with directory.manage(ops) as harness:
+        hang = ops.hang(on="stat", when=lambda c: c.path == str(directory.path(K[0])))
         first, second = ReqContext("first"), ReqContext("second")
         assert ask(harness, first, K[0]) == [RETRY]
         assert hang.entered.wait(DEADLINE_S)
@@ -131,19 +131,19 @@ def test_a_newcomer_shares_a_probe_in_flight(place, ops):
         assert ask(harness, second, K[0]) == [RETRY]
         hang.release()
         assert answers(harness, second, K[0]) == [HIT]
-        probes = [c for c in ops.calls if c.name == "stat" and c.path == str(place.path(K[0]))]
+        probes = [c for c in ops.calls if c.name == "stat" and c.path == str(directory.path(K[0]))]
         assert len(probes) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "removed", "unreadable"])
-def test_a_failed_load_flips_the_verdict_to_absent(place, ops, damage):
+def test_a_failed_load_flips_the_verdict_to_absent(directory, ops, damage):
     """Regressions 49176, 49328: a failed load was promoted again for ever."""
-    with place.manage(ops) as harness:
+    with directory.manage(ops) as harness:
         harness.submit_store(K[:2], range(2))
         harness.wait()
         ctx = ReqContext("r")
         assert answers(harness, ctx, *K[:2]) == [HIT, HIT]
-        path = place.path(K[0])
+        path = directory.path(K[0])
         if damage == "truncated":
             os.truncate(path, 100)
         elif damage == "flipped":
@@ -162,11 +162,11 @@ def test_a_failed_load_flips_the_verdict_to_absent(place, ops, damage):
         assert path.exists() == (damage == "unreadable")
 
 
-def test_a_corrupt_block_is_stored_again_by_the_next_request(place):
-    with place.manage() as harness:
+def test_a_corrupt_block_is_stored_again_by_the_next_request(directory):
+    with directory.manage() as harness:
         harness.submit_store(K[:1], [0])
         harness.wait()
-        place.path(K[0]).write_bytes(bytes(BLOCK))
+        directory.path(K[0]).write_bytes(bytes(BLOCK))
         job = harness.submit_load(K[:1], [10])
         harness.wait()
         assert isinstance(harness.result_of(job).error, CorruptBlockError)
@@ -185,11 +185,11 @@ def harness_load(harness: ManagerHarness, key):
 
 
 @pytest.mark.parametrize(("call", "is_load"), [("preadv", True), ("pwritev", False)])
-def test_a_job_past_its_deadline_is_reported_and_keeps_its_slots(place, ops, call, is_load):
-    with place.manage() as harness:
+def test_a_job_past_its_deadline_is_reported_and_keeps_its_slots(directory, ops, call, is_load):
+    with directory.manage() as harness:
         harness.submit_store(K[:1], [0])
         harness.wait()
-    with place.manage(ops, io_timeout_s=0.1) as harness:
+    with directory.manage(ops, io_timeout_s=0.1) as harness:
         hang = ops.hang(on=call, when=is_block if is_load else is_temp)
         submit = harness.submit_load if is_load else harness.submit_store
         job = submit(K[:1] if is_load else K[1:2], [5])
@@ -209,11 +209,11 @@ def test_a_job_past_its_deadline_is_reported_and_keeps_its_slots(place, ops, cal
             assert harness.holds(K[0], 5)
 
 
-def test_a_pipe_in_a_blocks_place_hangs_nothing_and_is_replaced(place):
-    path = place.path(K[0])
+def test_a_pipe_in_a_blocks_place_hangs_nothing_and_is_replaced(directory):
+    path = directory.path(K[0])
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
-    with place.manage(io_timeout_s=30.0) as harness:
+    with directory.manage(io_timeout_s=30.0) as harness:
         job = harness.submit_load([K[0]], [10])
         harness.wait()
         assert isinstance(harness.result_of(job).error, BlockMissingError)
@@ -228,9 +228,11 @@ def test_a_pipe_in_a_blocks_place_hangs_nothing_and_is_replaced(place):
 # -- shutdown -----------------------------------------------------------------------------------
 
 
-def hung_manager(place: Place, ops: FaultyFileOps, view, **options) -> FileSystemTierManager:
+def hung_manager(
+    directory: FsDirectory, ops: FaultyFileOps, view, **options
+) -> FileSystemTierManager:
     return FileSystemTierManager(
-        None, view, root_dir=str(place.root), model="test", ops=ops, **options
+        None, view, root_dir=str(directory.root), model="test", ops=ops, **options
     )
 
 
@@ -239,8 +241,8 @@ def hang_everything(ops: FaultyFileOps) -> Hang:
     return ops.hang()
 
 
-def test_shutdown_on_a_hung_mount_is_bounded_with_one_result_a_job(place, ops):
-    harness = place.manage(ops)
+def test_shutdown_on_a_hung_mount_is_bounded_with_one_result_a_job(directory, ops):
+    harness = directory.manage(ops)
     hang = hang_everything(ops)
     jobs = [harness.submit_store([key], [slot]) for slot, key in enumerate(K[:12])]
     jobs += [harness.submit_load([key], [20 + slot]) for slot, key in enumerate(K[:6])]
@@ -257,8 +259,8 @@ def test_shutdown_on_a_hung_mount_is_bounded_with_one_result_a_job(place, ops):
     _end(harness)
 
 
-def test_shutdown_on_a_hung_mount_without_jobs_is_bounded(place, ops):
-    harness = place.manage(ops)
+def test_shutdown_on_a_hung_mount_without_jobs_is_bounded(directory, ops):
+    harness = directory.manage(ops)
     hang = hang_everything(ops)
     report = harness.manager.shutdown(timeout=0.1)
     hang.release()
@@ -275,7 +277,7 @@ def _end(harness: ManagerHarness) -> None:
     harness.host.close()
 
 
-def tiering(place: Place, ops: FaultyFileOps, **options):
+def tiering(directory: FsDirectory, ops: FaultyFileOps, **options):
     """A spec with two tiers: `fs` on a mount that will hang, and `example`."""
     spec = TieringOffloadingSpec(
         {
@@ -283,7 +285,7 @@ def tiering(place: Place, ops: FaultyFileOps, **options):
             "block_bytes": BLOCK,
             "model": "test",
             "secondary_tiers": [
-                {"type": "fs", "root_dir": str(place.root), "ops": ops, **options},
+                {"type": "fs", "root_dir": str(directory.root), "ops": ops, **options},
                 {"type": "example"},
             ],
         }
@@ -291,8 +293,8 @@ def tiering(place: Place, ops: FaultyFileOps, **options):
     return spec, spec.get_manager()
 
 
-def test_a_hung_tier_keeps_neither_the_owner_nor_another_tier_waiting(place, ops):
-    spec, manager = tiering(place, ops, io_timeout_s=0.2)
+def test_a_hung_tier_keeps_neither_the_owner_nor_another_tier_waiting(directory, ops):
+    spec, manager = tiering(directory, ops, io_timeout_s=0.2)
     hang = hang_everything(ops)
     calls_before = len(ops.calls)
     owner = threading.get_ident()
@@ -324,8 +326,8 @@ def test_a_hung_tier_keeps_neither_the_owner_nor_another_tier_waiting(place, ops
     assert owner not in {c.thread_id for c in ops.calls[calls_before:]}
 
 
-def test_the_deadline_of_a_hung_tier_lets_lookups_go_on(place, ops):
-    spec, manager = tiering(place, ops, io_timeout_s=0.2, probe_timeout_s=0.2)
+def test_the_deadline_of_a_hung_tier_lets_lookups_go_on(directory, ops):
+    spec, manager = tiering(directory, ops, io_timeout_s=0.2, probe_timeout_s=0.2)
     hang = ops.hang(on="stat open")
     ctx = ReqContext("r")
     key = make_offload_key(bytes(32))

@@ -1,6 +1,6 @@
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK
+from fs.directories import BLOCK
 
 from kvoffload_async import (
     ConfigError,

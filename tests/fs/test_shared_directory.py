@@ -2,15 +2,15 @@
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
-from fs.places import Place
+from fs.directories import FsDirectory
 from fs.spaces import ROOM_FOR_8, K, check, evicted, rescan
 
 from kvoffload_async.errors import BlockMissingError
 
 
 @pytest.fixture
-def shared(tmp_path) -> Place:
-    return Place(tmp_path / "root", is_vllms=True)
+def shared(tmp_path) -> FsDirectory:
+    return FsDirectory(tmp_path / "root", is_vllms=True)
 
 
 def test_blocks_in_a_shared_directory_have_vllms_names(shared):
@@ -51,11 +51,11 @@ def test_victims_in_a_shared_directory_are_never_overwritten(shared):
         assert not [c for c in ops.calls if c.name == "truncate" and is_temp(c)]
 
 
-def test_blocks_in_vllms_layout_are_a_miss_for_a_tier_that_does_not_share_it(place, shared):
+def test_blocks_in_vllms_layout_are_a_miss_for_a_tier_that_does_not_share_it(directory, shared):
     with shared.open() as harness:
         assert harness.store(K[:8]) == {}
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
         assert isinstance(harness.load(K[:1])[0], BlockMissingError)
         assert harness.store(K[:8]) == {}
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
     assert shared.blocks() == set(K[:8])

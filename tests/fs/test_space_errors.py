@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
-from fs.places import BLOCK, TRIES, Place
+from fs.directories import BLOCK, TRIES, FsDirectory
 from fs.spaces import ROOM_FOR_8, K, check, end_of, rescan, room_for, start
 from log_records import errors_with_frames
 from sweeps import shares
@@ -34,9 +34,9 @@ def store_or_raise(harness: TierHarness, keys) -> dict:
 def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, share):
     """Every call of a job that evicts, those of the shared count included."""
     for number in itertools.count(1 + share, SHARES):
-        place = Place(tmp_path / str(number))
+        directory = FsDirectory(tmp_path / str(number))
         ops = FaultyFileOps()
-        with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+        with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
             harness.store(K[:6])
             ops.fail(code, at=len(ops.calls) + number)
             last = len(ops.calls) + number
@@ -47,8 +47,8 @@ def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, shar
             rescan(harness)
             harness.tier._files.writer.sweep_leftover_temps()
             assert harness.store(K[20:22]) == {}
-            check(place, harness, ROOM_FOR_8)
-        assert place.every_block_is_whole()
+            check(directory, harness, ROOM_FOR_8)
+        assert directory.every_block_is_whole()
         assert not errors_with_frames(caplog.records)
         if not was_hit:
             assert failures == {}
@@ -56,9 +56,9 @@ def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, shar
     assert number > 30
 
 
-def test_a_count_that_cannot_be_told_costs_no_block(place, caplog):
+def test_a_count_that_cannot_be_told_costs_no_block(directory, caplog):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+    with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         number = iter(range(100))
         # The first lock of a job is for the reservation, the second for the settlement, which is
         # tried with a new descriptor, too.
@@ -67,12 +67,12 @@ def test_a_count_that_cannot_be_told_costs_no_block(place, caplog):
         assert "was not updated" in caplog.text
         assert not errors_with_frames(caplog.records)
         assert harness.store(K[2:4]) == {}
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
-def test_a_cancelled_store_is_accounted_for(place):
+def test_a_cancelled_store_is_accounted_for(directory):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+    with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         hang = ops.hang(on="pwritev", when=is_temp)
         harness.fill(K[:3], range(3))
         job = harness.job(K[:3], range(3), is_promotion=False)
@@ -84,13 +84,13 @@ def test_a_cancelled_store_is_accounted_for(place):
             harness.run(end_of(storing))
         storing.clear()
         harness.on_loop(gc.collect)  # there, so that the loop has let go of the task
-        assert place.blocks() == set(K[:3])
-        check(place, harness, ROOM_FOR_8)
+        assert directory.blocks() == set(K[:3])
+        check(directory, harness, ROOM_FOR_8)
 
 
-def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_file(place):
+def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_file(directory):
     ops = FaultyFileOps()
-    with place.open(ops) as harness:
+    with directory.open(ops) as harness:
         if harness.tier._native is None:
             pytest.skip("a job that Python writes has no end of its own")
         end_waits = threading.Event()
@@ -108,13 +108,13 @@ def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_
         with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
             harness.run(end_of(storing))
         storing.clear()
-        assert place.temps()
+        assert directory.temps()
         harness.tier._files.writer.sweep_leftover_temps()
-        assert not place.temps()
+        assert not directory.temps()
 
 
-def test_a_store_that_the_pool_refuses_gives_its_room_back(place):
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+def test_a_store_that_the_pool_refuses_gives_its_room_back(directory):
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:6])
         io = harness.tier._env.io
         real = io.run
@@ -132,11 +132,11 @@ def test_a_store_that_the_pool_refuses_gives_its_room_back(place):
             assert next(number) > min(refused, 1)  # native code needs no third call
             io.run = real
             rescan(harness)
-            check(place, harness, ROOM_FOR_8)
+            check(directory, harness, ROOM_FOR_8)
 
 
-def test_two_jobs_that_store_the_same_new_blocks_both_succeed(place):
-    with place.open(capacity_bytes=room_for(41)) as harness:
+def test_two_jobs_that_store_the_same_new_blocks_both_succeed(directory):
+    with directory.open(capacity_bytes=room_for(41)) as harness:
         harness.fill(K[:8], range(8))
 
         async def both():
@@ -150,12 +150,12 @@ def test_two_jobs_that_store_the_same_new_blocks_both_succeed(place):
             return [task.result() for task in tasks]
 
         assert harness.run(both()) == [{}, {}, {}]
-        check(place, harness, room_for(41))
+        check(directory, harness, room_for(41))
 
 
-def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it(place):
+def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it(directory):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=room_for(41)) as harness:
+    with directory.open(ops, capacity_bytes=room_for(41)) as harness:
         harness.fill(K[:1], [0])
         hang = ops.hang(on="pwritev", when=is_temp, times=1)
 
@@ -166,24 +166,24 @@ def test_a_job_that_loses_the_race_for_a_block_that_then_fails_does_not_claim_it
         assert sorted(harness.run(harness.tier.store(jobs[1]))) == [0]
         hang.release()
         assert sorted(harness.run(end_of(first))) == [0]
-        assert not place.blocks()
-        check(place, harness, room_for(41))
+        assert not directory.blocks()
+        check(directory, harness, room_for(41))
 
 
 @pytest.mark.usefixtures("folders_on_disk")
 @pytest.mark.parametrize("capacity_bytes", [1, BLOCK, BLOCK + 5 * 4096 - 1])
-def test_a_capacity_below_one_block_is_refused(place, capacity_bytes):
+def test_a_capacity_below_one_block_is_refused(directory, capacity_bytes):
     with pytest.raises(ConfigError, match=r"capacity_bytes: .* give at least \d+"):
-        place.open(capacity_bytes=capacity_bytes)
-    assert not list((place.folder / ".writers").iterdir())
+        directory.open(capacity_bytes=capacity_bytes)
+    assert not list((directory.folder / ".writers").iterdir())
 
 
-def test_the_least_capacity_holds_a_block(place):
+def test_the_least_capacity_holds_a_block(directory):
     with pytest.raises(ConfigError) as raised:
-        place.open(capacity_bytes=1)
+        directory.open(capacity_bytes=1)
     least = int(str(raised.value).rpartition(" ")[2])
-    with place.open(capacity_bytes=least) as harness:
+    with directory.open(capacity_bytes=least) as harness:
         for key in K[:5]:
             assert harness.store([key]) == {}
-            assert place.blocks() == {key}
-            check(place, harness, least)
+            assert directory.blocks() == {key}
+            check(directory, harness, least)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, KIB
+from fs.directories import BLOCK, KIB
 from fs.spaces import (
     ROOM_FOR_8,
     K,
@@ -23,40 +23,40 @@ from fs.spaces import (
 from kvoffload_async.abc.events import BlocksAppeared
 
 
-def test_a_rescan_corrects_what_strangers_have_added_and_removed(place):
-    with place.open(capacity_bytes=room_for(41)) as harness:
+def test_a_rescan_corrects_what_strangers_have_added_and_removed(directory):
+    with directory.open(capacity_bytes=room_for(41)) as harness:
         harness.store(K[:10])
         for key in K[:3]:
-            place.path(key).unlink()
+            directory.path(key).unlink()
         for key in K[10:15]:
-            place.put(key)
-        (place.folder / "stranger").write_bytes(b"x" * 10_000)
-        assert place.counted_bytes() != place.disk_bytes()
+            directory.put(key)
+        (directory.folder / "stranger").write_bytes(b"x" * 10_000)
+        assert directory.counted_bytes() != directory.disk_bytes()
         rescan(harness)
-        check(place, harness, room_for(41))
-        assert place.blocks() == set(K[3:15])
+        check(directory, harness, room_for(41))
+        assert directory.blocks() == set(K[3:15])
 
 
-def test_a_rescan_announces_what_others_have_removed(place):
-    with place.open(capacity_bytes=room_for(41)) as harness:
+def test_a_rescan_announces_what_others_have_removed(directory):
+    with directory.open(capacity_bytes=room_for(41)) as harness:
         harness.store(K[:4])
         for key in K[:2]:
-            place.path(key).unlink()
+            directory.path(key).unlink()
         rescan(harness)
         assert evicted(harness) == set(K[:2])
 
 
-def test_blocks_of_others_and_of_former_runs_are_announced_once_and_not_the_own_ones(place):
-    place.put(K[0])
-    with place.open(capacity_bytes=room_for(41)) as harness:
+def test_blocks_of_others_and_of_former_runs_are_announced_once_and_not_the_own_ones(directory):
+    directory.put(K[0])
+    with directory.open(capacity_bytes=room_for(41)) as harness:
         assert appeared(harness) == [K[0]]
         harness.store(K[1:3])
         for key in K[3:5]:
-            place.put(key)
+            directory.put(key)
         rescan(harness)
         rescan(harness)
         assert sorted(appeared(harness)) == sorted([K[0], *K[3:5]])
-        place.put(K[5])
+        directory.put(K[5])
         assert harness.load(K[5:6]) == {}
         assert appeared(harness)[-1] == K[5]
 
@@ -65,50 +65,50 @@ def appeared(harness) -> list:
     return [k for event in harness.events if isinstance(event, BlocksAppeared) for k in event.keys]
 
 
-def test_storing_what_others_have_removed_announces_that_it_was_gone(place):
-    with place.open(capacity_bytes=room_for(41)) as harness:
+def test_storing_what_others_have_removed_announces_that_it_was_gone(directory):
+    with directory.open(capacity_bytes=room_for(41)) as harness:
         harness.store(K[:2])
-        place.path(K[0]).unlink()
+        directory.path(K[0]).unlink()
         assert harness.store(K[:2]) == {}
         assert evicted(harness) == {K[0]}
-        assert place.blocks() == set(K[:2])
+        assert directory.blocks() == set(K[:2])
 
 
 @pytest.mark.usefixtures("folders_on_disk")
-def test_strangers_are_evicted_in_their_turn_and_loaded_before(place):
+def test_strangers_are_evicted_in_their_turn_and_loaded_before(directory):
     for number, key in enumerate(K[:20]):
-        path = place.put(key)
+        path = directory.put(key)
         os.utime(path, (number, number))
-    with place.open(capacity_bytes=room_for(30)) as harness:
+    with directory.open(capacity_bytes=room_for(30)) as harness:
         assert harness.load(K[:1]) == {}
         harness.store(K[30:42])
-        assert K[0] in place.blocks()
-        assert K[1] not in place.blocks()
-        check(place, harness, room_for(30))
+        assert K[0] in directory.blocks()
+        assert K[1] not in directory.blocks()
+        check(directory, harness, room_for(30))
 
 
-def test_room_is_made_at_the_start_the_oldest_first(place):
+def test_room_is_made_at_the_start_the_oldest_first(directory):
     for number, key in enumerate(K[:50]):
-        path = place.put(key)
+        path = directory.put(key)
         os.utime(path, (number, number))
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
-        check(place, harness, ROOM_FOR_8)
-        kept = place.blocks()
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
+        check(directory, harness, ROOM_FOR_8)
+        kept = directory.blocks()
         assert kept
         assert kept == set(K[50 - len(kept) : 50])
         assert harness.store(K[60:63]) == {}
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
 @pytest.mark.usefixtures("folders_on_disk")
-def test_a_capacity_that_became_smaller_says_how_many_blocks_and_bytes_it_costs(place, caplog):
-    with place.open(capacity_bytes=room_for(86)) as harness:
+def test_a_capacity_that_became_smaller_says_how_many_blocks_and_bytes_it_costs(directory, caplog):
+    with directory.open(capacity_bytes=room_for(86)) as harness:
         harness.store(K[:30])
-    before_bytes, num_blocks = place.disk_bytes(), len(place.blocks())
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
-        removed = num_blocks - len(place.blocks())
-        check(place, harness, ROOM_FOR_8)
-        after_bytes = place.disk_bytes()
+    before_bytes, num_blocks = directory.disk_bytes(), len(directory.blocks())
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
+        removed = num_blocks - len(directory.blocks())
+        check(directory, harness, ROOM_FOR_8)
+        after_bytes = directory.disk_bytes()
     assert removed > 20
     (line,) = [line for line in caplog.messages if "capacity_bytes" in line]
     assert f"capacity_bytes is {ROOM_FOR_8}: {removed} blocks were removed, the least" in line
@@ -117,98 +117,98 @@ def test_a_capacity_that_became_smaller_says_how_many_blocks_and_bytes_it_costs(
     assert before_bytes <= int(there_bytes) <= before_bytes + 4 * KIB  # this writer's entry
 
 
-def test_a_capacity_that_suffices_is_not_remarked_upon(place, caplog):
+def test_a_capacity_that_suffices_is_not_remarked_upon(directory, caplog):
     for _ in range(2):
-        with place.open(capacity_bytes=ROOM_FOR_8, high=0.6, low=0.3) as h:
+        with directory.open(capacity_bytes=ROOM_FOR_8, high=0.6, low=0.3) as h:
             h.store(K[:40])
             trim(h)
     assert "capacity_bytes" not in caplog.text
 
 
-def test_the_count_is_right_after_a_restart_whatever_the_file_says(place):
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+def test_the_count_is_right_after_a_restart_whatever_the_file_says(directory):
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:4])
-    (place.folder / ".usage").write_text('[7, {"9-dead": 99999}, 0]', encoding="ascii")
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
-        check(place, harness, ROOM_FOR_8)
+    (directory.folder / ".usage").write_text('[7, {"9-dead": 99999}, 0]', encoding="ascii")
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
+        check(directory, harness, ROOM_FOR_8)
 
 
 @pytest.mark.usefixtures("folders_on_disk")
-def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_learned(place):
+def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_learned(directory):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+    with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:4])
         space = harness.tier._space
         hang = ops.hang(on="walk", times=1)
         walking = start(harness, rescanned(harness.tier._housekeeping))
         assert hang.entered.wait(60)
-        found = sorted(place.blocks())
+        found = sorted(directory.blocks())
         harness.store(K[4:12])
-        assert not set(K[:4]) & place.blocks()
+        assert not set(K[:4]) & directory.blocks()
         assert not set(space.blocks.learn(found))
         hang.release()
         harness.run(end_of(walking))
-        assert space.known() == place.blocks()
+        assert space.known() == directory.blocks()
 
 
-def test_a_bad_block_that_a_load_removed_is_given_back(place):
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+def test_a_bad_block_that_a_load_removed_is_given_back(directory):
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:4])
-        place.path(K[0]).write_bytes(b"x" * BLOCK)
-        place.path(K[1]).unlink()
+        directory.path(K[0]).write_bytes(b"x" * BLOCK)
+        directory.path(K[1]).unlink()
         assert sorted(harness.load(K[:4])) == [0, 1]
         assert harness.tier._space.known() == set(K[2:4])
         rescan(harness)
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
-def test_a_file_that_has_shrunk_and_is_removed_does_not_make_the_count_too_small(place):
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+def test_a_file_that_has_shrunk_and_is_removed_does_not_make_the_count_too_small(directory):
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:4])
-        os.truncate(place.path(K[0]), 0)
+        os.truncate(directory.path(K[0]), 0)
         rescan(harness)
         harness.load(K[:1])
-        assert place.counted_bytes() == place.disk_bytes()
+        assert directory.counted_bytes() == directory.disk_bytes()
 
 
 # -- watermarks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("folders_on_disk")
-def test_room_is_made_from_the_high_down_to_the_low_watermark(place):
+def test_room_is_made_from_the_high_down_to_the_low_watermark(directory):
     capacity_bytes = 250 * KIB
-    with place.open(capacity_bytes=capacity_bytes, high=0.5, low=0.3) as harness:
+    with directory.open(capacity_bytes=capacity_bytes, high=0.5, low=0.3) as harness:
         harness.store(K[:15])
         trim(harness)
         assert evicted(harness) == set()
         harness.store(K[15:30])
-        assert place.disk_bytes() > 0.5 * capacity_bytes
+        assert directory.disk_bytes() > 0.5 * capacity_bytes
         trim(harness)
-        assert place.disk_bytes() <= 0.3 * capacity_bytes
-        assert place.disk_bytes() > 0.2 * capacity_bytes
-        check(place, harness, capacity_bytes)
-        assert K[29] in place.blocks()
+        assert directory.disk_bytes() <= 0.3 * capacity_bytes
+        assert directory.disk_bytes() > 0.2 * capacity_bytes
+        check(directory, harness, capacity_bytes)
+        assert K[29] in directory.blocks()
 
 
-def test_the_house_is_kept_in_the_background(place):
+def test_the_house_is_kept_in_the_background(directory):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
+    with directory.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
         harness.store(K[:4])
         hang = ops.hang(on="walk", times=1)
         assert hang.entered.wait(60)
-        place.path(K[0]).unlink()
+        directory.path(K[0]).unlink()
         hang.release()
         again = ops.hang(on="walk", times=1)
         assert again.entered.wait(60)
         again.release()
         rescan(harness)
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, ValueError("unexpected")])
-def test_keeping_house_survives_errors(place, caplog, error):
+def test_keeping_house_survives_errors(directory, caplog, error):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
+    with directory.open(ops, capacity_bytes=ROOM_FOR_8, rescan_interval_s=0.02) as harness:
         ops.fail(error, on="utime walk", times=3)
         seen = ops.hang(on="walk", times=1)
         assert seen.entered.wait(60)
@@ -217,9 +217,9 @@ def test_keeping_house_survives_errors(place, caplog, error):
     assert "housekeeping failed" in caplog.text
 
 
-def test_without_a_capacity_the_heartbeat_goes_on(place):
+def test_without_a_capacity_the_heartbeat_goes_on(directory):
     ops = FaultyFileOps()
-    with place.open(ops, rescan_interval_s=0.02):
+    with directory.open(ops, rescan_interval_s=0.02):
         hang = ops.hang(on="utime", times=1)
         assert hang.entered.wait(60)
         hang.release()

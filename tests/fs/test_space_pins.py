@@ -25,13 +25,13 @@ class AskedPolicy(LruPolicy):
         return super().make_room(incoming, count, counted)
 
 
-def space_with(place, keys) -> tuple[Space, AskedPolicy]:
+def space_with(directory, keys) -> tuple[Space, AskedPolicy]:
     policy = AskedPolicy(100)
     space = Space(
         SpaceSettings(CAPACITY, 1.0, 0.95),
         policy,
-        UsageFile(FileOps(), str(place.folder), "writer", set),
-        place.files(),
+        UsageFile(FileOps(), str(directory.folder), "writer", set),
+        directory.files(),
         block_bytes=10,
         announce_found=lambda _keys: None,
         announce_gone=lambda _keys: None,
@@ -44,8 +44,8 @@ def next_victims(space: Space) -> list:
     return space.evict_idle(space.num_excess(FULL, trimming=False))
 
 
-def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not(place):
-    space, policy = space_with(place, K)
+def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not(directory):
+    space, policy = space_with(directory, K)
     space.pin(K[:40])
     space.pin(K[3:6])
     assert [next_victims(space) for _ in range(5)] == [[key] for key in K[40:45]]
@@ -58,34 +58,34 @@ def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not
     assert policy.num_questions == 40 + 6 + 4
 
 
-def test_a_pinned_block_is_not_evicted_until_its_last_pin_is_gone(place):
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+def test_a_pinned_block_is_not_evicted_until_its_last_pin_is_gone(directory):
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
         harness.store(K[:8])
         for _ in range(2):
             harness.on_loop(lambda: harness.tier.pin([*K[:3], K[30]]))
         failures = harness.store(K[8:16])
         assert len(failures) == 3
         assert {type(error) for error in failures.values()} == {TierFullError}
-        assert set(K[:3]) < place.blocks()
+        assert set(K[:3]) < directory.blocks()
         harness.on_loop(lambda: harness.tier.unpin(K[1:3]))
         assert harness.load(K[:3]) == {}
         harness.on_loop(lambda: harness.tier.unpin([*K[1:3], K[20]]))
         harness.store(K[16:24])
-        assert place.blocks() & set(K[:3]) == {K[0]}
+        assert directory.blocks() & set(K[:3]) == {K[0]}
         for _ in range(3):
             harness.on_loop(lambda: harness.tier.unpin([*K[:3], K[30]]))
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)
 
 
-def test_a_pinned_block_beyond_the_capacity_is_removed_when_it_is_unpinned(place):
-    with place.open(capacity_bytes=ROOM_FOR_8) as harness:
+def test_a_pinned_block_beyond_the_capacity_is_removed_when_it_is_unpinned(directory):
+    with directory.open(capacity_bytes=ROOM_FOR_8) as harness:
         for key in K[:40]:
-            place.put(key)
+            directory.put(key)
         harness.on_loop(lambda: harness.tier.pin(K[:40]))
         rescan(harness)
         trim(harness)
-        assert place.blocks() == set(K[:40])
+        assert directory.blocks() == set(K[:40])
         harness.on_loop(lambda: harness.tier.unpin(K[:40]))
         rescan(harness)
         trim(harness)
-        check(place, harness, ROOM_FOR_8)
+        check(directory, harness, ROOM_FOR_8)

@@ -1,4 +1,4 @@
-"""Plans of jobs that overlap: a block's room, and the last place, go to one of them alone."""
+"""Plans of jobs that overlap: a block's room, and the last directory, go to one of them alone."""
 
 import asyncio
 
@@ -23,13 +23,13 @@ class Granting:
         return Operation(reserved_bytes=count * unit_bytes)
 
 
-def space_of(place, capacity_blocks):
+def space_of(directory, capacity_blocks):
     usage = Granting()
     space = Space(
         SpaceSettings(1 << 20, 1.0, 0.95),
         LruPolicy(capacity_blocks),
         usage,
-        place.files(),
+        directory.files(),
         block_bytes=10,
         announce_found=lambda _keys: None,
         announce_gone=lambda _keys: None,
@@ -45,16 +45,16 @@ def plan(space, *keys):
     return asyncio.run(space.plan(items, run_io, squeeze=False))
 
 
-def test_a_block_that_a_job_is_about_to_write_gets_no_room_from_another(place):
-    space, usage = space_of(place, capacity_blocks=8)
+def test_a_block_that_a_job_is_about_to_write_gets_no_room_from_another(directory):
+    space, usage = space_of(directory, capacity_blocks=8)
     first, second = plan(space, K[0], K[1]), plan(space, K[1], K[2])
     assert [(item.key, item.may_write) for item in first.items] == [(K[0], True), (K[1], True)]
     assert [(item.key, item.may_write) for item in second.items] == [(K[1], False), (K[2], True)]
     assert usage.granted_blocks == 3
 
 
-def test_two_jobs_do_not_take_the_same_last_place(place):
-    space, _ = space_of(place, capacity_blocks=1)
+def test_two_jobs_do_not_take_the_same_last_place(directory):
+    space, _ = space_of(directory, capacity_blocks=1)
     first = plan(space, K[0])
     space.pin([K[0]])
     assert [item.key for item in first.items] == [K[0]]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
-from fs.places import KIB, Place
+from fs.directories import KIB, FsDirectory
 from fs.spaces import check, end_of, evicted, start
 
 from kvoffload_async.block_io.choice import implementation
@@ -31,13 +31,13 @@ def ops():
     ops.heal()
 
 
-def open_large(place: Place, ops: FaultyFileOps, **options) -> TierHarness:
-    return TierHarness(place.tier(ops, **options), 16, MIB)
+def open_large(directory: FsDirectory, ops: FaultyFileOps, **options) -> TierHarness:
+    return TierHarness(directory.tier(ops, **options), 16, MIB)
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * MIB}])
-def test_a_large_job_uses_several_threads(place, ops, options):
-    with open_large(place, ops, **options) as harness:
+def test_a_large_job_uses_several_threads(directory, ops, options):
+    with open_large(directory, ops, **options) as harness:
         hang = ops.hang(on="pwritev", when=is_temp, times=1)
         others = ops.hang(on="publish")
         job = harness.job(K, range(8), is_promotion=False)
@@ -56,19 +56,19 @@ def test_a_large_job_uses_several_threads(place, ops, options):
 
 @pytest.mark.parametrize("is_remembered", [False, True])
 @pytest.mark.parametrize("max_bytes", [2 * MIB, 100_000])
-def test_every_piece_of_a_large_block_is_verified(place, ops, max_bytes, is_remembered):
-    with open_large(place, ops) as harness, open_large(place, ops) as other:
+def test_every_piece_of_a_large_block_is_verified(directory, ops, max_bytes, is_remembered):
+    with open_large(directory, ops) as harness, open_large(directory, ops) as other:
         assert (harness if is_remembered else other).store(K) == {}
         ops.shorten(max_bytes, on="preadv")
         for key, offset in zip(K, [0, MIB // 4 - 1, MIB // 4, MIB - 1], strict=False):
-            with place.path(key).open("r+b") as file:
+            with directory.path(key).open("r+b") as file:
                 byte = os.pread(file.fileno(), 1, offset)
                 os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
-        os.truncate(place.path(K[4]), MIB // 2)
-        with place.path(K[5]).open("ab") as file:
+        os.truncate(directory.path(K[4]), MIB // 2)
+        with directory.path(K[5]).open("ab") as file:
             file.write(b"x")
         assert harness.load(K, range(8, 16)).keys() == {0, 1, 2, 3, 4, 5}
-        assert not any(place.path(key).exists() for key in K[:6])
+        assert not any(directory.path(key).exists() for key in K[:6])
         assert all(harness.holds(K[index], 8 + index) for index in (6, 7))
 
 
@@ -80,17 +80,17 @@ async def _end(tasks):
     return await tasks[0]
 
 
-def test_failures_keep_their_places_in_a_spread_job(place, ops):
-    with open_large(place, ops) as harness:
+def test_failures_keep_their_places_in_a_spread_job(directory, ops):
+    with open_large(directory, ops) as harness:
         assert harness.store(K) == {}
-        place.path(K[2]).unlink()
-        ops.fail(errno.EIO, on="preadv", when=lambda c: c.path == str(place.path(K[5])))
+        directory.path(K[2]).unlink()
+        ops.fail(errno.EIO, on="preadv", when=lambda c: c.path == str(directory.path(K[5])))
         assert sorted(harness.load(K, range(8, 16))) == [2, 5]
         assert all(harness.holds(key, 8 + i) for i, key in enumerate(K) if i not in {2, 5})
 
 
-def test_a_closed_tier_says_so(place):
-    harness = place.open()
+def test_a_closed_tier_says_so(directory):
+    harness = directory.open()
     tier = harness.tier
     job = harness.job(K[:1], [0], is_promotion=True)
     harness.close()
@@ -99,20 +99,20 @@ def test_a_closed_tier_says_so(place):
             operation.send(None)
 
 
-def test_probes_at_its_limits_are_whatever_the_disk_says(place):
-    with place.open() as harness:
+def test_probes_at_its_limits_are_whatever_the_disk_says(directory):
+    with directory.open() as harness:
         assert harness.contains(K) == frozenset()
-        place.put(K[3])
+        directory.put(K[3])
         assert harness.contains(K) == {K[3]}
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * MIB, "verify": "required"}])
-def test_nothing_is_open_after_the_close_however_the_directory_was_opened(place, ops, options):
-    with open_large(place, ops, **options) as harness:
+def test_nothing_is_open_after_the_close_however_the_directory_was_opened(directory, ops, options):
+    with open_large(directory, ops, **options) as harness:
         assert harness.store(K[:2]) == {}
         assert harness.load(K[:2]) == {}
     assert not ops.open_fds
-    with open_large(place, ops, **options):
+    with open_large(directory, ops, **options):
         pass
     assert not ops.open_fds
 
@@ -128,9 +128,9 @@ def test_the_grain_of_a_filesystem_is_no_less_than_a_sector():
 
 
 @pytest.mark.parametrize("options", [{}, {"fsync": True}, {"capacity_bytes": MIB}])
-def test_a_key_too_long_for_a_file_name_fails_alone_and_hinders_no_closing(place, options):
+def test_a_key_too_long_for_a_file_name_fails_alone_and_hinders_no_closing(directory, options):
     long = make_offload_key(b"x" * 150)
-    with TierHarness(place.tier(**options)) as harness:
+    with TierHarness(directory.tier(**options)) as harness:
         for _ in range(2):
             assert list(harness.store([K[0], long, K[1]])) == [1]
         assert list(harness.load([K[0], long, K[1]])) == [1]
@@ -141,92 +141,92 @@ def test_a_key_too_long_for_a_file_name_fails_alone_and_hinders_no_closing(place
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * KIB}])
-def test_discarded_blocks_are_removed_and_their_removal_announced(place, options):
-    with place.open(**options) as harness:
+def test_discarded_blocks_are_removed_and_their_removal_announced(directory, options):
+    with directory.open(**options) as harness:
         assert harness.store(K[:4]) == {}
         discard(harness, [*K[:2], K[0], K[7]])
-        assert place.blocks() == set(K[2:4])
+        assert directory.blocks() == set(K[2:4])
         assert evicted(harness) == set(K[:2])
         assert harness.store(K[:2]) == {}
-        assert place.blocks() == set(K[:4])
+        assert directory.blocks() == set(K[:4])
         if options:
-            check(place, harness, 64 * KIB)
+            check(directory, harness, 64 * KIB)
     harness.tier.discard(K[:1])  # closed: no effect
 
 
-def test_blocks_of_others_are_discarded_before_a_walk_has_found_them(place):
-    with place.open(capacity_bytes=64 * KIB) as harness:
-        place.put(K[0])
+def test_blocks_of_others_are_discarded_before_a_walk_has_found_them(directory):
+    with directory.open(capacity_bytes=64 * KIB) as harness:
+        directory.put(K[0])
         discard(harness, K[:1])
-        assert not place.blocks()
+        assert not directory.blocks()
 
 
-def test_a_block_in_use_is_not_discarded(place):
-    with place.open(capacity_bytes=64 * KIB) as harness:
+def test_a_block_in_use_is_not_discarded(directory):
+    with directory.open(capacity_bytes=64 * KIB) as harness:
         harness.store(K[:2])
         harness.on_loop(lambda: harness.tier._space.pin(K[:1]))
         discard(harness, K[:2])
-        assert place.blocks() == {K[0]}
+        assert directory.blocks() == {K[0]}
         harness.on_loop(lambda: harness.tier._space.unpin(K[:1]))
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * KIB}])
-def test_a_pinned_block_is_not_discarded_until_its_last_pin_is_gone(place, options):
-    with place.open(**options) as harness:
+def test_a_pinned_block_is_not_discarded_until_its_last_pin_is_gone(directory, options):
+    with directory.open(**options) as harness:
         harness.store(K[:3])
         harness.on_loop(lambda: harness.tier.pin(K[:2]))
         harness.on_loop(lambda: harness.tier.pin(K[:1]))
         for left in (K[:2], K[:1], []):
             discard(harness, K[:3])
-            assert place.blocks() == set(left)
+            assert directory.blocks() == set(left)
             harness.on_loop(lambda: harness.tier.unpin(K[:3]))
         assert evicted(harness) == set(K[:3])
         assert harness.store(K[:1]) == {}
         discard(harness, K[:1])
-        assert not place.blocks()
+        assert not directory.blocks()
 
 
-def test_unpinning_does_not_release_a_block_that_a_job_reads(place, ops):
-    with place.open(ops, capacity_bytes=64 * KIB) as harness:
+def test_unpinning_does_not_release_a_block_that_a_job_reads(directory, ops):
+    with directory.open(ops, capacity_bytes=64 * KIB) as harness:
         harness.store(K[:1])
         hang = ops.hang(on="preadv pread_into", times=1)
         reading = start(harness, harness.tier.load(harness.job(K[:1], [1], is_promotion=True)))
         assert hang.entered.wait(60)
         harness.on_loop(lambda: harness.tier.unpin(K[:1]))
         discard(harness, K[:1])
-        assert place.blocks() == {K[0]}
+        assert directory.blocks() == {K[0]}
         hang.release()
         assert harness.run(end_of(reading)) == {}
 
 
-def test_later_blocks_are_discarded_after_an_unexpected_error(place, caplog):
+def test_later_blocks_are_discarded_after_an_unexpected_error(directory, caplog):
     ops = FaultyFileOps()
-    with place.open(ops) as harness:
+    with directory.open(ops) as harness:
         harness.store(K[:2])
         ops.fail(ValueError("unexpected"), on="unlink", times=1)
         discard(harness, K[:1])
         discard(harness, K[1:2])
-        assert place.blocks() == {K[0]}
+        assert directory.blocks() == {K[0]}
     assert "housekeeping failed" in caplog.text
 
 
-def test_nothing_is_discarded_in_a_directory_that_was_replaced(place, caplog):
-    with place.open() as harness:
+def test_nothing_is_discarded_in_a_directory_that_was_replaced(directory, caplog):
+    with directory.open() as harness:
         harness.store(K[:1])
-        place.root.rename(place.root.with_name("aside"))
-        shutil.copytree(place.root.with_name("aside"), place.root)
+        directory.root.rename(directory.root.with_name("aside"))
+        shutil.copytree(directory.root.with_name("aside"), directory.root)
         discard(harness, K[:1])
         assert "blocks were not removed" in caplog.text
-        assert place.blocks() == {K[0]}
+        assert directory.blocks() == {K[0]}
         assert not evicted(harness)
 
 
-def test_blocks_beyond_those_that_may_wait_are_kept(place, monkeypatch, caplog):
+def test_blocks_beyond_those_that_may_wait_are_kept(directory, monkeypatch, caplog):
     monkeypatch.setattr(housekeeping, "_MOST_DISCARDS", 2)
-    with place.open() as harness:
+    with directory.open() as harness:
         harness.store(K[:4])
         discard(harness, K[:4])
-        assert place.blocks() == set(K[2:4])
+        assert directory.blocks() == set(K[2:4])
         assert "2 blocks are not removed" in caplog.text
 
 

@@ -86,9 +86,9 @@ def test_the_count_outlives_all_who_count(opened):
     assert second.read().settled_bytes == 70
 
 
-def test_a_writers_own_entry_is_counted_as_long_as_it_is_there(opened, place):
+def test_a_writers_own_entry_is_counted_as_long_as_it_is_there(opened, directory):
     first = opened("first")
-    second = UsageFile(FileOps(), str(place.folder), "second", lambda: {"first"})
+    second = UsageFile(FileOps(), str(directory.folder), "second", lambda: {"first"})
     second.open(entry_bytes=4096)
     assert first.read().settled_bytes == 4096
     second.close()
@@ -222,16 +222,16 @@ def test_if_all_places_are_the_deads_one_becomes_free_and_what_it_had_reserved_i
 # -- what a crash leaves ------------------------------------------------------------------------
 
 
-def test_a_change_that_was_cut_off_leaves_the_state_before_it(opened, place):
+def test_a_change_that_was_cut_off_leaves_the_state_before_it(opened, directory):
     usage = opened()
     operation = usage.begin(100, 3, MANY)
-    before = read_usage(FileOps(), str(place.folder)).sequence
+    before = read_usage(FileOps(), str(directory.folder)).sequence
     count(usage, grown(250), operation)
-    content = bytearray((place.folder / ".usage").read_bytes())
+    content = bytearray((directory.folder / ".usage").read_bytes())
     newest = (before + 1) % 2 * SLOT_BYTES
     content[newest + 100 : newest + SLOT_BYTES] = b"x" * (SLOT_BYTES - 100)
-    (place.folder / ".usage").write_bytes(content)
-    read = read_usage(FileOps(), str(place.folder))
+    (directory.folder / ".usage").write_bytes(content)
+    read = read_usage(FileOps(), str(directory.folder))
     assert read.sequence == before
     assert (read.settled_bytes, reserved(read)) == (0, {"me": 300})
 
@@ -266,12 +266,12 @@ def too_many() -> bytes:
         *(former(), absurd(), too_many(), NEWER),
     ],
 )
-def test_a_file_that_does_not_parse_grants_nothing_before_a_walk(opened, place, garbage):
+def test_a_file_that_does_not_parse_grants_nothing_before_a_walk(opened, directory, garbage):
     usage = opened()
     usage.begin(10, 5, MANY)
-    (place.folder / ".usage").write_bytes(garbage)
+    (directory.folder / ".usage").write_bytes(garbage)
     if garbage != NEWER:
-        assert read_usage(FileOps(), str(place.folder)) is None
+        assert read_usage(FileOps(), str(directory.folder)) is None
         usage.end(usage.begin(10, 5, MANY))
         assert not usage.is_complete
         assert reserved(usage.read()) == {"me": 50}
@@ -281,28 +281,28 @@ def test_a_file_that_does_not_parse_grants_nothing_before_a_walk(opened, place, 
     else:
         with pytest.raises(NewerCountError, match="format"):
             usage.begin(10, 5, MANY)
-        (place.folder / ".usage").unlink()
+        (directory.folder / ".usage").unlink()
 
 
-def test_a_count_that_was_removed_is_made_again_and_knows_nothing(opened, place):
+def test_a_count_that_was_removed_is_made_again_and_knows_nothing(opened, directory):
     usage = opened()
     count(usage, grown(70))
-    (place.folder / ".usage").unlink()
+    (directory.folder / ".usage").unlink()
     assert granted(usage, 10, 0, MANY) == 0
     assert not usage.is_complete
     walk(usage, {7: 70})
     assert granted(usage, 10, 5, MANY) == 5
 
 
-def test_a_newer_format_is_left_as_it_is(opened, place):
+def test_a_newer_format_is_left_as_it_is(opened, directory):
     usage = opened()
-    path = place.folder / ".usage"
+    path = directory.folder / ".usage"
     usage.close()
     content = bytearray(path.read_bytes())
     content[8] = 3  # of one slot: its checksum is not looked at before its version
     path.write_bytes(content)
     with pytest.raises(NewerCountError, match=r"format 3 .* knows format 2"):
-        UsageFile(FileOps(), str(place.folder), "me", set).open()
+        UsageFile(FileOps(), str(directory.folder), "me", set).open()
     assert path.read_bytes() == content
     path.unlink()
 

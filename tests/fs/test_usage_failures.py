@@ -6,7 +6,7 @@ import threading
 import pytest
 from faulty_files import FaultyFileOps
 from fs.counted import MANY, count, grown, living, opened, reserved, state
-from fs.places import BLOCK
+from fs.directories import BLOCK
 
 __all__ = ["living", "opened"]
 

@@ -280,7 +280,7 @@ def gone_without_a_trace(self, writer_id):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("place", "name", "mistake", "first"),
+    ("directory", "name", "mistake", "first"),
     [
         (Sum, "change", removed_whether_seen_or_not, ONE_WALK),
         (Sum, "advance", visited_unpublished, ONE_WALK),
@@ -288,7 +288,7 @@ def gone_without_a_trace(self, writer_id):
         (Usage, "remove_dead", gone_without_a_trace, TWO_WALKS),
     ],
 )
-def test_a_planted_mistake_is_found(monkeypatch, place, name, mistake, first):
-    monkeypatch.setattr(place, name, mistake)
+def test_a_planted_mistake_is_found(monkeypatch, directory, name, mistake, first):
+    monkeypatch.setattr(directory, name, mistake)
     with pytest.raises(AssertionError):
         explore(first)

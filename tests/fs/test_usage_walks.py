@@ -173,10 +173,10 @@ def test_two_walks_at_the_same_time_are_corrected_by_the_same_changes(opened):
     assert state(first) == (900, 0, 0)
 
 
-def test_a_walk_that_was_lost_with_the_count_corrects_nothing(opened, place):
+def test_a_walk_that_was_lost_with_the_count_corrects_nothing(opened, directory):
     usage = opened()
     visit = Visit(usage)
-    (place.folder / ".usage").unlink()
+    (directory.folder / ".usage").unlink()
     visit.found(4096)
     visit.end()
     assert not usage.is_complete

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, Place, grown_by, item, load_key, store, store_key
+from fs.directories import BLOCK, FsDirectory, grown_by, item, load_key, store, store_key
 from fs.spaces import room_for
 
 from kvoffload_async.testing.harness import content_of, key_of
@@ -16,158 +16,160 @@ from kvoffload_async.tiers.fs.operations import StoreStatus
 A, B, C, D = (key_of(number) for number in range(4))
 
 
-def test_a_victims_inode_is_reused(place):
-    files = place.files(reuses_inodes=True)
+def test_a_victims_inode_is_reused(directory):
+    files = directory.files(reuses_inodes=True)
     store_key(files, B)
-    inode = place.path(B).stat().st_ino
+    inode = directory.path(B).stat().st_ino
     outcome = store_key(files, A, victim=B)
     assert outcome.freed_bytes is not None
-    assert place.path(A).stat().st_ino == inode
-    assert place.blocks() == {A}
+    assert directory.path(A).stat().st_ino == inode
+    assert directory.blocks() == {A}
     assert load_key(files, A) is None
 
 
-def has_new_inode(place: Place, files) -> bool:
+def has_new_inode(directory: FsDirectory, files) -> bool:
     """Store A in the place of B; is the file another one? (B's is kept open, so that its inode
     cannot come back by chance.)"""
-    fd = os.open(place.path(B), os.O_RDONLY)
+    fd = os.open(directory.path(B), os.O_RDONLY)
     try:
         outcome = store_key(files, A, victim=B)
         assert outcome.status is StoreStatus.WRITTEN
         assert outcome.freed_bytes is not None
-        assert place.blocks() == {A}
+        assert directory.blocks() == {A}
         assert load_key(files, A) is None
-        return os.fstat(fd).st_ino != place.path(A).stat().st_ino
+        return os.fstat(fd).st_ino != directory.path(A).stat().st_ino
     finally:
         os.close(fd)
 
 
-def test_an_inode_is_not_reused_where_somebody_reads_without_verifying(place):
-    files = place.files(reuses_inodes=True)
+def test_an_inode_is_not_reused_where_somebody_reads_without_verifying(directory):
+    files = directory.files(reuses_inodes=True)
     store_key(files, B)
-    (place.folder / ".unverified-readers").touch()
-    assert has_new_inode(place, files)
+    (directory.folder / ".unverified-readers").touch()
+    assert has_new_inode(directory, files)
 
 
-def test_an_inode_without_a_checksum_is_not_reused(place):
+def test_an_inode_without_a_checksum_is_not_reused(directory):
     """Whoever serves files without one and has it open would take the new bytes for the old."""
-    place.put(B)
-    assert has_new_inode(place, place.files(reuses_inodes=True))
+    directory.put(B)
+    assert has_new_inode(directory, directory.files(reuses_inodes=True))
 
 
-def test_an_inode_with_another_name_is_not_reused(place):
-    place.put(B, has_digest=True)
-    kept = place.root / "kept"
-    os.link(place.path(B), kept)
-    assert has_new_inode(place, place.files(reuses_inodes=True))
+def test_an_inode_with_another_name_is_not_reused(directory):
+    directory.put(B, has_digest=True)
+    kept = directory.root / "kept"
+    os.link(directory.path(B), kept)
+    assert has_new_inode(directory, directory.files(reuses_inodes=True))
     assert kept.read_bytes() == content_of(B, BLOCK).tobytes()
 
 
-def test_what_a_symbolic_link_points_to_is_not_overwritten(place):
-    place.put(B, has_digest=True)
-    kept = place.root / "kept"
-    place.path(B).rename(kept)
-    place.path(B).symlink_to(kept)
-    files = place.files(reuses_inodes=True)
+def test_what_a_symbolic_link_points_to_is_not_overwritten(directory):
+    directory.put(B, has_digest=True)
+    kept = directory.root / "kept"
+    directory.path(B).rename(kept)
+    directory.path(B).symlink_to(kept)
+    files = directory.files(reuses_inodes=True)
     assert store_key(files, A, victim=B).status is StoreStatus.WRITTEN
     assert kept.read_bytes() == content_of(B, BLOCK).tobytes()
-    assert not place.path(A).is_symlink()
+    assert not directory.path(A).is_symlink()
 
 
-def test_an_inode_that_may_not_be_written_is_not_reused(place):
+def test_an_inode_that_may_not_be_written_is_not_reused(directory):
     ops = FaultyFileOps()
-    place.put(B, has_digest=True)
+    directory.put(B, has_digest=True)
     ops.fail(errno.EACCES, on="open", times=1)
-    assert has_new_inode(place, place.files(ops, reuses_inodes=True))
+    assert has_new_inode(directory, directory.files(ops, reuses_inodes=True))
 
 
-def test_an_inode_is_not_reused_unless_allowed(place):
-    place.put(B, has_digest=True)
-    assert has_new_inode(place, place.files())
+def test_an_inode_is_not_reused_unless_allowed(directory):
+    directory.put(B, has_digest=True)
+    assert has_new_inode(directory, directory.files())
 
 
-def test_a_victim_of_another_length_becomes_a_whole_block(place):
+def test_a_victim_of_another_length_becomes_a_whole_block(directory):
     for content in (b"", b"x" * 10, b"x" * 3 * BLOCK):
-        place.put(B, content)
-        os.setxattr(place.path(B), ATTRIBUTE, b"any")
-        before = place.disk_bytes()
-        outcome = store_key(place.files(reuses_inodes=True), A, victim=B)
+        directory.put(B, content)
+        os.setxattr(directory.path(B), ATTRIBUTE, b"any")
+        before = directory.disk_bytes()
+        outcome = store_key(directory.files(reuses_inodes=True), A, victim=B)
         grown = grown_by(outcome)
-        assert place.disk_bytes() - before == grown
-        assert place.every_block_is_whole()
-        assert place.blocks() == {A}
-        place.path(A).unlink()
+        assert directory.disk_bytes() - before == grown
+        assert directory.every_block_is_whole()
+        assert directory.blocks() == {A}
+        directory.path(A).unlink()
 
 
-def test_a_victims_old_checksum_never_stays(place):
+def test_a_victims_old_checksum_never_stays(directory):
     ops = FaultyFileOps()
-    place.put(B, has_digest=True)
+    directory.put(B, has_digest=True)
     ops.fail(errno.EOPNOTSUPP, on="set_xattr")
-    outcome = store_key(place.files(ops, reuses_inodes=True), A, victim=B)
+    outcome = store_key(directory.files(ops, reuses_inodes=True), A, victim=B)
     assert outcome.status is StoreStatus.FAILED
     assert outcome.freed_bytes is not None
-    assert not place.blocks()
-    assert not place.temps()
+    assert not directory.blocks()
+    assert not directory.temps()
 
 
-def test_a_victim_that_is_gone_already_is_reported(place):
-    files = place.files(reuses_inodes=True)
+def test_a_victim_that_is_gone_already_is_reported(directory):
+    files = directory.files(reuses_inodes=True)
     outcome = store_key(files, A, victim=B)
     assert outcome.status is StoreStatus.VICTIM_GONE
     assert outcome.freed_bytes is None
-    assert not place.blocks()
+    assert not directory.blocks()
 
 
-def test_a_victim_that_goes_in_the_last_moment_is_reported(place):
+def test_a_victim_that_goes_in_the_last_moment_is_reported(directory):
     ops = FaultyFileOps()
-    place.put(B, has_digest=True)
+    directory.put(B, has_digest=True)
     ops.fail(errno.ENOENT, on="rename")
-    outcome = store_key(place.files(ops, reuses_inodes=True), A, victim=B)
+    outcome = store_key(directory.files(ops, reuses_inodes=True), A, victim=B)
     assert outcome.status is StoreStatus.VICTIM_GONE
-    assert place.blocks() == {B}
+    assert directory.blocks() == {B}
 
 
 @pytest.mark.parametrize("victim", [None, B])
-def test_a_folder_that_somebody_removed_is_made_again(place, victim):
-    files = place.files(reuses_inodes=True)
+def test_a_folder_that_somebody_removed_is_made_again(directory, victim):
+    files = directory.files(reuses_inodes=True)
     if victim:
         store_key(files, victim)
     store_key(files, A)
-    shutil.rmtree(place.path(A).parent)
+    shutil.rmtree(directory.path(A).parent)
     outcome = store_key(files, A, victim=victim)
     assert outcome.status is StoreStatus.WRITTEN
     assert load_key(files, A) is None
-    assert place.blocks() == {A}
+    assert directory.blocks() == {A}
 
 
-def test_the_folders_of_blocks_stay_when_they_are_empty(place):
-    files = place.files()
+def test_the_folders_of_blocks_stay_when_they_are_empty(directory):
+    files = directory.files()
     store_key(files, A)
     files.remove([A])
-    assert place.path(A).parent.exists()
+    assert directory.path(A).parent.exists()
 
 
-def test_removing_is_checked_block_by_block(place, caplog):
+def test_removing_is_checked_block_by_block(directory, caplog):
     ops = FaultyFileOps()
-    files = place.files(ops)
+    files = directory.files(ops)
     store(files, item(A), item(B, 1), item(C, 2))
-    before = place.disk_bytes()
-    ops.fail(errno.EACCES, on="unlink", when=lambda call: call.path == str(place.path(B)))
+    before = directory.disk_bytes()
+    ops.fail(errno.EACCES, on="unlink", when=lambda call: call.path == str(directory.path(B)))
     changes = files.remove([D, A, B, C])
-    assert place.blocks() == {B}
-    assert sum(num_bytes for _, num_bytes in changes) == place.disk_bytes() - before
+    assert directory.blocks() == {B}
+    assert sum(num_bytes for _, num_bytes in changes) == directory.disk_bytes() - before
     assert "not removed" in caplog.text
 
 
-def evict_by_storing(place: Place) -> bool:
+def evict_by_storing(directory: FsDirectory) -> bool:
     """Store C and D in a tier that is full of A and B; return whether their files were reused."""
-    with place.open(capacity_bytes=room_for(2)) as harness:
+    with directory.open(capacity_bytes=room_for(2)) as harness:
         assert harness.store([A, B]) == {}
-        readers = {place.path(key).stat().st_ino: place.path(key).open("rb") for key in (A, B)}
+        readers = {
+            directory.path(key).stat().st_ino: directory.path(key).open("rb") for key in (A, B)
+        }
         assert harness.store([C, D]) == {}
-        assert place.blocks() == {C, D}
+        assert directory.blocks() == {C, D}
         assert harness.load([C, D]) == {}
-        inodes = {place.path(key).stat().st_ino for key in (C, D)}
+        inodes = {directory.path(key).stat().st_ino for key in (C, D)}
         reused = readers.keys() & inodes
         assert reused in (set(), inodes)
         for key, reader in zip((A, B), readers.values(), strict=True):
@@ -178,12 +180,12 @@ def evict_by_storing(place: Place) -> bool:
 
 
 def test_a_full_tier_reuses_files_unless_somebody_reads_without_verifying(tmp_path):
-    assert evict_by_storing(Place(tmp_path / "verified"))
-    marked = Place(tmp_path / "marked")
+    assert evict_by_storing(FsDirectory(tmp_path / "verified"))
+    marked = FsDirectory(tmp_path / "marked")
     with marked.open(verify="off"):
         pass
     assert not evict_by_storing(marked)
 
 
 def test_a_full_tier_reuses_no_file_in_vllms_directory(tmp_path):
-    assert not evict_by_storing(Place(tmp_path, is_vllms=True))
+    assert not evict_by_storing(FsDirectory(tmp_path, is_vllms=True))

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, KIB, Place
+from fs.directories import BLOCK, KIB, FsDirectory
 from fs.spaces import K, check, end_of, evicted, rescan, rescanned, start
 
 from kvoffload_async.abc.events import BlocksEvicted
@@ -32,17 +32,17 @@ def never() -> bool:
 class Surroundings:
     """A namespace with a writer and a count, and a walk over it."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, directory: FsDirectory) -> None:
+        self.directory = directory
         self.ops = FaultyFileOps()
-        place.folder.mkdir(parents=True)
-        self.writers = WriterRegistry(self.ops, str(place.folder))
+        directory.folder.mkdir(parents=True)
+        self.writers = WriterRegistry(self.ops, str(directory.folder))
         self.writers.register()
         self.usage = UsageFile(
-            self.ops, str(place.folder), self.writers.writer_id, self.writers.living
+            self.ops, str(directory.folder), self.writers.writer_id, self.writers.living
         )
         self.usage.open(self.writers.entry_bytes())
-        self.walk = NamespaceWalk(self.ops, place.namespace, self.writers, self.usage)
+        self.walk = NamespaceWalk(self.ops, directory.namespace, self.writers, self.usage)
 
     def cycle(self):
         while not (step := self.walk.step(math.inf, never)).ends_cycle:
@@ -50,7 +50,7 @@ class Surroundings:
         return step
 
     def is_right(self) -> bool:
-        return self.place.counted_bytes() == self.place.disk_bytes()
+        return self.directory.counted_bytes() == self.directory.disk_bytes()
 
     def close(self) -> None:
         self.usage.close()
@@ -58,40 +58,40 @@ class Surroundings:
 
 
 @pytest.fixture
-def around(place):
-    surroundings = Surroundings(place)
+def around(directory):
+    surroundings = Surroundings(directory)
     yield surroundings
     surroundings.ops.heal()
     surroundings.close()
     assert not surroundings.ops.open_fds
 
 
-def leave_dead(place: Place, writer_id: str = "9-dead") -> None:
-    path = place.folder / ".writers" / writer_id
+def leave_dead(directory: FsDirectory, writer_id: str = "9-dead") -> None:
+    path = directory.folder / ".writers" / writer_id
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"boot_id": boot_id()}), encoding="ascii")
 
 
-def leave_temp(place: Place, key, writer_id: str = "9-dead"):
-    path = place.path(key)
+def leave_temp(directory: FsDirectory, key, writer_id: str = "9-dead"):
+    path = directory.path(key)
     path = path.with_name(f"{path.name}.{writer_id}.0.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(BLOCK))
     return path
 
 
-def test_a_cycle_finds_every_block_and_makes_the_count_right(around, place):
+def test_a_cycle_finds_every_block_and_makes_the_count_right(around, directory):
     for key in K[:50]:
-        place.put(key)
-    (place.folder / "stranger").write_bytes(b"x" * 10_000)
+        directory.put(key)
+    (directory.folder / "stranger").write_bytes(b"x" * 10_000)
     step = around.cycle()
     assert set(step.found) == set(K[:50])
     assert around.is_right()
 
 
-def test_a_step_without_time_is_one_bucket_and_the_next_goes_on_there(around, place):
+def test_a_step_without_time_is_one_bucket_and_the_next_goes_on_there(around, directory):
     for key in K[:50]:
-        place.put(key)
+        directory.put(key)
     found, steps = [], 0
     while True:
         step = around.walk.step(0.0, never)
@@ -105,8 +105,8 @@ def test_a_step_without_time_is_one_bucket_and_the_next_goes_on_there(around, pl
     assert around.is_right()
 
 
-def test_a_walk_that_is_stopped_leaves_its_bucket_for_later(around, place):
-    place.put(K[0])
+def test_a_walk_that_is_stopped_leaves_its_bucket_for_later(around, directory):
+    directory.put(K[0])
     asked = iter(range(MANY))
     step = around.walk.step(math.inf, lambda: next(asked) > 20)
     assert not step.ends_cycle
@@ -115,16 +115,16 @@ def test_a_walk_that_is_stopped_leaves_its_bucket_for_later(around, place):
     assert around.is_right()
 
 
-def test_what_is_found_is_in_order_of_age(around, place):
+def test_what_is_found_is_in_order_of_age(around, directory):
     for number, key in enumerate(K[:20]):
-        os.utime(place.put(key), (100 - number, 100 - number))
+        os.utime(directory.put(key), (100 - number, 100 - number))
     assert list(around.cycle().found.items()) == [(K[n], 100 - n) for n in range(19, -1, -1)]
 
 
-def test_a_bucket_that_cannot_be_read_is_left_out_and_the_rest_is_right(around, place, caplog):
+def test_a_bucket_that_cannot_be_read_is_left_out_and_the_rest_is_right(around, directory, caplog):
     for key in K[:5]:
-        place.put(key)
-    bad = place.path(K[0]).parent
+        directory.put(key)
+    bad = directory.path(K[0]).parent
     around.ops.fail(errno.EIO, on="walk", when=lambda call: call.path == str(bad))
     step = around.walk.step(math.inf, never)
     assert set(step.found) == set(K[1:5])
@@ -136,130 +136,130 @@ def test_a_bucket_that_cannot_be_read_is_left_out_and_the_rest_is_right(around, 
     assert around.is_right()
 
 
-def test_entries_of_the_dead_go_when_all_buckets_were_swept_and_not_before(around, place):
-    leave_dead(place)
+def test_entries_of_the_dead_go_when_all_buckets_were_swept_and_not_before(around, directory):
+    leave_dead(directory)
     first, last = min(K[:50]), max(K[:50])
-    temps = [leave_temp(place, key) for key in (first, last)]
+    temps = [leave_temp(directory, key) for key in (first, last)]
     while temps[0].exists():
         around.walk.step(0.0, never)
     assert temps[1].exists()
-    assert (place.folder / ".writers" / "9-dead").exists()
+    assert (directory.folder / ".writers" / "9-dead").exists()
     around.cycle()
     assert not temps[1].exists()
-    assert not (place.folder / ".writers" / "9-dead").exists()
+    assert not (directory.folder / ".writers" / "9-dead").exists()
     assert around.is_right()
 
 
 @pytest.mark.parametrize("on", ["unlink", "walk"])
-def test_the_entry_of_a_dead_writer_stays_while_something_of_it_may_be_left(around, place, on):
-    leave_dead(place)
-    temp = leave_temp(place, K[0])
+def test_the_entry_of_a_dead_writer_stays_while_something_of_it_may_be_left(around, directory, on):
+    leave_dead(directory)
+    temp = leave_temp(directory, K[0])
     around.ops.fail(errno.EIO, on=on, when=lambda call: call.path.startswith(str(temp.parent)))
     around.cycle()
     assert temp.exists()
-    assert (place.folder / ".writers" / "9-dead").exists()
+    assert (directory.folder / ".writers" / "9-dead").exists()
     around.ops.heal()
     around.cycle()
     assert not temp.exists()
-    assert not (place.folder / ".writers" / "9-dead").exists()
+    assert not (directory.folder / ".writers" / "9-dead").exists()
     assert around.is_right()
 
 
-def test_a_dead_writers_file_beside_the_folders_is_swept_too(around, place):
-    leave_dead(place)
-    temp = place.folder / "config.json.9-dead.0.tmp"
+def test_a_dead_writers_file_beside_the_folders_is_swept_too(around, directory):
+    leave_dead(directory)
+    temp = directory.folder / "config.json.9-dead.0.tmp"
     temp.write_bytes(b"{")
     around.cycle()
     assert not temp.exists()
 
 
 def test_what_living_writers_are_writing_is_set_aside_and_what_unknown_ones_left_is_used(
-    around, place
+    around, directory
 ):
-    leave_temp(place, K[0], around.writers.writer_id)
-    other = WriterRegistry(FileOps(), str(place.folder))
+    leave_temp(directory, K[0], around.writers.writer_id)
+    other = WriterRegistry(FileOps(), str(directory.folder))
     other.register()
-    leave_temp(place, K[1], other.writer_id)
-    leave_temp(place, K[2], "9-unknown")
+    leave_temp(directory, K[1], other.writer_id)
+    leave_temp(directory, K[2], "9-unknown")
     around.cycle()
-    assert place.counted_bytes() == place.disk_bytes() - 2 * BLOCK
+    assert directory.counted_bytes() == directory.disk_bytes() - 2 * BLOCK
     other.unregister()
 
 
-def test_folders_are_never_removed_by_a_walk(around, place):
-    (place.folder / "ab").mkdir(parents=True)
-    (place.folder / "empty").mkdir()
+def test_folders_are_never_removed_by_a_walk(around, directory):
+    (directory.folder / "ab").mkdir(parents=True)
+    (directory.folder / "empty").mkdir()
     around.cycle()
-    assert (place.folder / "ab").exists()
-    assert (place.folder / "empty").exists()
+    assert (directory.folder / "ab").exists()
+    assert (directory.folder / "empty").exists()
 
 
-def leave_reserved(around, place):
+def leave_reserved(around, directory):
     """Leave a dead writer that had reserved three blocks."""
-    leave_dead(place)
-    dead = UsageFile(FileOps(), str(place.folder), "9-dead", around.writers.living)
+    leave_dead(directory)
+    dead = UsageFile(FileOps(), str(directory.folder), "9-dead", around.writers.living)
     dead.open()
     assert dead.begin(BLOCK, 3, MANY).reserved_bytes == 3 * BLOCK
 
 
-def test_a_cycle_gives_up_what_the_dead_had_reserved_at_its_end(around, place):
+def test_a_cycle_gives_up_what_the_dead_had_reserved_at_its_end(around, directory):
     around.cycle()
-    leave_reserved(around, place)
-    place.put(K[0])
+    leave_reserved(around, directory)
+    directory.put(K[0])
     around.walk.step(0.0, never)
-    assert place.usage().reserved_bytes == 3 * BLOCK
+    assert directory.usage().reserved_bytes == 3 * BLOCK
     around.cycle()
-    assert place.usage().reserved_bytes == 0
+    assert directory.usage().reserved_bytes == 0
     assert around.is_right()
 
 
-def test_a_cycle_that_could_not_walk_over_everything_corrects_nothing(around, place):
+def test_a_cycle_that_could_not_walk_over_everything_corrects_nothing(around, directory):
     around.cycle()
-    before = place.counted_bytes()
-    leave_reserved(around, place)
+    before = directory.counted_bytes()
+    leave_reserved(around, directory)
     for key in K[:5]:
-        place.put(key)
-    bad = place.path(K[0]).parent
+        directory.put(key)
+    bad = directory.path(K[0]).parent
     around.ops.fail(errno.EIO, on="walk", when=lambda call: call.path == str(bad))
     assert around.cycle().unwalked
-    assert place.usage().reserved_bytes == 3 * BLOCK
-    assert place.counted_bytes() == before
+    assert directory.usage().reserved_bytes == 3 * BLOCK
+    assert directory.counted_bytes() == before
     around.ops.heal()
     around.cycle()
     assert around.is_right()
 
 
-def test_an_operation_that_never_ends_keeps_no_cycle_from_correcting_the_count(around, place):
+def test_an_operation_that_never_ends_keeps_no_cycle_from_correcting_the_count(around, directory):
     around.cycle()
     around.usage.begin(BLOCK, 2)
-    leave_reserved(around, place)
-    place.put(K[0])
+    leave_reserved(around, directory)
+    directory.put(K[0])
     around.cycle()
-    assert place.usage().reserved_bytes == 0
-    assert place.counted_bytes() == place.disk_bytes() + 2 * BLOCK
+    assert directory.usage().reserved_bytes == 0
+    assert directory.counted_bytes() == directory.disk_bytes() + 2 * BLOCK
 
 
-def test_what_living_writers_are_writing_is_theirs_to_count_and_nobody_elses_is(around, place):
-    other = WriterRegistry(FileOps(), str(place.folder))
+def test_what_living_writers_are_writing_is_theirs_to_count_and_nobody_elses_is(around, directory):
+    other = WriterRegistry(FileOps(), str(directory.folder))
     other.register()
-    leave_temp(place, K[0], around.writers.writer_id)
-    leave_temp(place, K[1], other.writer_id)
-    leave_temp(place, K[2], "7-nobody")
-    unlike = place.folder / "abc" / f"{other.writer_id}.0.tmp"  # no tier names a file so
+    leave_temp(directory, K[0], around.writers.writer_id)
+    leave_temp(directory, K[1], other.writer_id)
+    leave_temp(directory, K[2], "7-nobody")
+    unlike = directory.folder / "abc" / f"{other.writer_id}.0.tmp"  # no tier names a file so
     unlike.parent.mkdir()
     unlike.write_bytes(bytes(BLOCK))
     around.cycle()
-    assert place.counted_bytes() == place.disk_bytes() - 2 * BLOCK
+    assert directory.counted_bytes() == directory.disk_bytes() - 2 * BLOCK
     other.unregister()
 
 
-def test_without_dead_writers_and_without_a_count_there_is_nothing_to_walk_over(around, place):
-    walk = NamespaceWalk(around.ops, place.namespace, around.writers, None)
+def test_without_dead_writers_and_without_a_count_there_is_nothing_to_walk_over(around, directory):
+    walk = NamespaceWalk(around.ops, directory.namespace, around.writers, None)
     before = len(around.ops.calls)
     assert walk.step(math.inf, never).ends_cycle
-    assert not any(map(place.is_listed, around.ops.calls[before:]))
-    leave_dead(place)
-    temp = leave_temp(place, K[0])
+    assert not any(map(directory.is_listed, around.ops.calls[before:]))
+    leave_dead(directory)
+    temp = leave_temp(directory, K[0])
     assert walk.step(math.inf, never).ends_cycle
     assert not temp.exists()
 
@@ -267,44 +267,44 @@ def test_without_dead_writers_and_without_a_count_there_is_nothing_to_walk_over(
 # -- in a tier ----------------------------------------------------------------------------------
 
 
-def test_blocks_that_are_gone_are_forgotten_at_the_end_of_a_cycle(place):
-    with place.open(capacity_bytes=ROOM, num_slots=100) as harness:
+def test_blocks_that_are_gone_are_forgotten_at_the_end_of_a_cycle(directory):
+    with directory.open(capacity_bytes=ROOM, num_slots=100) as harness:
         harness.store(K[:60])
         for key in K[:60:2]:
-            place.path(key).unlink()
+            directory.path(key).unlink()
         rescan(harness)
         assert evicted(harness) == set(K[:60:2])
         rescan(harness)
         gone = [e for e in harness.events if isinstance(e, BlocksEvicted)]
         assert sum(len(event.keys) for event in gone) == 30, "announced twice"
-        check(place, harness, ROOM)
+        check(directory, harness, ROOM)
 
 
-def test_blocks_in_a_bucket_that_cannot_be_read_are_not_taken_for_gone(place):
+def test_blocks_in_a_bucket_that_cannot_be_read_are_not_taken_for_gone(directory):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=ROOM) as harness:
+    with directory.open(ops, capacity_bytes=ROOM) as harness:
         harness.store(K[:10])
         ops.fail(errno.EIO, on="walk", times=2, when=lambda call: ".writers" not in call.path)
         rescan(harness)
         assert harness.tier._space.known() == set(K[:10])
         assert evicted(harness) == set()
         rescan(harness)
-        check(place, harness, ROOM)
+        check(directory, harness, ROOM)
 
 
-def test_a_block_that_was_loaded_is_known_before_a_walk_has_found_it(place):
-    with place.open(capacity_bytes=ROOM) as harness:
-        place.put(K[0])
+def test_a_block_that_was_loaded_is_known_before_a_walk_has_found_it(directory):
+    with directory.open(capacity_bytes=ROOM) as harness:
+        directory.put(K[0])
         assert harness.load(K[:1]) == {}
         assert harness.tier._space.known() == {K[0]}
 
 
-def test_under_load_a_count_that_is_wrong_becomes_right(place):
+def test_under_load_a_count_that_is_wrong_becomes_right(directory):
     """Jobs run one after the other, all the time, and evict."""
     room = 500 * KIB
-    with place.open(capacity_bytes=room) as harness:
+    with directory.open(capacity_bytes=room) as harness:
         for number in range(100, 120):
-            place.put(key_of(number))  # behind the count's back
+            directory.put(key_of(number))  # behind the count's back
         harness.fill(K[:4], range(4))
         stopping = []
 
@@ -320,43 +320,43 @@ def test_under_load_a_count_that_is_wrong_becomes_right(place):
             harness.run(rescanned(harness.tier._housekeeping))
         harness.on_loop(lambda: stopping.append(True))
         harness.run(end_of(running))
-        usage = place.usage()
+        usage = directory.usage()
         in_doubt_bytes = usage.total.doubt_bytes + 4 * BLOCK
-        assert 0 <= usage.settled_bytes - place.disk_bytes() <= in_doubt_bytes
+        assert 0 <= usage.settled_bytes - directory.disk_bytes() <= in_doubt_bytes
         rescan(harness)
-        check(place, harness, room)
+        check(directory, harness, room)
 
 
-def test_an_unreadable_count_refuses_new_blocks_until_walks_have_seen_everything(place):
+def test_an_unreadable_count_refuses_new_blocks_until_walks_have_seen_everything(directory):
     ops = FaultyFileOps()
-    with place.open(ops, capacity_bytes=ROOM, rescan_interval_s=3600.0) as harness:
+    with directory.open(ops, capacity_bytes=ROOM, rescan_interval_s=3600.0) as harness:
         harness.store(K[:5])
-        (place.folder / ".usage").write_bytes(b"what is this")
-        ops.fail(errno.EIO, when=place.is_listed)
+        (directory.folder / ".usage").write_bytes(b"what is this")
+        ops.fail(errno.EIO, when=directory.is_listed)
         assert sorted(harness.store(K[5:8])) == [0, 1, 2]
-        assert place.blocks() == set(K[:5]), "something was evicted in vain"
+        assert directory.blocks() == set(K[:5]), "something was evicted in vain"
         assert harness.load(K[:5]) == {}
         ops.heal()
         harness.tier._housekeeping._next_look_s = 0.0
         assert harness.store(K[5:8]) == {}
-        check(place, harness, ROOM)
+        check(directory, harness, ROOM)
 
 
 def test_opening_looks_at_no_more_than_it_has_time_for_and_goes_on_in_the_background(
-    place, monkeypatch
+    directory, monkeypatch
 ):
     for key in K[:40]:
-        place.put(key)
+        directory.put(key)
     monkeypatch.setattr(housekeeping_module, "_OPENING_S", 0.0)
     ops = FaultyFileOps()
-    hang = ops.hang(when=place.is_listed, times=1)
-    with place.open(ops, capacity_bytes=ROOM, rescan_interval_s=0.02) as harness:
+    hang = ops.hang(when=directory.is_listed, times=1)
+    with directory.open(ops, capacity_bytes=ROOM, rescan_interval_s=0.02) as harness:
         assert hang.entered.wait(60)
         assert not harness.tier._space.known()
         hang.release()
         harness.run(_end_of_first_cycle(harness.tier._space.blocks))
         assert harness.tier._space.known() == set(K[:40])
-        check(place, harness, ROOM)
+        check(directory, harness, ROOM)
 
 
 async def _end_of_first_cycle(blocks) -> None:
@@ -365,13 +365,13 @@ async def _end_of_first_cycle(blocks) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_a_namespace_that_was_taken_away_is_walked_anew(place):
-    with place.open(capacity_bytes=ROOM) as harness:
+def test_a_namespace_that_was_taken_away_is_walked_anew(directory):
+    with directory.open(capacity_bytes=ROOM) as harness:
         harness.store(K[:5])
-        for path in place.folder.iterdir():
+        for path in directory.folder.iterdir():
             if path.name != ".writers":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         harness.run(harness.tier._housekeeping._begin_anew())
         assert evicted(harness) == set(K[:5])
         assert harness.store(K[:5]) == {}
-        check(place, harness, ROOM)
+        check(directory, harness, ROOM)

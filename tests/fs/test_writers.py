@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import TRIES
+from fs.directories import TRIES
 
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files import identity
@@ -19,9 +19,9 @@ A, B = key_of(1), key_of(2)
 
 
 @pytest.fixture
-def folder(place) -> Path:
-    place.folder.mkdir(parents=True)
-    return place.folder
+def folder(directory) -> Path:
+    directory.folder.mkdir(parents=True)
+    return directory.folder
 
 
 @pytest.fixture
@@ -185,8 +185,8 @@ def test_the_boot_is_known_by_the_hosts_name_where_the_kernel_does_not_tell(tmp_
 # -- temporary files ----------------------------------------------------------------------------
 
 
-def temp_of(place, writer_id: str, key=A) -> Path:
-    path = place.path(key).with_name(f"{place.path(key).name}.{writer_id}.0.tmp")
+def temp_of(directory, writer_id: str, key=A) -> Path:
+    path = directory.path(key).with_name(f"{directory.path(key).name}.{writer_id}.0.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"half")
     return path
@@ -198,11 +198,11 @@ def test_a_temp_names_its_writer():
     assert writer_of("/a.b.c.d/0123.tmp") is None
 
 
-def test_sweeping_takes_what_is_there_of_the_dead(place):
-    dead, living, stranger = (temp_of(place, name) for name in ("1-d", "2-l", "x"))
+def test_sweeping_takes_what_is_there_of_the_dead(directory):
+    dead, living, stranger = (temp_of(directory, name) for name in ("1-d", "2-l", "x"))
     plain = dead.with_name("plain.tmp")
     plain.write_bytes(b"")
-    inventory = place.inventory()
+    inventory = directory.inventory()
     inventory.temps["/gone.bin.1-d.0.tmp"] = 4096
     before_bytes = inventory.total_bytes
     assert sweep_temps(FileOps(), inventory, {"1-d"})
@@ -216,45 +216,45 @@ def test_sweeping_takes_what_is_there_of_the_dead(place):
 
 @pytest.mark.parametrize("capacity_bytes", [None, 1 << 20])
 def test_a_start_removes_temps_of_dead_writers_and_never_those_of_living_ones(
-    place, capacity_bytes
+    directory, capacity_bytes
 ):
-    with place.open(capacity_bytes=capacity_bytes) as first:
-        living = temp_of(place, first.tier._housekeeping._writers.writer_id)
-        entry(place.folder, "9-dead", boot_id())
-        dead = temp_of(place, "9-dead", B)
-        entry(place.folder, "9-far", "another boot")
-        far = temp_of(place, "9-far", B)
-        unknown = temp_of(place, "9-unknown", B)
-        with place.open(capacity_bytes=capacity_bytes) as second:
+    with directory.open(capacity_bytes=capacity_bytes) as first:
+        living = temp_of(directory, first.tier._housekeeping._writers.writer_id)
+        entry(directory.folder, "9-dead", boot_id())
+        dead = temp_of(directory, "9-dead", B)
+        entry(directory.folder, "9-far", "another boot")
+        far = temp_of(directory, "9-far", B)
+        unknown = temp_of(directory, "9-unknown", B)
+        with directory.open(capacity_bytes=capacity_bytes) as second:
             assert not dead.exists()
             assert living.exists()
             assert far.exists()
             assert unknown.exists()
             assert second.store([B]) == {}
-        assert not (place.folder / ".writers" / "9-dead").exists()
+        assert not (directory.folder / ".writers" / "9-dead").exists()
         living.unlink()
 
 
-def test_a_temp_that_stays_behind_keeps_its_writers_entry_for_the_next_start(place):
+def test_a_temp_that_stays_behind_keeps_its_writers_entry_for_the_next_start(directory):
     ops = FaultyFileOps()
-    harness = place.open(ops)
+    harness = directory.open(ops)
     ops.fail(errno.EIO, on="publish")
     ops.fail(errno.EIO, on="unlink")
     assert sorted(harness.store([A])) == [0]
     with pytest.raises(OSError, match="injected"):
         harness.close()
     ops.heal()
-    assert len(place.temps()) == TRIES
-    with place.open():
-        assert not place.temps()
-    assert not list((place.folder / ".writers").iterdir())
+    assert len(directory.temps()) == TRIES
+    with directory.open():
+        assert not directory.temps()
+    assert not list((directory.folder / ".writers").iterdir())
 
 
-def test_a_temp_that_stayed_behind_goes_with_the_close(place):
+def test_a_temp_that_stayed_behind_goes_with_the_close(directory):
     ops = FaultyFileOps()
-    with place.open(ops) as harness:
+    with directory.open(ops) as harness:
         ops.fail(errno.EIO, on="publish", times=TRIES)
         ops.fail(errno.EIO, on="unlink", times=2 * TRIES - 1)  # native code's try is one more
         assert sorted(harness.store([A])) == [0]
-        assert len(place.temps()) == TRIES
-    assert not place.temps()
+        assert len(directory.temps()) == TRIES
+    assert not directory.temps()

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import BLOCK, KIB, Place
+from fs.directories import BLOCK, KIB, FsDirectory
 from fs.spaces import rescan
 from powercuts import problems
 from slab.stores import SlabStore
@@ -45,13 +45,13 @@ class Fs:
     maintenance = FsMaintenance
 
     def __init__(self, root: Path) -> None:
-        self.place = Place(root)
+        self.directory = FsDirectory(root)
 
     def tier(self, ops=None):
-        return self.place.tier(ops, **self.options)
+        return self.directory.tier(ops, **self.options)
 
     def check_count(self) -> None:
-        assert not self.place.temps()
+        assert not self.directory.temps()
 
 
 class BoundedFs(Fs):
@@ -59,9 +59,9 @@ class BoundedFs(Fs):
 
     def check_count(self) -> None:
         super().check_count()
-        with self.place.open(**self.options) as harness:
+        with self.directory.open(**self.options) as harness:
             rescan(harness)
-            assert self.place.counted_bytes() == self.place.disk_bytes()
+            assert self.directory.counted_bytes() == self.directory.disk_bytes()
 
 
 class Slab:
@@ -123,7 +123,7 @@ def fail_and_heal(store, call: str, code: int) -> None:
         harness.wait()
         assert right_bytes(harness, loads, range(8)) >= kept | new
     store.check_count()
-    root = store.place.root if isinstance(store, Fs) else store.store.root
+    root = store.directory.root if isinstance(store, Fs) else store.store.root
     assert not [f for f in problems(store.maintenance, root) if isinstance(f, Problem)]
 
 

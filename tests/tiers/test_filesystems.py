@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fs.places import KIB, Place
+from fs.directories import KIB, FsDirectory
 from mounts import KINDS, make_image, mounted, mounted_image
 from powercuts import problems
 from slab.stores import SlabStore
@@ -19,8 +19,8 @@ from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
 K = [key_of(number) for number in range(24)]
 ROOM = {"capacity_bytes": 1024 * KIB}
 TIERS = {
-    "fs": (Place, {}),
-    "fs bounded": (Place, ROOM | {"direct_io": True, "fsync": True}),
+    "fs": (FsDirectory, {}),
+    "fs bounded": (FsDirectory, ROOM | {"direct_io": True, "fsync": True}),
     "slab": (SlabStore, ROOM),
     "slab direct": (SlabStore, ROOM | {"direct_io": True, "fsync": True}),
 }
@@ -60,7 +60,7 @@ def test_blocks_come_and_go_and_the_store_is_clean(filesystem, name):
         assert all(harness.holds(key, slot) for slot, key in enumerate(K))
     with kind(root).open(**options) as harness:
         assert harness.load(K) == {}
-    maintenance = FsMaintenance if kind is Place else SlabMaintenance
+    maintenance = FsMaintenance if kind is FsDirectory else SlabMaintenance
     assert not [f for f in problems(maintenance, root) if isinstance(f, Problem)]
 
 
@@ -68,8 +68,8 @@ def test_blocks_come_and_go_and_the_store_is_clean(filesystem, name):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (Place, {"fsync": True}),
-        (Place, {"fsync": True, "capacity_bytes": 160 * KIB}),
+        (FsDirectory, {"fsync": True}),
+        (FsDirectory, {"fsync": True, "capacity_bytes": 160 * KIB}),
         (SlabStore, {"fsync": True, "capacity_bytes": 160 * KIB, "segment_bytes": 32 * KIB}),
     ],
     ids=["fs", "fs bounded", "slab"],

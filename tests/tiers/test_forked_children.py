@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import Place
+from fs.directories import FsDirectory
 from slab.stores import SlabStore
 
 from kvoffload_async.errors import ConfigError
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 DEADLINE_S = 60
 KEYS = [key_of(number) for number in range(4)]
 OPEN: dict[str, Callable[[Path], TierHarness]] = {
-    "fs": lambda root: Place(root).open(capacity_bytes=1 << 20),
+    "fs": lambda root: FsDirectory(root).open(capacity_bytes=1 << 20),
     "slab": lambda root: SlabStore(root).open(),
 }
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 from faulty_files import FaultyFileOps
-from fs.places import Place
+from fs.directories import FsDirectory
 from log_records import errors_with_frames
 from slab.stores import SlabStore
 
@@ -192,8 +192,8 @@ def put_out(ops, code):
 @pytest.mark.parametrize("capacity_bytes", [None, 1 << 20])
 def test_an_outage_of_a_directory_keeps_no_memory(memory, tmp_path, code, capacity_bytes):
     ops = FaultyFileOps()
-    place = Place(tmp_path)
-    with place.manage(ops, capacity_bytes=capacity_bytes) as harness:
+    directory = FsDirectory(tmp_path)
+    with directory.manage(ops, capacity_bytes=capacity_bytes) as harness:
         use(harness, ops, code)
     assert not errors_with_frames(memory.records)
     assert "still in use" not in memory.text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from crashes import Process
-from fs.places import KIB, Place
+from fs.directories import KIB, FsDirectory
 
 from kvoffload_async.testing.harness import key_of
 
@@ -89,7 +89,7 @@ def test_a_directory_of_one_user_is_refused_to_another_in_one_line(server, commo
 
 def test_a_file_that_may_not_be_read_is_a_miss_and_stays(server, shared):
     assert run(server, "fs", shared, FIRST, (range(4), ())) == FINE
-    path = Place(shared).path(key_of(2))
+    path = FsDirectory(shared).path(key_of(2))
     path.chmod(0)
     said = run(server, "fs", shared, SECOND, ((), range(4)))
     assert said["not_loaded"] == {"2": "BlockMissingError"}

@@ -5,13 +5,13 @@ import tempfile
 from pathlib import Path
 
 from crashes import load, serve
-from fs.places import Place
+from fs.directories import FsDirectory
 from slab.stores import SlabStore
 
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.testing.harness import key_of
 
-OPEN = {"fs": Place, "slab": SlabStore}
+OPEN = {"fs": FsDirectory, "slab": SlabStore}
 
 
 def work(tier: str, root: str, user: int, group: int, *, numbers: list, wanted: list, **options):

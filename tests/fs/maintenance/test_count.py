@@ -9,8 +9,8 @@ from contextlib import aclosing
 
 import pytest
 from faulty_files import FaultyFileOps, is_temp
+from fs.directories import KIB
 from fs.maintenance.stores import disk_bytes, truncate, usage_of
-from fs.places import KIB
 from fs.spaces import K, end_of, start
 
 from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl, Problem
@@ -115,21 +115,21 @@ def test_whoever_closes_gc_in_the_middle_leaves_the_count_right(bounded, monkeyp
     assert usage_of(bounded).settled_bytes == disk_bytes(bounded.folder)
 
 
-def problems_of(place):
+def problems_of(directory):
     async def inspect():
-        (store,) = await find_stores(place.root)
+        (store,) = await find_stores(directory.root)
         return [f async for f in store.inspect(MaintenanceControl()) if isinstance(f, Problem)]
 
     return asyncio.run(inspect())
 
 
 @pytest.fixture
-def replacing(place):
+def replacing(directory):
     """A tier whose store has renamed a victim, and hangs before it overwrites it."""
     size = 1 << 16
     ops = FaultyFileOps()
     capacity_bytes = 20 * KIB + 2 * size
-    with TierHarness(place.tier(ops, capacity_bytes=capacity_bytes), 8, size) as harness:
+    with TierHarness(directory.tier(ops, capacity_bytes=capacity_bytes), 8, size) as harness:
         assert harness.store(K[:2]) == {}
         hang = ops.hang(on="pwritev", when=is_temp)
         harness.fill(K[2:3], [3])
@@ -146,7 +146,7 @@ def replacing(place):
 
 
 @pytest.mark.parametrize("ends", [None, 0, 1])
-def test_a_block_that_is_being_replaced_is_no_problem(place, replacing, monkeypatch, ends):
+def test_a_block_that_is_being_replaced_is_no_problem(directory, replacing, monkeypatch, ends):
     """Regression: its file was missing on disk and still counted."""
     count, looks = inspection._count, itertools.count()
 
@@ -157,6 +157,6 @@ def test_a_block_that_is_being_replaced_is_no_problem(place, replacing, monkeypa
         return found
 
     monkeypatch.setattr(inspection, "_count", and_end)
-    assert problems_of(place) == []
+    assert problems_of(directory) == []
     if ends is None:
         replacing()

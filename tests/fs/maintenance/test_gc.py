@@ -197,8 +197,8 @@ def test_gc_keeps_a_namespace_with_anything_else_in_it(store, left):
     assert (store.folder / "00").exists()
 
 
-def test_a_tier_that_opens_a_namespace_while_gc_removes_it_goes_on(place, monkeypatch):
-    with place.open(capacity_bytes=1 << 20):
+def test_a_tier_that_opens_a_namespace_while_gc_removes_it_goes_on(directory, monkeypatch):
+    with directory.open(capacity_bytes=1 << 20):
         pass
     rmdir = FileOps.rmdir
     opened = []
@@ -206,10 +206,10 @@ def test_a_tier_that_opens_a_namespace_while_gc_removes_it_goes_on(place, monkey
     def and_open(self, path):
         rmdir(self, path)
         if path.endswith("/.writers"):
-            opened.append(place.open(capacity_bytes=1 << 20))
+            opened.append(directory.open(capacity_bytes=1 << 20))
 
     async def collect():
-        (namespace,) = await find_stores(place.root)
+        (namespace,) = await find_stores(directory.root)
         return [finding async for finding in namespace.gc(GcOptions(), MaintenanceControl())]
 
     with monkeypatch.context() as patch:
@@ -220,4 +220,4 @@ def test_a_tier_that_opens_a_namespace_while_gc_removes_it_goes_on(place, monkey
         assert harness.store(K) == {}
         assert harness.load(K) == {}
         rescan(harness)
-        assert place.counted_bytes() == place.disk_bytes()
+        assert directory.counted_bytes() == directory.disk_bytes()

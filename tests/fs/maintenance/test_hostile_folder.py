@@ -23,9 +23,9 @@ def run(store, verb, *arguments):
 
 
 @pytest.mark.parametrize("trap", [folder_link, pipe])
-@pytest.mark.parametrize("place", ["block", "usage", "writers", "entry", "config"])
+@pytest.mark.parametrize("directory", ["block", "usage", "writers", "entry", "config"])
 def test_what_is_no_file_hangs_nothing_and_nothing_behind_it_is_touched(
-    store, outside, trap, place
+    store, outside, trap, directory
 ):
     path = {
         "block": store.blocks[0],
@@ -33,14 +33,14 @@ def test_what_is_no_file_hangs_nothing_and_nothing_behind_it_is_touched(
         "writers": store.folder / ".writers",
         "entry": store.folder / ".writers" / "1-0123456789ab",
         "config": store.root / store.folder.name.removesuffix("_r0") / "config.json",
-    }[place]
+    }[directory]
     num_blocks = len(store.blocks)
     spring(path, trap, outside)
     for verb in VERBS:
         found = run(store, verb)
         if verb in {"inspect", "verify"}:
-            assert found["blocks"] == num_blocks - (place == "block")
-            assert found["has_manifest"] == (place != "config")
+            assert found["blocks"] == num_blocks - (directory == "block")
+            assert found["has_manifest"] == (directory != "config")
     assert outside.is_untouched()
 
 

@@ -34,7 +34,7 @@ KIB = 1024
 WRITER = "1-0123456789ab"
 
 
-class Place:
+class FsDirectory:
     """One namespace below one directory."""
 
     def __init__(self, root: Path, rank: int = 0, *, is_vllms: bool = False) -> None:
