@@ -396,7 +396,7 @@ class Room:
                 self.leave(request)
             elif request.waits and request.is_deferred and all(request.searched.values()):
                 self._want(request, keys)
-            asks_again = request.is_deferred and not request.is_queued
+            asks_again = request.waits and request.is_deferred and not request.is_queued
             request.again, request.searched = (request.searched if asks_again else ()), {}
             if not request.is_deferred:
                 request.end_deferral()

@@ -115,6 +115,18 @@ def test_a_block_that_is_stored_after_the_tiers_were_asked_is_found():
     world.wind_down()
 
 
+def test_a_request_that_has_proceeded_repeats_nothing():
+    world, ctx = waiting("abc")
+    assert asked(world, ctx, "abc") == [RETRY] * 3
+    world.planner.end_step([ctx.req_id])
+    heard = Heard(world)
+    assert asked(world, ctx, "d") == [RETRY]
+    assert heard.taken() == [(0, ks("d"))]
+    world.tiers[0].is_probing = False
+    world.step()
+    world.wind_down()
+
+
 def test_requests_that_take_turns_ask_once_in_advance():
     world, ctx = waiting("ab")
     other = world.begin("other")
