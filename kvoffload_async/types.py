@@ -123,7 +123,7 @@ class TierMatcher:
 
     def matches(self, medium: Medium, locality: Locality) -> bool:
         """Return whether the matcher covers tiers of this medium and locality."""
-        return self.medium in {None, medium} and self.locality in {None, locality}
+        return self.medium in (None, medium) and self.locality in (None, locality)
 
 
 LoadTierFilter = frozenset[TierMatcher]

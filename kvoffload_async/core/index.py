@@ -45,6 +45,10 @@ _DECAY: Final = 0.9
 _LEAST_SPREAD: Final = 1 / 16
 """Minimum squared coefficient of variation of the job sizes for which a slope is fitted."""
 
+_HIT: Final = LookupResult.HIT
+_MISS: Final = LookupResult.MISS
+_RETRY: Final = LookupResult.RETRY
+
 
 class BreakEven:
     """Measures a tier's probes and loads, and computes the number of blocks from which loads pay.
@@ -306,7 +310,7 @@ class ExactIndex(KeyIndex):
         """Return HIT or MISS for each key."""
         answers: list[LookupResult] = []
         for number in self._present.find(keys):
-            answers.append(LookupResult.MISS if number is None else LookupResult.HIT)
+            answers.append(_MISS if number is None else _HIT)
             if stop_at_miss and number is None:
                 break
         return answers
@@ -314,7 +318,7 @@ class ExactIndex(KeyIndex):
     def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Return HIT or MISS for each key."""
         found = self._present.find(keys)
-        return [LookupResult.MISS if each is None else LookupResult.HIT for each in found]
+        return [_MISS if each is None else _HIT for each in found]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Add keys."""
@@ -347,7 +351,7 @@ _PENDING, _IN_FLIGHT, _ABSENT, _PRESENT = range(4)
 _PHASES: Final = 4
 """A verdict is one integer: phase + `_PHASES` * number of live requests that use the verdict."""
 
-_ANSWERS: Final = (LookupResult.RETRY, LookupResult.RETRY, LookupResult.MISS, LookupResult.HIT)
+_ANSWERS: Final = (_RETRY, _RETRY, _MISS, _HIT)
 
 
 class ProbedIndex(KeyIndex):
@@ -430,7 +434,7 @@ class ProbedIndex(KeyIndex):
     def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Return the current verdicts; MISS for a key that no live request has looked up."""
         found = self._verdicts.find(keys)
-        return [LookupResult.MISS if v is None else _ANSWERS[v % _PHASES] for v in found]
+        return [_MISS if v is None else _ANSWERS[v % _PHASES] for v in found]
 
     def next_probe(self) -> StartProbe | None:
         """Return a probe of the queued keys; None if there are none, or at the probe limit."""
@@ -587,8 +591,8 @@ class CostGatedIndex(KeyIndex):
             if len(missed.keys() | keys) < self._needed_blocks:
                 missed.update(dict.fromkeys(keys))
                 if not self.declines(request):
-                    return [LookupResult.RETRY] * len(keys)
-                return [LookupResult.MISS] * (1 if stop_at_miss else len(keys))
+                    return [_RETRY] * len(keys)
+                return [_MISS] * (1 if stop_at_miss else len(keys))
             self._ask(request)
         return self._index.lookup_many(keys, request, stop_at_miss=stop_at_miss)
 
@@ -630,11 +634,11 @@ class CostGatedIndex(KeyIndex):
         unknown = self.unknown[request]
         keys = tuple(unknown)
         for key, answer in zip(keys, ask_nearer(keys, request), strict=True):
-            if answer is LookupResult.RETRY:
+            if answer is _RETRY:
                 self._blocked.setdefault(key, {})[request] = None
                 return
             del unknown[key]
-            if answer is LookupResult.MISS and request in self._missed:
+            if answer is _MISS and request in self._missed:
                 self._missed[request][key] = None
         del self.unknown[request]
 
@@ -776,13 +780,13 @@ class AskedIndex(KeyIndex):
         answers: list[LookupResult] = []
         for key in keys:
             answers.append(self._ask(key, request))
-            if stop_at_miss and answers[-1] is LookupResult.MISS:
+            if stop_at_miss and answers[-1] is _MISS:
                 break
         return answers
 
     def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Return HIT for each key: only a lookup tells whether the tier has it."""
-        return [LookupResult.HIT] * len(keys)
+        return [_HIT] * len(keys)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return an empty list: no key is known to be absent."""

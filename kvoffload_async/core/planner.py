@@ -431,14 +431,16 @@ class Planner:
         outcomes: Sequence[Verdict] = in_primary
         if _MISS in in_primary:
             outcomes = self._look_below(keys, in_primary, request, stop_at_miss=stop_at_miss)
-        may_wait = request.is_deferred and not (
-            request.is_refused or request.ticket or request.is_expired
-        )
-        if not may_wait and (_PENDING in outcomes or _RETRY in outcomes):
-            outcomes = self._wait(keys, in_primary, outcomes, request)
+        if _PENDING in outcomes or _RETRY in outcomes:
+            waits_already = request.is_deferred and not (
+                request.is_refused or request.ticket or request.is_expired
+            )
+            if not waits_already:
+                outcomes = self._wait(keys, in_primary, outcomes, request)
         answers: list[LookupResult] = []
-        counters, decided = self.counters, request.decided
-        for key, found, outcome in zip(keys, in_primary, outcomes, strict=True):
+        counters, decided, num_found = self.counters, request.decided, len(self._found)
+        for number, outcome in enumerate(outcomes):
+            key = keys[number]
             if isinstance(outcome, str):
                 counters.misses[outcome] += 1
                 counters.block_misses += key not in decided
@@ -450,20 +452,21 @@ class Planner:
             if outcome is _HIT:
                 counters.block_hits += key not in decided
                 decided.add(key)
-            elif found is _MISS:
+            elif in_primary[number] is _MISS:
                 request.searched[key] = outcome is _PENDING
             answers.append(outcome)
             self._found.append(key)
-        num_hits = answers.count(_HIT)
+        own, num_hits = self.primary.counters, answers.count(_HIT)
+        being_written = in_primary[: len(answers)].count(_PENDING)
         counters.lookups += len(answers)
-        counters.hits += num_hits
-        counters.pending_hits += answers.count(_PENDING)
-        counters.retries += answers.count(_RETRY)
-        own, being_written = self.primary.counters, in_primary[: len(answers)].count(_PENDING)
         own.lookups += len(answers)
-        own.hits += num_hits
-        own.pending_hits += being_written
         own.misses += len(answers) - num_hits - being_written
+        own.pending_hits += being_written
+        if len(self._found) > num_found:
+            own.hits += num_hits
+            counters.hits += num_hits
+            counters.pending_hits += answers.count(_PENDING)
+            counters.retries += answers.count(_RETRY)
         return answers
 
     def _look_below(
@@ -487,9 +490,10 @@ class Planner:
         """
         wants = request.wants if request.is_queued or request.ticket else ()
         # Behind a miss, the search has no verdict.
-        outcomes: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent")
+        outcomes: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent") if stop_at_miss else {}
         absent: list[OffloadKey] = []
-        for key, found in zip(keys, in_primary, strict=True):
+        for number, found in enumerate(in_primary):
+            key = keys[number]
             if found is not _MISS:
                 outcomes[key] = found
             elif request.searched.get(key):

@@ -51,6 +51,10 @@ from kvoffload_async.types import (
     block_text,
 )
 
+_HIT: Final = LookupResult.HIT
+_PENDING: Final = LookupResult.HIT_PENDING
+_MISS: Final = LookupResult.MISS
+
 
 class Loads:
     """Pins held by the loads of live and ended requests.
@@ -351,19 +355,18 @@ class ResidentBlocks:
         except IndexError:
             raise too_short([key]) from None
         if slot is None:
-            return LookupResult.MISS
-        return LookupResult.HIT if self._refs[slot] >= 0 else LookupResult.HIT_PENDING
+            return _MISS
+        return _HIT if self._refs[slot] >= 0 else _PENDING
 
     def lookup_many(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Return HIT, HIT_PENDING or MISS for each key."""
-        refs, hit = self._refs, LookupResult.HIT
-        pending, miss = LookupResult.HIT_PENDING, LookupResult.MISS
+        refs = self._refs
         answers: list[LookupResult] = []
         for slot in self._blocks.find(keys):
             if slot is None:
-                answers.append(miss)
+                answers.append(_MISS)
             else:
-                answers.append(hit if refs[slot] >= 0 else pending)
+                answers.append(_HIT if refs[slot] >= 0 else _PENDING)
         return answers
 
     def pin(self, keys: Sequence[OffloadKey]) -> list[int]:

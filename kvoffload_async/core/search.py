@@ -13,6 +13,8 @@ from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.statistics import MissReason, SkipReason
 from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
 
+_HIT: Final = LookupResult.HIT
+_MISS: Final = LookupResult.MISS
 _RETRY: Final = LookupResult.RETRY
 _FOUND: Final = LookupResult.HIT_PENDING
 
@@ -69,13 +71,13 @@ class TierSearch:
         verdicts: dict[OffloadKey, Verdict] = dict.fromkeys(keys, "absent")
         last = len(self._tiers) - 1
         for index, tier in enumerate(self._tiers):
-            has_unknown = _RETRY in verdicts.values()
             asked = self._unfound(tier, request, verdicts) if index else list(verdicts)
             if asked and (self._skipped[index] is not None or request.failed):
                 asked = self._leave_skipped(index, asked, request, verdicts)
             if asked:
-                knows = tier.locality is Locality.REMOTE or not has_unknown
-                is_final = stop_at_miss and index == last and knows
+                is_final = stop_at_miss and index == last
+                if is_final and tier.locality is not Locality.REMOTE:
+                    is_final = _RETRY not in verdicts.values()
                 self._ask_tier(index, asked, request, verdicts, stop_at_miss=is_final)
         if stop_at_miss:
             for reached, verdict in enumerate(verdicts.values(), 1):
@@ -93,7 +95,7 @@ class TierSearch:
                 continue
             rest = [key for key in keys if found[key] is None]
             for key, answer in zip(rest, tier.index.peek(rest), strict=True):
-                if answer is LookupResult.HIT and (index, key) not in request.failed:
+                if answer is _HIT and (index, key) not in request.failed:
                     found[key] = index
         return list(found.values())
 
@@ -183,15 +185,17 @@ class TierSearch:
             return
         answers = self.sources[index].lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
         missing: list[OffloadKey] = []
-        for key, answer in zip(keys, answers, strict=False):  # fewer answers after a miss
-            if answer is LookupResult.MISS:
-                missing.append(key)
+        for number, answer in enumerate(answers):  # fewer than keys after a miss
+            if answer is _MISS:
+                missing.append(keys[number])
             else:
-                verdicts[key] = _FOUND if answer is LookupResult.HIT else _RETRY
-        counters, hits = tier.counters, answers.count(LookupResult.HIT)
-        counters.lookups += len(answers) - len(missing)
-        counters.hits += hits
-        counters.undecided += len(answers) - len(missing) - hits
+                verdicts[keys[number]] = _FOUND if answer is _HIT else _RETRY
+        counters = tier.counters
+        if len(missing) < len(answers):
+            hits = answers.count(_HIT)
+            counters.lookups += len(answers) - len(missing)
+            counters.hits += hits
+            counters.undecided += len(answers) - len(missing) - hits
         if missing and tier.cost_gated is not None and tier.cost_gated.declines(request.ctx):
             self._skip(tier, "too_few", missing, verdicts)
         else:
@@ -204,12 +208,12 @@ def _ask_nearer(
     tiers: Sequence[TierState], now_s: float, keys: Sequence[OffloadKey], ctx: ReqContext
 ) -> list[LookupResult]:
     """Return for each key HIT if a usable tier has it, RETRY if one may have it, or MISS."""
-    answers = [LookupResult.MISS] * len(keys)
+    answers = [_MISS] * len(keys)
     for tier in tiers:
         if _skips(tier, ctx, now_s) is not None:
             continue
         for number, known in enumerate(tier.index.peek(keys)):
-            if known is not LookupResult.MISS and answers[number] is not LookupResult.HIT:
+            if known is not _MISS and answers[number] is not _HIT:
                 answers[number] = known
     return answers
 
