@@ -450,9 +450,9 @@ class OffloadEngine(EngineLifecycle):
         return sum(1 for _ in hits)
 
     def _unpin(self, request: EngineRequest) -> None:
-        """End a request's pins, or its wait for room."""
+        """End a request's pins, or its wait for room; the shutdown, on its thread, ends all."""
         request.prefix_blocks = 0
-        if self._driver.planner.on_request_scheduled(request.ctx):
+        if self._is_open and self._driver.planner.on_request_scheduled(request.ctx):
             self._steps.note_progress()
 
     def _load_ended(

@@ -163,6 +163,25 @@ async def test_closing_ends_every_call_under_way():
 
 
 @on_loop
+async def test_lookups_that_the_closing_wakes_leave_the_planner_to_its_thread():
+    async with opened(tiers=[SCRIPTED]) as world:
+        await world.put("a")
+        await world.engine.reset()
+        proceed, threads = world.core._proceed, []
+        world.core._proceed = lambda of: threads.append(threading.get_ident()) or proceed(of)
+        async with world.engine.request("r", hashes("a")) as request:
+            looking = asyncio.create_task(world.engine.lookup(request))
+            await turns()
+            assert not looking.done()
+            threads.clear()
+            await world.during(asyncio.create_task(world.engine.close(DEADLINE_S)))
+            with pytest.raises(ClosedError):
+                await looking
+        assert threads
+        assert threading.get_ident() not in threads
+
+
+@on_loop
 async def test_what_was_stored_last_still_reaches_the_tiers():
     async with opened(tiers=[SCRIPTED]) as world:
         world.fill(hashes("a"), [0])
