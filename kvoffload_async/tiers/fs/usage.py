@@ -47,7 +47,7 @@ from __future__ import annotations
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, TypeVar
@@ -174,6 +174,14 @@ class Usage:
         return self.total.is_whole
 
     @property
+    def is_possible(self) -> bool:
+        """Whether a directory can have these numbers."""
+        numbers = [self.sequence, self.changed_bytes, *self.total.fields]
+        for writer in self.writers.values():
+            numbers += [writer.reserved_bytes, writer.moving_bytes, *writer.walk.fields]
+        return max(numbers) < _MAX_NUMBER
+
+    @property
     def settled_bytes(self) -> int:
         """Bytes of existing files and folders, if known."""
         return self.total.num_bytes
@@ -237,17 +245,23 @@ class Usage:
 
     def packed(self) -> bytearray:
         """Return this state as the used part of a slot."""
-        header = (_MAGIC, VERSION, 0, self.sequence, self.changed_bytes, 0, len(self.writers))
-        slot = bytearray(_HEADER.pack(*header, *self.total.fields))
+        header = (_MAGIC, VERSION, 0, *_bounded(self.sequence, self.changed_bytes))
+        total = _bounded(*self.total.fields)
+        slot = bytearray(_HEADER.pack(*header, 0, len(self.writers), *total))
         for name, writer in self.writers.items():
             counts = (writer.reserved_bytes, writer.moving_bytes, writer.num_changes)
-            slot += _WRITER.pack(name.encode(), *counts, *writer.walk.fields)
+            slot += _WRITER.pack(name.encode(), *_bounded(*counts, *writer.walk.fields))
         _CHECKSUM.pack_into(slot, _CHECKSUM_AT, _checksum(memoryview(slot)))
         return slot
 
     def _sums(self) -> list[Sum]:
         sums = [self.total, *[writer.walk for writer in self.writers.values()]]
         return [counted for counted in sums if counted.begun]
+
+
+def _bounded(*numbers: int) -> Iterator[int]:
+    """Return numbers that can be packed; one beyond the limit makes the state unknown."""
+    return (min(number, _MAX_NUMBER) for number in numbers)
 
 
 def _checksum(used: memoryview) -> int:
@@ -258,6 +272,9 @@ def _checksum(used: memoryview) -> int:
 
 def parsed(content: memoryview) -> Usage | None:
     """Return the newest valid state of a file; None if there is none of this format.
+
+    Numbers that no directory has make the count unknown. The state before them is not used instead:
+    the next changes would be lost, as they lead to such numbers again.
 
     Raises:
         NewerCountError: The format is newer.
@@ -278,7 +295,8 @@ def parsed(content: memoryview) -> Usage | None:
         slots.append((sequence, slot))
     slots.sort(key=itemgetter(0), reverse=True)
     usages = (_parsed_slot(slot) for _, slot in slots)
-    return next((usage for usage in usages if usage is not None), None)
+    newest = next((usage for usage in usages if usage is not None), None)
+    return newest if newest is not None and newest.is_possible else None
 
 
 def _parsed_slot(slot: memoryview) -> Usage | None:
@@ -287,14 +305,12 @@ def _parsed_slot(slot: memoryview) -> Usage | None:
     if num_writers > MAX_WRITERS or _checksum(slot[:end]) != checksum:
         return None
     usage = Usage(sequence, changed_bytes, Sum(*total))
-    numbers = [sequence, changed_bytes, *total]
     for name, reserved_bytes, moving_bytes, num_changes, *walk in _WRITER.iter_unpack(
         slot[_HEADER.size : end]
     ):
         writer = WriterCount(reserved_bytes, moving_bytes, num_changes, Sum(*walk))
         usage.writers[name.rstrip(b"\0").decode(errors="replace")] = writer
-        numbers += [reserved_bytes, moving_bytes, *walk]
-    return usage if max(numbers) < _MAX_NUMBER else None
+    return usage
 
 
 @dataclass(slots=True, eq=False)
