@@ -359,6 +359,11 @@ class UnreportedUsage:
             self.running.discard(operation)
             self._ended.append(operation)
 
+    def withdraw(self, operation: Operation) -> None:
+        """Withdraw an operation that could not be published; the next change releases its room."""
+        with self._mutex:
+            self.running.discard(operation)
+
     @property
     def is_reported(self) -> bool:
         """Whether the file has everything that ended before this call."""
@@ -514,7 +519,7 @@ class UsageFile:
         try:
             self._change(begin)
         except BaseException:
-            self._own.end(operation)
+            self._own.withdraw(operation)
             raise
         return operation
 
