@@ -11,7 +11,7 @@ import shutil
 import pytest
 from faulty_files import FaultyFileOps
 from fs.directories import BLOCK, KIB, FsDirectory
-from fs.spaces import K, check, end_of, evicted, rescan, rescanned, start
+from fs.spaces import K, check, end_of, evicted, rescan, rescanned, room_for, start, trim
 
 from kvoffload_async.abc.events import BlocksEvicted
 from kvoffload_async.testing.harness import key_of
@@ -336,6 +336,43 @@ def test_blocks_found_before_the_count_failed_are_not_taken_for_gone(directory, 
         assert evicted(harness) == set()
         assert harness.tier._space.known() == set(K[:10])
         check(directory, harness, ROOM)
+
+
+def test_blocks_are_not_taken_for_gone_if_others_beyond_the_capacity_cannot_be_removed(
+    directory, monkeypatch
+):
+    monkeypatch.setattr(housekeeping_module, "_PORTION", 4)
+    monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)  # a bucket a step
+    ops = FaultyFileOps()
+    keys = [bytes([7]) + key[1:] for key in K[:40]]
+    with directory.open(ops, capacity_bytes=room_for(12)) as harness:
+        harness.store(keys[:10])
+        rescan(harness)
+        trim(harness)
+        for key in keys[10:]:
+            os.utime(directory.put(key), (100, 100))  # learned before the known ones
+        space, failures = harness.tier._space, []
+        remove = space.remove
+
+        async def fail_once(victims, run_io):
+            if victims and not failures:
+                failures.append(OSError(errno.EIO, "injected"))
+                ops.fail(failures[0], on="pwrite", times=1)
+            await remove(victims, run_io)
+
+        monkeypatch.setattr(space, "remove", fail_once)
+
+        async def cycle(housekeeping) -> None:
+            async with housekeeping._walking:
+                while True:
+                    with contextlib.suppress(OSError):
+                        if (await housekeeping._take_step(never)).ends_cycle:
+                            break
+
+        harness.run(cycle(harness.tier._housekeeping))
+        assert failures
+        assert evicted(harness).isdisjoint(keys[:10])
+        assert set(keys[:10]) <= space.known()
 
 
 def test_a_block_that_was_loaded_is_known_before_a_walk_has_found_it(directory):

@@ -388,12 +388,12 @@ class Housekeeping:
         """Learn the blocks found by a step, in portions; return the CPU seconds used."""
         cpu_s = 0.0
         found = list(step.found)
+        surplus: list[OffloadKey] = []
         for first in range(0, len(found), _PORTION):
             begun_s = time.thread_time()
-            surplus = space.blocks.learn(found[first : first + _PORTION], step.found)
+            surplus += space.blocks.learn(found[first : first + _PORTION], step.found)
             cpu_s += time.thread_time() - begun_s
             await asyncio.sleep(0)
-            await space.remove(space.withdraw(surplus), self._run)
         more: int | None = 0 if step.ends_cycle else None
         while more is not None:
             begun_s = time.thread_time()
@@ -402,6 +402,8 @@ class Housekeeping:
             await asyncio.sleep(0)
         if step.ends_cycle:
             space.blocks.end_cycle()
+        for first in range(0, len(surplus), _PORTION):  # last, because removing may fail
+            await space.remove(space.withdraw(surplus[first : first + _PORTION]), self._run)
         return cpu_s
 
     @property
