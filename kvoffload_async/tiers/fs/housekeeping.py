@@ -301,8 +301,7 @@ class Housekeeping:
             try:
                 if loop.time() >= tick_at_s:
                     tick_at_s = loop.time() + tick_s
-                    await self._beat()
-                    await self._trim()
+                    await self._tick()
                 elif loop.time() >= walk_at_s:
                     async with self._walking:
                         await self._take_step(self._is_leaving.is_set)
@@ -313,6 +312,16 @@ class Housekeeping:
             except Exception as error:  # noqa: BLE001 - see the attribute
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 self._errors.note(error)
+
+    async def _tick(self) -> None:
+        """Send a heartbeat, evict if necessary, and retry the removal of temporary files.
+
+        Raises:
+            OSError: One of them failed.
+        """
+        await self._beat()
+        await self._trim()
+        await self._run(self._files.writer.sweep_leftover_temps)
 
     async def _discard(self) -> None:
         """Remove the unwanted blocks, a portion at a time."""

@@ -166,15 +166,23 @@ class BlockWriter:
             sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_leftover_temps(self) -> None:
-        """Retry the removal of temporary files.
+        """Retry the removal of temporary files. Thread-safe.
 
         Raises:
-            OSError: A file could not be removed.
+            OSError: A file could not be removed; it is kept for the next attempt.
         """
-        while self.leftover_temps:
-            with contextlib.suppress(FileNotFoundError):
-                self._ops.unlink(self.leftover_temps[-1])
-            self.leftover_temps.pop()
+        for _ in range(len(self.leftover_temps)):
+            try:
+                temp = self.leftover_temps.pop()  # first: other threads append
+            except IndexError:
+                return
+            try:
+                self._ops.unlink(temp)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                self.leftover_temps.append(temp)
+                raise
 
     def _store_one(self, item: StoreItem, row: memoryview) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
