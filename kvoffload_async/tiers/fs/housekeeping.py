@@ -125,7 +125,11 @@ class Housekeeping:
         footprint.check(settings.capacity_bytes)
         block_bytes = footprint.block_bytes
         usage = UsageFile(
-            self._ops, self._namespace.folder, self._writers.writer_id, self._writers.living
+            self._ops,
+            self._namespace.folder,
+            self._writers.writer_id,
+            self._writers.living,
+            leftover_bytes=lambda: len(self._files.writer.leftover_temps) * block_bytes,
         )
         await self._run(lambda: usage.open(self._writers.entry_bytes()))
         self._usage = usage
@@ -314,14 +318,16 @@ class Housekeeping:
                 self._errors.note(error)
 
     async def _tick(self) -> None:
-        """Send a heartbeat, evict if necessary, and retry the removal of temporary files.
+        """Send a heartbeat, retry the removal of temporary files, and evict if necessary.
 
         Raises:
             OSError: One of them failed.
         """
         await self._beat()
-        await self._trim()
-        await self._run(self._files.writer.sweep_leftover_temps)
+        try:
+            await self._run(self._files.writer.sweep_leftover_temps)
+        finally:
+            await self._trim()
 
     async def _discard(self) -> None:
         """Remove the unwanted blocks, a portion at a time."""

@@ -336,8 +336,9 @@ class UnreportedUsage:
     Methods for jobs do not wait for a change of the file, so nothing is lost if one hangs.
     """
 
-    def __init__(self, writer_id: str) -> None:
-        """Start without operations."""
+    def __init__(self, writer_id: str, leftover_bytes: Callable[[], int]) -> None:
+        """Start without operations; for `leftover_bytes`, see `UsageFile`."""
+        self._leftover_bytes = leftover_bytes
         self.running: set[Operation] = set()
         self.writer_id = writer_id
         self._ids = [writer_id]
@@ -396,7 +397,7 @@ class UnreportedUsage:
         for writer_id in ids:
             usage.writers.pop(writer_id, None)
         return WriterCount(
-            sum([operation.reserved_bytes for operation in running]),
+            sum([operation.reserved_bytes for operation in running]) + self._leftover_bytes(),
             sum([operation.moving_bytes for operation in running]),
             (self._num_changes + 1) % WRAP,
             entry.walk,
@@ -428,6 +429,7 @@ class UsageFile:
         writer_id: str,
         living: Callable[[], Collection[str]],
         *,
+        leftover_bytes: Callable[[], int] = int,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         """Set the file.
@@ -438,6 +440,8 @@ class UsageFile:
             writer_id: This writer's id.
             living: Returns the other living writers. Called under the lock: writers register before
                 they join the count.
+            leftover_bytes: Returns the bytes of temporary files that ended operations could not
+                remove: they stay reserved, because walks do not count those of living writers.
             lock_timeout_s: Timeout of the lock in seconds.
         """
         self.is_complete = False
@@ -453,7 +457,7 @@ class UsageFile:
         self._entry = WriterCount()
         self._entry_bytes = 0
         self._dead: frozenset[str] = frozenset()
-        self._own = UnreportedUsage(writer_id)
+        self._own = UnreportedUsage(writer_id, leftover_bytes)
 
     def open(self, entry_bytes: int = 0) -> None:
         """Join the count, creating it if missing.

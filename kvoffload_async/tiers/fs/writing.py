@@ -171,18 +171,11 @@ class BlockWriter:
         Raises:
             OSError: A file could not be removed; it is kept for the next attempt.
         """
-        for _ in range(len(self.leftover_temps)):
-            try:
-                temp = self.leftover_temps.pop()  # first: other threads append
-            except IndexError:
-                return
-            try:
+        for temp in tuple(self.leftover_temps):  # other threads append
+            with contextlib.suppress(FileNotFoundError):
                 self._ops.unlink(temp)
-            except FileNotFoundError:
-                pass
-            except OSError:
-                self.leftover_temps.append(temp)
-                raise
+            with contextlib.suppress(ValueError):  # another sweep was faster
+                self.leftover_temps.remove(temp)  # last: its bytes are counted until then
 
     def _store_one(self, item: StoreItem, row: memoryview) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
