@@ -172,7 +172,7 @@ class BlockWriter:
             OSError: A file could not be removed; it is kept for the next attempt.
         """
         for temp in tuple(self.leftover_temps):  # other threads append
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._ops.unlink(temp)
             with contextlib.suppress(ValueError):  # another sweep was faster
                 self.leftover_temps.remove(temp)  # last: its bytes are counted until then
@@ -384,7 +384,7 @@ class BlockWriter:
         """Remove a temporary file, or queue it for a later attempt."""
         try:
             self._ops.unlink(temp)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # the file was never created
