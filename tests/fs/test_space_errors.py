@@ -56,6 +56,46 @@ def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, shar
     assert number > 30
 
 
+def test_a_temporary_file_that_could_not_be_removed_goes_with_the_next_heartbeat(directory):
+    """Until then, its room stays reserved."""
+    ops = FaultyFileOps()
+    with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+        ops.fail(errno.EIO, on="pwritev unlink", when=is_temp)
+        assert sorted(harness.store(K[:3])) == [0, 1, 2]
+        housekeeping, left = harness.tier._housekeeping, set(directory.temps())
+        assert len(left) >= 3
+        with pytest.raises(OSError, match="injected"):
+            harness.run(housekeeping._tick())
+        assert set(directory.temps()) == left
+        ops.heal()
+        harness.run(housekeeping._tick())
+        assert not directory.temps()
+        assert not harness.tier._files.writer.leftover_temps
+        check(directory, harness, ROOM_FOR_8)
+
+
+@pytest.mark.parametrize("num_before", [0, 8])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_temporary_files_that_cannot_be_removed_do_not_exceed_the_capacity(
+    directory, num_before, code
+):
+    ops = FaultyFileOps()
+    with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
+        harness.store(K[:num_before])
+        ops.fail(code, on="publish")
+        ops.fail(code, on="unlink", when=is_temp)
+        for first in range(100, 140, 4):
+            assert harness.store(K[first : first + 4])
+            rescan(harness)
+            assert directory.disk_bytes() <= ROOM_FOR_8
+        assert directory.temps()
+        ops.heal()
+        harness.run(harness.tier._housekeeping._tick())
+        assert harness.store(K[200:204]) == {}
+        rescan(harness)
+        check(directory, harness, ROOM_FOR_8)
+
+
 def test_a_count_that_cannot_be_told_costs_no_block(directory, caplog):
     ops = FaultyFileOps()
     with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:

@@ -284,6 +284,39 @@ def test_a_file_that_does_not_parse_grants_nothing_before_a_walk(opened, directo
         (directory.folder / ".usage").unlink()
 
 
+LARGEST = 2**62 - 1
+EMPTY = (0, 0, 1, NUM_BUCKETS, NUM_BUCKETS)
+BUSY = WriterCount(LARGEST, LARGEST, 7, Sum(LARGEST, LARGEST, 1, 4, 5))
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(Usage(LARGEST, 0, Sum(*EMPTY)), id="sequence"),
+        pytest.param(Usage(1, LARGEST, Sum(*EMPTY)), id="changed"),
+        pytest.param(Usage(1, 0, Sum(LARGEST, *EMPTY[1:])), id="total"),
+        pytest.param(Usage(1, 0, Sum(0, 0, 1, 65_535, 65_535)), id="buckets"),
+        pytest.param(Usage(1, 0, Sum(*EMPTY), {"1-a": BUSY, "1-b": BUSY}), id="two writers"),
+        pytest.param(
+            Usage(1, 0, Sum(*EMPTY), {f"1-{n}": BUSY for n in range(MAX_WRITERS)}), id="all writers"
+        ),
+    ],
+)
+def test_a_count_with_the_largest_numbers_loses_no_change_and_is_right_after_walks(
+    opened, directory, found
+):
+    slot = bytes(found.packed()).ljust(SLOT_BYTES, b"\0")
+    (directory.folder / ".usage").write_bytes(slot * 2)
+    usage = opened(is_known=False)
+    count(usage, grown(100))
+    walk(usage, {7: 700})
+    walk(usage, {7: 700})
+    for expected_bytes in (800, 900, 1000, 1000):
+        operation = usage.begin(100, 1, 1000)
+        count(usage, grown(operation.reserved_bytes), operation)
+        assert state(usage) == (expected_bytes, 0, 0)
+
+
 def test_a_count_that_was_removed_is_made_again_and_knows_nothing(opened, directory):
     usage = opened()
     count(usage, grown(70))

@@ -33,6 +33,30 @@ def test_a_reservation_that_failed_is_none(opened):
     assert reserved(usage.read()) == {"me": 0}
 
 
+@pytest.mark.parametrize("on", ["lock", "pread_into", "pwrite"])
+def test_operations_that_cannot_begin_leave_nothing_however_many(opened, on):
+    ops = FaultyFileOps()
+    usage = opened(ops=ops)
+    own = usage._own
+    ops.fail(errno.EIO, on=on)
+    for _ in range(50):
+        with pytest.raises(OSError, match="injected"):
+            usage.begin(100, 3, MANY)
+    assert not [*own.running, *own._ended, *own._reporting]
+    ops.heal()
+    assert reserved(usage.read()) == {"me": 0}
+
+
+def test_a_reservation_that_was_made_though_it_failed_is_released_by_the_next_change(opened):
+    ops = Lying()
+    usage, other = opened(ops=ops), opened("other")
+    ops.is_lying = True
+    with pytest.raises(OSError, match="injected"):
+        usage.begin(100, 3, MANY)
+    assert reserved(other.read())["me"] == 300
+    assert reserved(usage.read())["me"] == 0
+
+
 def test_short_reads_and_writes_of_the_count_are_continued(opened):
     ops = FaultyFileOps()
     usage = opened(ops=ops)

@@ -1,6 +1,7 @@
 """Walks go bucket by bucket, resume where they were, and set right what they find."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import math
@@ -10,7 +11,7 @@ import shutil
 import pytest
 from faulty_files import FaultyFileOps
 from fs.directories import BLOCK, KIB, FsDirectory
-from fs.spaces import K, check, end_of, evicted, rescan, rescanned, start
+from fs.spaces import K, check, end_of, evicted, rescan, rescanned, room_for, start, trim
 
 from kvoffload_async.abc.events import BlocksEvicted
 from kvoffload_async.testing.harness import key_of
@@ -133,6 +134,29 @@ def test_a_bucket_that_cannot_be_read_is_left_out_and_the_rest_is_right(around, 
     assert not around.usage.read().is_complete
     around.ops.heal()
     around.cycle()
+    assert around.is_right()
+
+
+@pytest.mark.parametrize("number", range(1, 20))
+def test_blocks_found_before_the_count_failed_are_found_by_the_cycle(around, directory, number):
+    for key in K[:50]:
+        directory.put(key)
+    (directory.folder / "stranger").write_bytes(b"x" * 10_000)
+    calls = iter(range(1, MANY))
+    around.ops.fail(errno.EIO, on="pwrite", when=lambda _: next(calls) == number)
+    found, failures = set(), 0
+    while True:
+        try:
+            step = around.walk.step(math.inf, never)
+        except OSError:
+            failures += 1
+            continue
+        found |= step.found.keys()
+        failures += step.error is not None
+        if step.ends_cycle:
+            break
+    assert found == set(K[:50])
+    assert failures == (number < next(calls))
     assert around.is_right()
 
 
@@ -290,6 +314,65 @@ def test_blocks_in_a_bucket_that_cannot_be_read_are_not_taken_for_gone(directory
         assert evicted(harness) == set()
         rescan(harness)
         check(directory, harness, ROOM)
+
+
+@pytest.mark.parametrize("number", range(2, 12))
+def test_blocks_found_before_the_count_failed_are_not_taken_for_gone(directory, number):
+    ops = FaultyFileOps()
+    with directory.open(ops, capacity_bytes=ROOM) as harness:
+        harness.store(K[:10])
+        rescan(harness)
+        calls = iter(range(1, MANY))
+        ops.fail(errno.EIO, on="pwrite", when=lambda _: next(calls) == number)
+
+        async def cycle(housekeeping) -> None:
+            async with housekeeping._walking:
+                while True:
+                    with contextlib.suppress(OSError):
+                        if (await housekeeping._take_step(never)).ends_cycle:
+                            break
+
+        harness.run(cycle(harness.tier._housekeeping))
+        assert evicted(harness) == set()
+        assert harness.tier._space.known() == set(K[:10])
+        check(directory, harness, ROOM)
+
+
+def test_blocks_are_not_taken_for_gone_if_others_beyond_the_capacity_cannot_be_removed(
+    directory, monkeypatch
+):
+    monkeypatch.setattr(housekeeping_module, "_PORTION", 4)
+    monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)  # a bucket a step
+    ops = FaultyFileOps()
+    keys = [bytes([7]) + key[1:] for key in K[:40]]
+    with directory.open(ops, capacity_bytes=room_for(12)) as harness:
+        harness.store(keys[:10])
+        rescan(harness)
+        trim(harness)
+        for key in keys[10:]:
+            os.utime(directory.put(key), (100, 100))  # learned before the known ones
+        space, failures = harness.tier._space, []
+        remove = space.remove
+
+        async def fail_once(victims, run_io):
+            if victims and not failures:
+                failures.append(OSError(errno.EIO, "injected"))
+                ops.fail(failures[0], on="pwrite", times=1)
+            await remove(victims, run_io)
+
+        monkeypatch.setattr(space, "remove", fail_once)
+
+        async def cycle(housekeeping) -> None:
+            async with housekeeping._walking:
+                while True:
+                    with contextlib.suppress(OSError):
+                        if (await housekeeping._take_step(never)).ends_cycle:
+                            break
+
+        harness.run(cycle(harness.tier._housekeeping))
+        assert failures
+        assert evicted(harness).isdisjoint(keys[:10])
+        assert set(keys[:10]) <= space.known()
 
 
 def test_a_block_that_was_loaded_is_known_before_a_walk_has_found_it(directory):

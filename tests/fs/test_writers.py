@@ -244,7 +244,7 @@ def test_a_temp_that_stays_behind_keeps_its_writers_entry_for_the_next_start(dir
     with pytest.raises(OSError, match="injected"):
         harness.close()
     ops.heal()
-    assert len(directory.temps()) == TRIES
+    assert len(directory.temps()) == 1, "the block was tried again, without room for a second file"
     with directory.open():
         assert not directory.temps()
     assert not list((directory.folder / ".writers").iterdir())
@@ -253,8 +253,8 @@ def test_a_temp_that_stays_behind_keeps_its_writers_entry_for_the_next_start(dir
 def test_a_temp_that_stayed_behind_goes_with_the_close(directory):
     ops = FaultyFileOps()
     with directory.open(ops) as harness:
-        ops.fail(errno.EIO, on="publish", times=TRIES)
-        ops.fail(errno.EIO, on="unlink", times=2 * TRIES - 1)  # native code's try is one more
+        ops.fail(errno.EIO, on="publish", times=1)
+        ops.fail(errno.EIO, on="unlink", times=TRIES)  # native code's try is one more
         assert sorted(harness.store([A])) == [0]
-        assert len(directory.temps()) == TRIES
+        assert len(directory.temps()) == 1
     assert not directory.temps()

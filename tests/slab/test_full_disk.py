@@ -87,7 +87,7 @@ def test_what_a_job_has_stored_before_it_is_cancelled_is_announced(slab_store):
     with slab_store.open(ops, segment_bytes=16 * KIB, piece_bytes=BLOCK, io_threads=2) as harness:
         harness.store(K[:20])
         ops.fail(errno.ENOSPC, on="pwritev", times=1)
-        hang = ops.hang(on="unlink", times=1)
+        hang = ops.hang(on="unlink", when=is_segment, times=1)
 
         async def cancel():
             job = make_job(900, K[20:24], range(4), is_promotion=False)
@@ -135,6 +135,7 @@ def test_what_fails_all_the_same_costs_one_segment_and_no_more_however_many_jobs
 
 
 def test_jobs_that_fail_together_give_one_segment_up(slab_store):
+    """Both have failed before a segment is gone, so the retry of neither meets a full disk."""
     ops = FaultyFileOps()
     options = {"segment_bytes": 32 * KIB, "capacity_bytes": 300 * KIB, "io_threads": 2}
     with slab_store.open(ops, **options, piece_bytes=BLOCK) as harness:
@@ -142,7 +143,8 @@ def test_jobs_that_fail_together_give_one_segment_up(slab_store):
             assert harness.store(K[first : first + 8]) == {}
         segments = len(harness.tier._store.catalog.segments)
         ops.fail(errno.ENOSPC, on="pwritev", times=4)
-        hang = ops.hang(on="unlink", times=1)
+        hang = ops.hang(on="unlink", when=is_segment, times=1)
+        num_before = ops.counts()["pwritev"]
 
         async def both():
             jobs = [
@@ -150,6 +152,8 @@ def test_jobs_that_fail_together_give_one_segment_up(slab_store):
             ]
             tasks = [asyncio.create_task(harness.tier.store(job)) for job in jobs]
             await entered(hang)
+            while ops.counts()["pwritev"] < num_before + 4:  # noqa: ASYNC110 - other threads count
+                await asyncio.sleep(0)
             hang.release()
             return [await task for task in tasks]
 

@@ -219,7 +219,6 @@ class MaintenanceIo:
         self.ops = ops
         self.control = control
         self._limiter = anyio.CapacityLimiter(IO_THREADS)
-        self._manifests = ThreadPoolExecutor(1, "kvoffload-manifests")  # ends with this object
 
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
         """Return a blocking call's result; a cancellation is delivered after it has ended."""
@@ -262,12 +261,15 @@ class MaintenanceIo:
     async def _read(self, path: str, max_bytes: int) -> bytes:
         import aiofiles  # noqa: PLC0415 - only maintenance needs it
 
-        threads = self._manifests
-        file = await aiofiles.open(path, "rb", opener=self.ops.open, executor=threads)
+        threads = ThreadPoolExecutor(1, "kvoffload-manifests")
         try:
-            return await file.read(max_bytes)
+            file = await aiofiles.open(path, "rb", opener=self.ops.open, executor=threads)
+            try:
+                return await file.read(max_bytes)
+            finally:
+                await file.close()  # `async with` would close it in the loop's default executor
         finally:
-            await file.close()  # `async with` would close it in the loop's default executor
+            threads.shutdown(wait=False)
 
     def _start(
         self, call: Callable[[*Arguments], Checked], *arguments: *Arguments

@@ -125,7 +125,11 @@ class Housekeeping:
         footprint.check(settings.capacity_bytes)
         block_bytes = footprint.block_bytes
         usage = UsageFile(
-            self._ops, self._namespace.folder, self._writers.writer_id, self._writers.living
+            self._ops,
+            self._namespace.folder,
+            self._writers.writer_id,
+            self._writers.living,
+            leftover_bytes=lambda: len(self._files.writer.leftover_temps) * block_bytes,
         )
         await self._run(lambda: usage.open(self._writers.entry_bytes()))
         self._usage = usage
@@ -301,8 +305,7 @@ class Housekeeping:
             try:
                 if loop.time() >= tick_at_s:
                     tick_at_s = loop.time() + tick_s
-                    await self._beat()
-                    await self._trim()
+                    await self._tick()
                 elif loop.time() >= walk_at_s:
                     async with self._walking:
                         await self._take_step(self._is_leaving.is_set)
@@ -313,6 +316,18 @@ class Housekeeping:
             except Exception as error:  # noqa: BLE001 - see the attribute
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 self._errors.note(error)
+
+    async def _tick(self) -> None:
+        """Send a heartbeat, retry the removal of temporary files, and evict if necessary.
+
+        Raises:
+            OSError: One of them failed.
+        """
+        await self._beat()
+        try:
+            await self._run(self._files.writer.sweep_leftover_temps)
+        finally:
+            await self._trim()
 
     async def _discard(self) -> None:
         """Remove the unwanted blocks, a portion at a time."""
@@ -388,12 +403,12 @@ class Housekeeping:
         """Learn the blocks found by a step, in portions; return the CPU seconds used."""
         cpu_s = 0.0
         found = list(step.found)
+        surplus: list[OffloadKey] = []
         for first in range(0, len(found), _PORTION):
             begun_s = time.thread_time()
-            surplus = space.blocks.learn(found[first : first + _PORTION], step.found)
+            surplus += space.blocks.learn(found[first : first + _PORTION], step.found)
             cpu_s += time.thread_time() - begun_s
             await asyncio.sleep(0)
-            await space.remove(space.withdraw(surplus), self._run)
         more: int | None = 0 if step.ends_cycle else None
         while more is not None:
             begun_s = time.thread_time()
@@ -402,6 +417,8 @@ class Housekeeping:
             await asyncio.sleep(0)
         if step.ends_cycle:
             space.blocks.end_cycle()
+        for first in range(0, len(surplus), _PORTION):  # last, because removing may fail
+            await space.remove(space.withdraw(surplus[first : first + _PORTION]), self._run)
         return cpu_s
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Self
 
@@ -26,7 +26,7 @@ from kvoffload_async.block_io.contract import (
     FileStores,
     StoredFiles,
 )
-from kvoffload_async.errors import TierClosedError, TierError
+from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.ops import FileOps, Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
@@ -144,13 +144,15 @@ class NativeFiles:
         finally:
             for stored in ended:
                 left = self._take(items, stored)
-                temps = [
-                    f"{self._namespace.get_file_name(item.key)}{stem}{serial + index}{TEMP_SUFFIX}"
+                path_of = self._namespace.get_file_name
+                temps = {
+                    f"{path_of(item.key)}{stem}{serial + index}{TEMP_SUFFIX}": item
                     for index, item in enumerate(items if left else ())
                     if item.may_write and item in left
-                ]
+                }
                 if temps or settings.fsync:
-                    await self._finish(items, temps)
+                    await self._finish(items, list(temps))
+                left = self._without_leftovers(left, temps)
         return left
 
     async def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -191,6 +193,16 @@ class NativeFiles:
             elif status == FILE_NOT_BEGUN:
                 item.error = TierClosedError("the block was not begun")
         return left
+
+    def _without_leftovers(
+        self, left: list[StoreItem], temps: Mapping[str, StoreItem]
+    ) -> list[StoreItem]:
+        """Fail blocks whose temporary file is left: there is no room for a second one."""
+        kept = temps.keys() & self._writer.leftover_temps
+        for temp in kept:
+            temps[temp].error = TierUnavailableError("a temporary file could not be removed")
+        failed = {temps[temp] for temp in kept}
+        return [item for item in left if item not in failed] if failed else left
 
     async def _finish(self, items: Sequence[StoreItem], temps: Sequence[str]) -> None:
         """Remove leftovers and sync names; without a thread, they stay and fail, respectively."""

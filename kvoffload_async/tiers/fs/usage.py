@@ -47,7 +47,7 @@ from __future__ import annotations
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, TypeVar
@@ -174,6 +174,14 @@ class Usage:
         return self.total.is_whole
 
     @property
+    def is_possible(self) -> bool:
+        """Whether a directory can have these numbers."""
+        numbers = [self.sequence, self.changed_bytes, *self.total.fields]
+        for writer in self.writers.values():
+            numbers += [writer.reserved_bytes, writer.moving_bytes, *writer.walk.fields]
+        return max(numbers) < _MAX_NUMBER
+
+    @property
     def settled_bytes(self) -> int:
         """Bytes of existing files and folders, if known."""
         return self.total.num_bytes
@@ -237,17 +245,23 @@ class Usage:
 
     def packed(self) -> bytearray:
         """Return this state as the used part of a slot."""
-        header = (_MAGIC, VERSION, 0, self.sequence, self.changed_bytes, 0, len(self.writers))
-        slot = bytearray(_HEADER.pack(*header, *self.total.fields))
+        header = (_MAGIC, VERSION, 0, *_bounded(self.sequence, self.changed_bytes))
+        total = _bounded(*self.total.fields)
+        slot = bytearray(_HEADER.pack(*header, 0, len(self.writers), *total))
         for name, writer in self.writers.items():
             counts = (writer.reserved_bytes, writer.moving_bytes, writer.num_changes)
-            slot += _WRITER.pack(name.encode(), *counts, *writer.walk.fields)
+            slot += _WRITER.pack(name.encode(), *_bounded(*counts, *writer.walk.fields))
         _CHECKSUM.pack_into(slot, _CHECKSUM_AT, _checksum(memoryview(slot)))
         return slot
 
     def _sums(self) -> list[Sum]:
         sums = [self.total, *[writer.walk for writer in self.writers.values()]]
         return [counted for counted in sums if counted.begun]
+
+
+def _bounded(*numbers: int) -> Iterator[int]:
+    """Return numbers that can be packed; one beyond the limit makes the state unknown."""
+    return (min(number, _MAX_NUMBER) for number in numbers)
 
 
 def _checksum(used: memoryview) -> int:
@@ -258,6 +272,9 @@ def _checksum(used: memoryview) -> int:
 
 def parsed(content: memoryview) -> Usage | None:
     """Return the newest valid state of a file; None if there is none of this format.
+
+    Numbers that no directory has make the count unknown. The state before them is not used instead:
+    the next changes would be lost, as they lead to such numbers again.
 
     Raises:
         NewerCountError: The format is newer.
@@ -278,7 +295,8 @@ def parsed(content: memoryview) -> Usage | None:
         slots.append((sequence, slot))
     slots.sort(key=itemgetter(0), reverse=True)
     usages = (_parsed_slot(slot) for _, slot in slots)
-    return next((usage for usage in usages if usage is not None), None)
+    newest = next((usage for usage in usages if usage is not None), None)
+    return newest if newest is not None and newest.is_possible else None
 
 
 def _parsed_slot(slot: memoryview) -> Usage | None:
@@ -287,14 +305,12 @@ def _parsed_slot(slot: memoryview) -> Usage | None:
     if num_writers > MAX_WRITERS or _checksum(slot[:end]) != checksum:
         return None
     usage = Usage(sequence, changed_bytes, Sum(*total))
-    numbers = [sequence, changed_bytes, *total]
     for name, reserved_bytes, moving_bytes, num_changes, *walk in _WRITER.iter_unpack(
         slot[_HEADER.size : end]
     ):
         writer = WriterCount(reserved_bytes, moving_bytes, num_changes, Sum(*walk))
         usage.writers[name.rstrip(b"\0").decode(errors="replace")] = writer
-        numbers += [reserved_bytes, moving_bytes, *walk]
-    return usage if max(numbers) < _MAX_NUMBER else None
+    return usage
 
 
 @dataclass(slots=True, eq=False)
@@ -320,8 +336,9 @@ class UnreportedUsage:
     Methods for jobs do not wait for a change of the file, so nothing is lost if one hangs.
     """
 
-    def __init__(self, writer_id: str) -> None:
-        """Start without operations."""
+    def __init__(self, writer_id: str, leftover_bytes: Callable[[], int]) -> None:
+        """Start without operations; for `leftover_bytes`, see `UsageFile`."""
+        self._leftover_bytes = leftover_bytes
         self.running: set[Operation] = set()
         self.writer_id = writer_id
         self._ids = [writer_id]
@@ -342,6 +359,11 @@ class UnreportedUsage:
         with self._mutex:
             self.running.discard(operation)
             self._ended.append(operation)
+
+    def withdraw(self, operation: Operation) -> None:
+        """Withdraw an operation that could not be published; the next change releases its room."""
+        with self._mutex:
+            self.running.discard(operation)
 
     @property
     def is_reported(self) -> bool:
@@ -375,7 +397,7 @@ class UnreportedUsage:
         for writer_id in ids:
             usage.writers.pop(writer_id, None)
         return WriterCount(
-            sum([operation.reserved_bytes for operation in running]),
+            sum([operation.reserved_bytes for operation in running]) + self._leftover_bytes(),
             sum([operation.moving_bytes for operation in running]),
             (self._num_changes + 1) % WRAP,
             entry.walk,
@@ -407,6 +429,7 @@ class UsageFile:
         writer_id: str,
         living: Callable[[], Collection[str]],
         *,
+        leftover_bytes: Callable[[], int] = int,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         """Set the file.
@@ -417,6 +440,8 @@ class UsageFile:
             writer_id: This writer's id.
             living: Returns the other living writers. Called under the lock: writers register before
                 they join the count.
+            leftover_bytes: Returns the bytes of temporary files that ended operations could not
+                remove: they stay reserved, because walks do not count those of living writers.
             lock_timeout_s: Timeout of the lock in seconds.
         """
         self.is_complete = False
@@ -432,7 +457,7 @@ class UsageFile:
         self._entry = WriterCount()
         self._entry_bytes = 0
         self._dead: frozenset[str] = frozenset()
-        self._own = UnreportedUsage(writer_id)
+        self._own = UnreportedUsage(writer_id, leftover_bytes)
 
     def open(self, entry_bytes: int = 0) -> None:
         """Join the count, creating it if missing.
@@ -498,7 +523,7 @@ class UsageFile:
         try:
             self._change(begin)
         except BaseException:
-            self._own.end(operation)
+            self._own.withdraw(operation)
             raise
         return operation
 

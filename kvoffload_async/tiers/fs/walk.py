@@ -147,7 +147,7 @@ class Step:
         cpu_s: CPU seconds used.
         ends_cycle: Whether all buckets have been walked.
         unwalked: Buckets of the cycle that could not be walked.
-        error: Error of a bucket that could not be walked.
+        error: Error of a bucket that could not be walked, or the error that ended the step early.
     """
 
     found: dict[OffloadKey, float] = field(default_factory=dict)
@@ -195,12 +195,15 @@ class NamespaceWalk:
     def step(self, budget_s: float, should_stop: Callable[[], bool]) -> Step:
         """Walk over the next buckets.
 
+        If the namespace or its count becomes unusable during the step, the step ends early: the
+        blocks found until then must be learned, because their buckets are not visited again.
+
         Args:
             budget_s: CPU seconds after which no further bucket is begun.
             should_stop: Called often; if true, the current bucket is left for a later step.
 
         Raises:
-            OSError: The namespace or its count cannot be used.
+            OSError: The namespace or its count cannot be used; no bucket was walked.
         """
         begun_s = time.thread_time()
         cycle = self._cycle = self._cycle or self._begin_cycle()
@@ -211,17 +214,22 @@ class NamespaceWalk:
             is_late = time.thread_time() > begun_s + budget_s
             return should_stop() or (is_late and cycle.position > first)
 
-        while cycle.position < NUM_BUCKETS and not is_over():
-            end = min(cycle.position + count, NUM_BUCKETS)
-            self._visit(cycle, end, step, should_stop, is_over)
-            spent_s = max(1e-9, time.thread_time() - begun_s)
-            affordable = (cycle.position - first) * (budget_s - spent_s) / spent_s
-            count = max(1, int(min(_GROWTH * count, affordable)))
+        try:
+            while cycle.position < NUM_BUCKETS and not is_over():
+                end = min(cycle.position + count, NUM_BUCKETS)
+                self._visit(cycle, end, step, should_stop, is_over)
+                spent_s = max(1e-9, time.thread_time() - begun_s)
+                affordable = (cycle.position - first) * (budget_s - spent_s) / spent_s
+                count = max(1, int(min(_GROWTH * count, affordable)))
+            if cycle.position == NUM_BUCKETS:
+                self._end_cycle(cycle, step)
+        except OSError as error:
+            if cycle.position == first:
+                raise
+            step.error = error
         step.found = {
             key: step.found[key] for key in sorted(step.found, key=step.found.__getitem__)
         }
-        if cycle.position == NUM_BUCKETS:
-            self._end_cycle(cycle, step)
         step.cpu_s = time.thread_time() - begun_s
         return step
 
@@ -266,7 +274,11 @@ class NamespaceWalk:
                 step.found |= inventory.blocks
             cycle.position += 1
         if self._usage is not None:
-            self._usage.advance(first, cycle.position, cycle.position, found_bytes)
+            try:
+                self._usage.advance(first, cycle.position, cycle.position, found_bytes)
+            except BaseException:
+                cycle.position = first  # its bytes are not counted: it is visited again
+                raise
 
     def _roots(self) -> dict[int, list[str]]:
         """Return the paths of the namespace's entries, by bucket."""

@@ -166,15 +166,16 @@ class BlockWriter:
             sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
 
     def sweep_leftover_temps(self) -> None:
-        """Retry the removal of temporary files.
+        """Retry the removal of temporary files. Thread-safe.
 
         Raises:
-            OSError: A file could not be removed.
+            OSError: A file could not be removed; it is kept for the next attempt.
         """
-        while self.leftover_temps:
-            with contextlib.suppress(FileNotFoundError):
-                self._ops.unlink(self.leftover_temps[-1])
-            self.leftover_temps.pop()
+        for temp in tuple(self.leftover_temps):  # other threads append
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._ops.unlink(temp)
+            with contextlib.suppress(ValueError):  # another sweep was faster
+                self.leftover_temps.remove(temp)  # last: its bytes are counted until then
 
     def _store_one(self, item: StoreItem, row: memoryview) -> StoreStatus:
         path = self._namespace.get_file_name(item.key)
@@ -383,7 +384,7 @@ class BlockWriter:
         """Remove a temporary file, or queue it for a later attempt."""
         try:
             self._ops.unlink(temp)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # the file was never created

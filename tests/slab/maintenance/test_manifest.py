@@ -40,7 +40,9 @@ def test_it_is_refused_with_the_remedy_and_left_as_it_is(slab, damage, call):
         assert complaint.startswith(
             "the manifest is missing; " if damage is Path.unlink else "the manifest is unreadable: "
         )
-        assert complaint.endswith(f"no tier can open the store: remove the folder {slab.folder}")
+        assert complaint.endswith(
+            f"no tier can open the store: if nothing else is in it, remove the folder {slab.folder}"
+        )
     assert slab.files() == before
 
 
@@ -51,4 +53,16 @@ def test_after_the_removal_of_the_folder_a_tier_begins_a_new_store(slab, damage)
         slab.open()
     shutil.rmtree(slab.folder)
     slab.store_blocks()
+    assert slab.served() == list(range(12))
+
+
+def test_a_directory_with_another_programs_manifest_is_not_to_be_removed_with_the_stores_in_it(
+    slab,
+):
+    (slab.root / "manifest.json").write_text('{"name": "an application"}')
+    before = slab.files()
+    result = slab.command.run("store", "gc", slab.root)
+    assert result.exit_code == 1
+    assert "if nothing else is in it, remove the folder" in result.stderr
+    assert slab.files() == before
     assert slab.served() == list(range(12))

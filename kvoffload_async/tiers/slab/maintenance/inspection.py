@@ -137,7 +137,11 @@ def read_known_manifest(
         problem = f"the manifest is unreadable: {error}"
     except NotRegularFileError:
         problem = "the manifest is not a regular file"
-    return None, f"{problem}; no tier can open the store: remove the folder {folder}"
+    # Other programs have files of these names, too, perhaps next to intact stores.
+    return None, (
+        f"{problem}; no tier can open the store: if nothing else is in it, remove the folder "
+        f"{folder}"
+    )
 
 
 def read_contents(ops: FileOps, folder: str) -> Contents:
