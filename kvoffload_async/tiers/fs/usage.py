@@ -195,7 +195,7 @@ class Usage:
 
     @property
     def marks(self) -> Marks:
-        """How far each sum has come, for operations that begin now."""
+        """The progress of the total and of each walk, which operations that begin now refer to."""
         return {counted.number: counted.done for counted in self._sums()}
 
     def change(self, changes: Sequence[DiskChange], before: Marks) -> None:
