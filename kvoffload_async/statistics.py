@@ -365,7 +365,6 @@ class RuntimeStatistics:
         block_io: Block I/O implementation of the tiers on disk: "native" or "python".
         loop_lag_seconds: From posting work to the event loop until the loop runs it.
         step_seconds: Time on the owner's thread per end of step, collecting results included.
-        longest_step_s: Longest of `step_seconds`.
         wake_ups: Times the loop was woken; none by an engine that runs on it.
     """
 
@@ -374,7 +373,6 @@ class RuntimeStatistics:
     block_io: str = "python"
     loop_lag_seconds: HistogramStatistics
     step_seconds: HistogramStatistics
-    longest_step_s: float
     wake_ups: int
 
 

@@ -1,4 +1,4 @@
-"""The interface of both implementations."""
+"""The interface of block I/O, which the native and the Python implementation share."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class SimulateOptions(CommandOptions):
     )
     tier_blocks: int | None = flag(
         None,
-        "Add an LRU tier of N blocks below the primary; writes are then those to the tier.",
+        "Add an LRU tier of N blocks below the primary; the column `writes` then counts blocks "
+        "written to the tier.",
         metavar="N",
         min=1,
         max=_MOST_BLOCKS,

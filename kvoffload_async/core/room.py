@@ -180,7 +180,7 @@ class Room:
         return request in self._used
 
     def wakes_in_s(self) -> float:
-        """Return the seconds until a wait of the law may end without an event; inf without one."""
+        """Return the seconds until time alone may end a wait for room; inf if none waits."""
         return TURN_S / 2 if self.queue else math.inf
 
     # -- requests -------------------------------------------------------------------------------

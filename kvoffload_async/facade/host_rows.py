@@ -1,4 +1,4 @@
-"""A primary over the memory of a host, and over rows of this package.
+"""A primary whose rows are the memory of a host engine, plus rows allocated by this package.
 
 A tier copies between its storage and rows of one primary, which lie at equal distances. If a host
 registers its memory, each of its objects that lies at a multiple of the row's size is a row itself,
@@ -155,7 +155,7 @@ class RowCopies:
     def gather(
         self, rows: BlockIds, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
     ) -> None:
-        """Fill rows with pieces, one behind the other; blocks until they are copied.
+        """Fill rows with pieces, one after the other; blocks until they are copied.
 
         Args:
             rows: The rows, `[n]`.

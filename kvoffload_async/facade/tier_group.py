@@ -109,8 +109,8 @@ class UnopenedTier:
         self._failed_at_s = time.monotonic()
         why = text_of(error)
         logger.warning(
-            "tier %s cannot be opened, and is tried again: %s; the engine runs without it until "
-            "then: fix the named cause",
+            "tier %s cannot be opened, and is tried again: %s; the engine runs without this tier; "
+            "fix the cause above",
             tier_type,
             why,
         )
@@ -217,12 +217,13 @@ class BreakerLog:
                     continue
                 self._suspended.add((index, direction))
                 logger.warning(
-                    "tier %s: %s are suspended, and tried again after %s s: %s; the engine does "
-                    "without them until then: fix the named cause",
+                    "tier %s: %s are suspended, and tried again after %s s: %s; the engine runs "
+                    "without this tier's %s; fix the cause above",
                     tier.label,
                     direction,
                     breaker.settings.retry_after_s,
                     breaker.reason,
+                    direction,
                 )
 
 

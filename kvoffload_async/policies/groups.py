@@ -122,9 +122,9 @@ class GroupRanking:
     # -- victims --------------------------------------------------------------------------------
 
     def take(self, count: int, may_leave: Callable[[int], bool], worth: Worth) -> list[int] | None:
-        """Remove the `count` least worthy members that may leave; None, and no change, if fewer.
+        """Remove and return the `count` least worthy members among those that may leave.
 
-        Members that may not leave are skipped.
+        If there are fewer, change nothing and return None.
         """
         chosen = self._choose(count, may_leave, worth, (), [])
         if len(chosen) < count:

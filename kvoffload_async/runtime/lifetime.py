@@ -82,11 +82,11 @@ class Closing(Generic[T]):
     def _outcome_of(self, attempt: Future[T]) -> T:
         """Wait for the attempt of another thread."""
         if not attempt.done() and self._closer == threading.get_ident():
-            raise StateError("closing was called again out of itself; it ends with the first call")
+            raise StateError("closing runs on this thread already; the first call finishes it")
         if not wait([attempt], max(0.0, self._until_s - time.monotonic())).done:
             raise TierTimeoutError(
-                "another thread has not closed this object within its time, and goes on; what the "
-                "object uses must stay allocated"
+                "another thread is still closing this object after its timeout; the memory "
+                "that the object uses must stay allocated"
             )
         return attempt.result()
 

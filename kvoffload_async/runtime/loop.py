@@ -268,7 +268,7 @@ class LoopThread(ThreadsafeRunner):
         left = asyncio.all_tasks(self._loop)
         if left:
             names = ", ".join(sorted(task.get_name() for task in left))
-            logger.warning("%s stopped with tasks left: %s", self._thread.name, names)
+            logger.warning("%s stopped with unfinished tasks: %s", self._thread.name, names)
             self._cancel(left)
             self._loop.set_exception_handler(_repeat_quietly)
 

@@ -248,7 +248,7 @@ class OwnerSteps:
         self._clock = clock
         self._planner = planner
         self._durations = Histogram()
-        self._longest_s = self._step_s = 0.0
+        self._step_s = 0.0
         self._block_io = _block_io()
         self.publish()
 
@@ -261,7 +261,6 @@ class OwnerSteps:
         """Record the duration of the step's end, which started at `since_s`; then publish."""
         self._step_s += self._clock() - since_s
         self._durations.observe(self._step_s)
-        self._longest_s = max(self._longest_s, self._step_s)
         self._step_s = 0.0
         self.publish()
 
@@ -285,7 +284,6 @@ class OwnerSteps:
             block_io=self._block_io,
             loop_lag_seconds=HistogramStatistics() if loop_lag is None else loop_lag.read(),
             step_seconds=self._durations.read(),
-            longest_step_s=self._longest_s,
             wake_ups=wake_ups,
         )
 

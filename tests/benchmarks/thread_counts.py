@@ -1,4 +1,4 @@
-"""How many threads a tier on disk should have: the data behind `COPYING_THREADS`.
+"""How many threads a tier on disk should have: the data behind `suitable_threads`.
 
     python tests/benchmarks/thread_counts.py --folder /srv/kv --rounds 15 > table.txt
 

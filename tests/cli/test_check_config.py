@@ -61,8 +61,8 @@ def test_watermarks_the_wrong_way_round_are_refused(refusal, tmp_path):
 
 def test_options_of_another_tier_are_refused(refusal, tmp_path):
     message = refusal(slab(tmp_path, n_read_threads=4))
-    assert "secondary_tiers[0]: n_read_threads: 4 does not go with this tier" in message
-    assert "give io_threads" in message
+    assert "secondary_tiers[0]: n_read_threads: 4 is not an option of this tier" in message
+    assert "use io_threads" in message
 
 
 def test_a_primary_larger_than_the_machines_memory_is_refused(refusal):
@@ -209,7 +209,7 @@ def test_the_replay_checks_the_same(command, tmp_path):
 
 def test_the_bench_checks_the_same(command):
     message = command.refusal("bench", "--tier", "slab:n_read_threads=3")
-    assert "n_read_threads: 3 does not go with this tier" in message
+    assert "n_read_threads: 3 is not an option of this tier" in message
     message = command.refusal(
         "bench", "--block-bytes", "1MiB", "--tier", "slab:segment_bytes=64KiB"
     )

@@ -126,7 +126,7 @@ def test_only_a_primary_in_host_memory_can_be_loaded_from():
     desk = Desk(manager=Elsewhere(answers={key("a"): HIT}))
     request = Request("r", "a")
     desk.ask(request)
-    with pytest.raises(StateError, match="Elsewhere loads from no primary"):
+    with pytest.raises(StateError, match="Elsewhere has no primary in host memory"):
         desk.allocate(request, [1, 2], load=4)
 
 

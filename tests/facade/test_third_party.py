@@ -347,7 +347,7 @@ def test_a_breaker_that_opens_and_closes_is_logged_once_with_the_reason(worlds, 
     assert said == [
         (
             "tier tier0: stores are suspended, and tried again after 5.0 s: no such device; the "
-            "engine does without them until then: fix the named cause"
+            "engine runs without this tier's stores; fix the cause above"
         ),
         "tier tier0: stores resumed after 15.0 s",
     ]

@@ -383,30 +383,47 @@ def test_a_block_that_was_loaded_is_known_before_a_walk_has_found_it(directory):
 
 
 def test_under_load_a_count_that_is_wrong_becomes_right(directory):
-    """Jobs run one after the other, all the time, and evict."""
-    room = 500 * KIB
-    with directory.open(capacity_bytes=room) as harness:
-        for number in range(100, 120):
-            directory.put(key_of(number))  # behind the count's back
-        harness.fill(K[:4], range(4))
-        stopping = []
+    """Jobs run beside the walks, one after the other, and evict.
 
-        async def jobs() -> None:
+    A walk corrects what exceeds its doubt: here the bytes that the jobs beside it add and remove.
+    """
+    room = 500 * KIB
+    jobs_each, others = 3, 40
+    assert others > (jobs_each + 1) * 2 * 4, "one job more may have begun before the walk"
+    with directory.open(capacity_bytes=room) as harness:
+        permits, stopping, is_full = asyncio.Semaphore(40), [], asyncio.Event()
+
+        async def jobs() -> int:
             number = 0
-            while not stopping:
+            while True:
+                await permits.acquire()
+                if stopping:
+                    return number
                 keys = [K[4 * number % 200 + i] for i in range(4)]
                 await harness.tier.store(harness.job(keys, range(4), is_promotion=False))
                 number += 1
+                if number == 40:
+                    is_full.set()
+
+        def permit(count: int) -> None:
+            for _ in range(count):
+                permits.release()
 
         running = start(harness, jobs())
+        harness.run(is_full.wait())
+        for number in range(300, 300 + others):
+            directory.put(key_of(number))  # behind the count's back
         for _ in range(2):
+            harness.on_loop(lambda: permit(jobs_each))
             harness.run(rescanned(harness.tier._housekeeping))
         harness.on_loop(lambda: stopping.append(True))
+        harness.on_loop(lambda: permit(1))
         harness.run(end_of(running))
         usage = directory.usage()
         in_doubt_bytes = usage.total.doubt_bytes + 4 * BLOCK
         assert 0 <= usage.settled_bytes - directory.disk_bytes() <= in_doubt_bytes
         rescan(harness)
+        trim(harness)  # what others have added is too much
         check(directory, harness, room)
 
 

@@ -55,7 +55,8 @@ class FleetFlags(ReplayFlags):
     )
     fleet_kill: int | None = flag(
         None,
-        "Kill the process that handles the K-th request, and start a replacement.",
+        "Kill the process that handles the K-th request, before it in lockstep and amid it in the "
+        "free-running pass, and start a replacement.",
         metavar="K",
         min=1,
     )

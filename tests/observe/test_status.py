@@ -93,7 +93,6 @@ def test_a_histogram_of_other_buckets_is_refused():
         "python": "3",
         "loop_lag_seconds": {"counts": [1], "sum_s": 0.0},
         "step_seconds": {},
-        "longest_step_s": 0,
         "wake_ups": 0,
     }
     with pytest.raises(InputError, match="a histogram of 1 buckets"):

@@ -142,7 +142,7 @@ def test_closing_out_of_itself_is_refused():
     door, refused = Door(["report"]), []
 
     def close_again(timeout_s):
-        with pytest.raises(StateError, match="out of itself"):
+        with pytest.raises(StateError, match="runs on this thread already"):
             door.close()
         refused.append(timeout_s)
         return "report"

@@ -456,7 +456,9 @@ class OffloadingConnectorScheduler:
         plan = plan_load(state, self.geometry, total_tokens)
         host = self.manager.prepare_load(plan.keys, state.ctx)
         if not isinstance(host, CPULoadStoreSpec):
-            raise StateError(f"{type(self.manager).__name__} loads from no primary in host memory")
+            raise StateError(
+                f"{type(self.manager).__name__} has no primary in host memory to load from"
+            )
         blocks = plan.device.block_ids.tolist()
         job_id = self._jobs.add(state, plan.keys, blocks, is_store=False)
         self._step.load_jobs[job_id] = TransferJobSpec(plan.device, host, state.ctx.req_id)

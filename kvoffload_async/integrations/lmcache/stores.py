@@ -167,7 +167,7 @@ class OpenStore:
 
 
 def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-    """Return a future that has the transferred keys at rest, and keeps the objects until then."""
+    """Return a future of the transferred keys, done when no copy runs; it keeps the objects."""
     future: Future[KeySet] = Future()
     kept = tuple(blocks)
 

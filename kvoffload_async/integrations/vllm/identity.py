@@ -161,7 +161,7 @@ def _check_sources(model: Any) -> None:  # noqa: ANN401 - vLLM's ModelConfig
     if model.trust_remote_code and any("--" in str(one) for one in code.values()):
         raise ConfigError("trust_remote_code runs code of another repository, which may change")
     if envs.VLLM_USE_MODELSCOPE and not os.path.exists(model.model):  # noqa: PTH110 - as text
-        raise ConfigError("VLLM_USE_MODELSCOPE: the location of its files is unknown")
+        raise ConfigError("VLLM_USE_MODELSCOPE is set; where its files lie is unknown")
 
 
 def _lengths_passed(model: Any) -> list[bool]:  # noqa: ANN401 - vLLM's ModelConfig
@@ -330,7 +330,7 @@ class ModelContent:
                 "adapters do, and they are kept and shared",
                 self.fingerprint().unknown,
             )
-        logger.info("%s: blocks of this process alone are kept in %s", tier_type, folder)
+        logger.info("tier %s: blocks are kept in %s, for this process only", tier_type, folder)
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint; the first call may block on file I/O."""

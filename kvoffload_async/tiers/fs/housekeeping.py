@@ -396,7 +396,7 @@ class Housekeeping:
                 space.blocks.end_walk()
         self._rest(begun_s, step.cpu_s)
         if step.error is not None:
-            logger.warning("%s: not all can be read: %s", self._namespace.folder, str(step.error))
+            logger.warning("%s: a part is unreadable: %s", self._namespace.folder, str(step.error))
         return step
 
     async def _learn(self, space: Space, step: Step) -> float:

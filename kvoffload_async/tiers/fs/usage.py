@@ -11,7 +11,8 @@ the operation was in flight, it may have seen the change or not: added bytes are
 ones are not, and both are noted as doubt. A walk can also miss a file that is moved from a bucket
 ahead of it to one behind it, so writers publish the bytes that they may be moving or removing.
 When a walk ends, its sum and all moving bytes replace the total, unless they agree within the
-doubt. The total is therefore never too small, and too large by no more than a few operations.
+doubt. The total is therefore never too small, and too large by no more than a few operations. Bytes
+that no writer has reported count from the first walk on whose doubt is smaller.
 
 Entries of dead writers, with what they had reserved or were moving, are kept until a walk that
 began after their deaths has ended. If the count is lost or missing, it is unknown until a walk has
@@ -203,7 +204,7 @@ class Usage:
 
     @property
     def marks(self) -> Marks:
-        """How far each sum has come, for operations that begin now."""
+        """The progress of the total and of each walk, which operations that begin now refer to."""
         return {counted.number: counted.done for counted in self._sums()}
 
     def change(self, changes: Sequence[DiskChange], before: Marks) -> None:

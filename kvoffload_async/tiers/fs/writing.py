@@ -116,7 +116,7 @@ class BlockWriter:
                     item.status, item.error = StoreStatus.FAILED, mapped(error)
 
     def _sync_folder(self, folder: str) -> None:
-        """Wait until the names in a folder are on the device, and once until its own name is."""
+        """Sync a folder, so that its names survive a power cut; the first time also those above."""
         sync_folder(self._ops, folder)
         if folder not in self._synced:
             above = folder

@@ -249,7 +249,7 @@ class HangDetector:
             self._tasks[server] = task
 
     async def _run(self, server: Server) -> None:
-        """Check a server until its slow calls have ended, or it hangs."""
+        """Check a server repeatedly until its slow calls have ended, or until it counts as hung."""
         try:
             while self._slow.get(server):
                 try:

@@ -130,7 +130,7 @@ class SlabSettings(DiskSettings):
         for name in ("n_read_threads", "n_write_threads"):
             if name in options:
                 raise ConfigError(
-                    f"{name}: {shown(options[name])} does not go with this tier; give io_threads"
+                    f"{name}: {shown(options[name])} is not an option of this tier; use io_threads"
                 )
         settings = super().of(options, identity)
         settings.check_verifies(str(settings.verify), does=settings.verifies)

@@ -197,7 +197,7 @@ class RoutedConnection(Connection):
         self._generation = route.generation
 
     async def connect(self) -> None:
-        """Connect, unless connected already by a route that has not been left."""
+        """Connect unless connected; reconnect if the route was left since then."""
         if self.is_connected and self._generation != self._route.generation:
             await self.disconnect(nowait=True)
         await super().connect()  # type: ignore[no-untyped-call] # of the library

@@ -189,8 +189,9 @@ class FleetOptions:
         size: Number of processes.
         spread: `"random"` or `"affinity"`; see `plan.spread`.
         seed: Seed of the random spread.
-        kill_at: In the passes with shared tiers, kill the process that works on the request with
-            this number, from 1; a new process takes over, including the request.
+        kill_at: In the passes with shared tiers, kill the process of the request with this number,
+            from 1: in lockstep just before it gets the request, else while it works on it. A new
+            process takes over, including the request.
         verify: Compare loaded blocks.
         layers: Tensors of the device memory.
         should_stop: Returns whether to send no more requests.
@@ -320,10 +321,11 @@ class _Pass:
 
     def _send(self, member: int, index: int) -> None:
         self._options.before_request(self._name, index + 1)
-        self._members[member].send(self._requests[index], self._patience_s)
         if index + 1 == self._kill_at:
+            if not self._is_lockstep:  # whose hits must not depend on how far the request had come
+                self._members[member].send(self._requests[index], self._patience_s)
             self._replace(member)
-            self._members[member].send(self._requests[index], self._patience_s)
+        self._members[member].send(self._requests[index], self._patience_s)
         self._busy[member] = (index, time.monotonic() + self._patience_s)
 
     def _take_answers(self) -> None:
