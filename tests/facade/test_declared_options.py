@@ -16,7 +16,7 @@ from kvoffload_async import (
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import TierSettings
 from kvoffload_async.cli.app import common_options, tier_entries
-from kvoffload_async.config import REQUIRED, OffloadConfig, at_least, option, parse_name
+from kvoffload_async.config import REQUIRED, OffloadConfig, at_least, option, parse_name, parse_size_bytes
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.facade.maintenance import maintenance_kinds
 from kvoffload_async.facade.tier_options import UnknownOptionError
@@ -37,6 +37,8 @@ class ToySettings(TierSettings):
     any name."""
     depth: int = option(at_least(1, 9), 3, key="toy_depth")
     """Depth of the blocks."""
+    toy_bytes: int = option(parse_size_bytes, 1 << 20)
+    """Bytes of the toy."""
     label: str = ""
 
     @classmethod
@@ -112,6 +114,13 @@ def test_its_check_names_key_value_and_remedy_before_anything_starts(view, value
     assert not threads_left()
 
 
+def test_its_values_are_those_that_its_parser_takes_whatever_the_type_of_its_default(view):
+    SecondaryTierFactory.check_config(toy(toy_bytes="4KiB"))
+    manager = SecondaryTierFactory.create_secondary_tier(toy(toy_bytes="4KiB"), view, None)
+    assert manager.tier.settings.toy_bytes == 4096
+    manager.shutdown()
+
+
 def test_without_a_default_it_must_be_given(view):
     with pytest.raises(ConfigError, match="colour: missing; give the name of a colour"):
         SecondaryTierFactory.check_config({"type": "toy"})
@@ -128,7 +137,7 @@ def test_a_misspelt_name_has_a_hint(view):
 
 def test_the_reference_has_it():
     (entry,) = (entry for entry in tier_entries() if entry.name == "toy")
-    colour, depth = entry.options
+    colour, depth, _ = entry.options
     assert (colour.name, colour.default) == ("colour", REQUIRED)
     assert colour.summary == "Colour of the blocks; any name."
     assert (depth.name, depth.default, depth.summary) == ("toy_depth", 3, "Depth of the blocks.")
