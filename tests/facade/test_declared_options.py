@@ -173,11 +173,12 @@ def test_an_internal_option_is_for_python_only_and_shown_nowhere(view, tmp_path)
         SecondaryTierFactory.check_config({**fs, "ops": 1})
 
 
+@pytest.mark.parametrize("library", ["no_such_library", "no_such_library.part", "json.no_such"])
 def test_a_library_that_it_requires_and_that_is_missing_is_named_before_anything_starts(
-    view, monkeypatch, threads_left
+    view, monkeypatch, threads_left, library
 ):
-    monkeypatch.setattr(ToyTier, "requires", {"no_such_library": "run pip install toys"})
-    message = "type: ToyTier needs the library no_such_library, .* installed; run pip install toys"
+    monkeypatch.setattr(ToyTier, "requires", {library: "run pip install toys"})
+    message = f"type: ToyTier needs the library {library}, .* installed; run pip install toys"
     with pytest.raises(ConfigError, match=message):
         SecondaryTierFactory.check_config(toy())
     with pytest.raises(ConfigError, match=message):
