@@ -16,7 +16,14 @@ from kvoffload_async import (
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import TierSettings
 from kvoffload_async.cli.app import common_options, tier_entries
-from kvoffload_async.config import REQUIRED, OffloadConfig, at_least, option, parse_name, parse_size_bytes
+from kvoffload_async.config import (
+    REQUIRED,
+    OffloadConfig,
+    at_least,
+    option,
+    parse_name,
+    parse_size_bytes,
+)
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.facade.maintenance import maintenance_kinds
 from kvoffload_async.facade.tier_options import UnknownOptionError
