@@ -284,6 +284,28 @@ def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):
     assert "s3cret%2F" not in text
 
 
+@pytest.mark.parametrize("wrap", [lambda tier: tier, lambda tier: [[tier]], lambda tier: [(tier,)]])
+def test_tiers_that_are_no_list_of_objects_are_shown_without_secrets(wrap):
+    tier = OBJECT | {"store_options": {"region": "eu", "secret_access_key": SECRET}}
+    with pytest.raises(ConfigError, match=r"secondary_tiers.* is not valid") as raised:
+        OffloadConfig.parse({"cpu_bytes_to_use": "1MiB", "secondary_tiers": wrap(tier)})
+    assert SECRET not in str(raised.value)
+    assert "'region': 'eu', 'secret_access_key': '***'" in str(raised.value)
+
+
+def test_secrets_in_lists_of_a_tiers_options_are_masked():
+    given = {
+        "servers": ["redis://u:p@h", {"password": SECRET}],
+        "passwords": [SECRET],
+        "ports": [1],
+    }
+    assert without_secrets(given) == {
+        "servers": ["redis://***@h", {"password": "***"}],
+        "passwords": ["***"],
+        "ports": [1],
+    }
+
+
 @pytest.mark.parametrize(
     "text",
     [
