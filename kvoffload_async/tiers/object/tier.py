@@ -37,6 +37,8 @@ from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
     from kvoffload_async.tiers.object.client import ObjectConnection
 
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
@@ -250,6 +252,7 @@ class ObjectTier(RemoteTier):
         """Configure the tier; nothing is connected before `open`."""
         self._connection = settings.connection
         self._description: Mapping[str, Any] = {}
+        self._store: ObjectStore | None = None
         place = settings.connection.url
         super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
 
