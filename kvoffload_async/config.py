@@ -280,9 +280,16 @@ def parse_url(value: object, key: str) -> str:
 def parse_file(value: object, key: str) -> str:
     """Return the absolute path of a file; raises ConfigError, whose message does not show it."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not Path(path).is_absolute():
+    if not isinstance(path, str) or not Path(path).is_absolute() or not _is_path(path):
         raise ConfigError(f"{key}: it must be the absolute path of a file")
     return path
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def parse_socket_path(value: object, key: str) -> str:

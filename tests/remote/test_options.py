@@ -116,6 +116,8 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ({"store_options": [SECRET]}, "store_options: "),
         ({"endpoint": "https://h", "store_options": {"endpoint": "https://h"}}, "is given twice"),
         ({"store_options_file": "relative"}, "store_options_file: it must be the absolute path"),
+        ({"store_options_file": "/a\0b"}, "store_options_file: it must be the absolute path"),
+        ({"tls_ca_file": "/\ud800"}, "tls_ca_file: it must be the absolute path"),
         ({"store_options_file": "/not/there"}, "'/not/there' cannot be read"),
         ({"store_options": {"colour": SECRET}}, "does not support all of the given options"),
         ({"url": "gs://bucket", "store_options": {"region": "eu"}}, "(region)"),
