@@ -312,6 +312,7 @@ def test_secrets_in_lists_of_a_tiers_options_are_masked():
     "text",
     [
         f"valkey:url=redis://u:{SECRET}@h,x",
+        f"theirs:depth=3,api_key={SECRET},x",
         f'object:store_options={{"region":"eu","secret":"{SECRET}"}}',
         ":",
     ],
