@@ -32,6 +32,7 @@ from kvoffload_async.errors import (
     OffloadError,
     TierTimeoutError,
     TierUnavailableError,
+    check_remedies,
     shortage_remedy,
     text_of,
 )
@@ -313,6 +314,7 @@ class SecondaryTierFactory:
     @classmethod
     def _checked(cls, name: str, loaded: type) -> type[SecondaryTierManager]:
         if issubclass(loaded, SecondaryTierManager):
+            check_remedies(loaded.remedies, loaded)
             return loaded
         if issubclass(loaded, AsyncTier):
             return manager_of(loaded)

@@ -205,6 +205,19 @@ def test_its_remedies_are_in_the_log_of_its_errors(view, monkeypatch, caplog):
     assert "run down (wind it up, or lower toy_depth)" in caplog.text
 
 
+@pytest.mark.parametrize("remedies", [None, [], "wind it up"])
+def test_remedies_that_are_no_mapping_are_refused_before_a_job_could_fail(
+    view, monkeypatch, remedies, threads_left
+):
+    monkeypatch.setattr(ToyTier, "remedies", remedies)
+    with pytest.raises(ConfigError, match=r"type: .*ToyTier\.remedies is not a mapping"):
+        SecondaryTierFactory.create_secondary_tier(toy(), view, None)
+    assert not threads_left()
+    monkeypatch.setattr(ToyManager, "remedies", remedies)
+    with pytest.raises(ConfigError, match=r"type: ToyManager\.remedies is not a mapping"):
+        SecondaryTierFactory.check_config({"type": "ToyManager", "module_path": __name__})
+
+
 def test_its_maintenance_is_found():
     assert ToyMaintenance in maintenance_kinds()
 
