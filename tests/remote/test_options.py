@@ -18,8 +18,10 @@ from kvoffload_async.cli.app import app
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
+from kvoffload_async.tiers.mooncake.process import MooncakeSettings
 from kvoffload_async.tiers.object.tier import ObjectOptions
 from kvoffload_async.tiers.valkey.address import Address
+from kvoffload_async.tiers.valkey.tier import ValkeySettings
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
 
@@ -267,6 +269,19 @@ def test_the_secrets_of_a_file_of_store_options_are_hidden_when_it_was_replaced_
     connection.open()
     assert redact(f"said {SECRET} and the new one") == "said *** and ***"
     assert SECRET not in repr((own, connection, redact))
+
+
+@pytest.mark.parametrize(
+    ("declared", "given"),
+    [
+        (ObjectOptions, OBJECT | {"endpoint": f"https://user:{SECRET}@host"}),
+        (MooncakeSettings, {"master": "h:1", "metadata_url": f"redis://:{SECRET}@host"}),
+        (ValkeySettings, VALKEY | {"url": "valkey://user:s3cret%2Fp%40ss@host"}),
+    ],
+)
+def test_a_url_with_a_user_is_not_in_the_repr_of_its_options(declared, given):
+    settings = declared.of(given, KVIdentity(model="org/model", block_bytes=4096))
+    assert "s3cret" not in repr(settings)
 
 
 def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):

@@ -117,7 +117,7 @@ class ObjectOptions(RemoteSettings):
     url: str = option(_parse_object_url, remedy="a URL such as s3://bucket/prefix")
     """s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
     file:///directory."""
-    endpoint: str | None = option(or_none(_parse_text), None)
+    endpoint: str | None = option(or_none(_parse_text), None, is_shown=False)
     """URL of another server with the same protocol."""
     store_options: Mapping[str, str | bool] | None = option(
         or_none(_parse_store_options), None, is_shown=False
