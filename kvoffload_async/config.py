@@ -255,7 +255,7 @@ def instance_of(cls: type[T]) -> Callable[[object, str], T]:
 def parse_directory(value: object, key: str) -> str:
     """Return the normalized absolute path of a directory; raises ConfigError."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not path or "\0" in path or not _is_path(path):
+    if not isinstance(path, str) or not _is_path(path):
         _reject(key, value, "an absolute path")
     if not Path(path).is_absolute():
         remedy = str(Path.cwd() / path)
@@ -265,7 +265,7 @@ def parse_directory(value: object, key: str) -> str:
 
 def _is_path(text: str) -> bool:
     try:
-        return bool(os.fsencode(text))
+        return "\0" not in text and bool(os.fsencode(text))
     except UnicodeEncodeError:
         return False
 
@@ -285,13 +285,6 @@ def parse_file(value: object, key: str) -> str:
     return path
 
 
-def _is_path(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-
-
 def parse_socket_path(value: object, key: str) -> str:
     """Return the path of a Unix socket; raises ConfigError."""
     allowed = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
@@ -304,7 +297,7 @@ def parse_socket_path(value: object, key: str) -> str:
 
 def parse_file_path(value: object, key: str) -> str:
     """Return the absolute path of a file; raises ConfigError."""
-    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+    if not isinstance(value, str) or not value.startswith("/") or not _is_path(value):
         _reject(key, value, "an absolute path")
     return value
 
