@@ -174,13 +174,13 @@ class BoundedReader(asyncio.StreamReader):
             self._bounds.feed(data)
         return data
 
-    async def readuntil(self, separator: bytes = b"\n") -> bytes:
+    async def readline(self) -> bytes:
         """Raise ReplyError: nothing is read unchecked."""
         raise ReplyError("redis-py parses without hiredis; install kvoffload-async[valkey]")
 
     async def readexactly(self, n: int) -> bytes:
-        """Raise ReplyError, like `readuntil`."""
-        return await self.readuntil()
+        """Raise ReplyError, like `readline`."""
+        return await self.readline()
 
 
 class RoutedConnection(Connection):
