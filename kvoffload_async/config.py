@@ -54,7 +54,19 @@ _SECRET_NAME: Final = re.compile(
     "secret|password|token|credential|key(?!_id)|service_account|(?<!skip_)signature", re.IGNORECASE
 )
 
-_REPR: Final = reprlib.Repr()
+
+class _SecretlessRepr(reprlib.Repr):
+    """Shortens values for messages, and masks secrets, recognised by their key."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        masked = {
+            key: HIDDEN if isinstance(value, str) and is_secret(str(key)) else value
+            for key, value in x.items()
+        }
+        return super().repr_dict(masked, level)
+
+
+_REPR: Final = _SecretlessRepr()
 _REPR.maxstring = _REPR.maxother = 400
 _REPR.maxlong = 60
 _REPR.maxlist = _REPR.maxdict = 8
@@ -80,7 +92,7 @@ def parse_size_bytes(value: object, key: str) -> int:
 
 
 def shown(value: object) -> str:
-    """Return a user's value for a message, truncated if it is long or deeply nested."""
+    """Return a user's value for a message, without secrets, truncated if it is long or deep."""
     return without_user_info(_REPR.repr(value))
 
 
@@ -93,6 +105,8 @@ def without_secrets(value: object, key: str = "") -> object:
     """Return an option's value with secrets masked, recognised by their key or in a URL."""
     if isinstance(value, Mapping):
         return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner, key) for inner in value]
     if isinstance(value, str):
         return HIDDEN if is_secret(key) else without_user_info(value)
     return value
@@ -241,7 +255,7 @@ def instance_of(cls: type[T]) -> Callable[[object, str], T]:
 def parse_directory(value: object, key: str) -> str:
     """Return the normalized absolute path of a directory; raises ConfigError."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not path or "\0" in path or not _is_path(path):
+    if not isinstance(path, str) or not _is_path(path):
         _reject(key, value, "an absolute path")
     if not Path(path).is_absolute():
         remedy = str(Path.cwd() / path)
@@ -251,7 +265,7 @@ def parse_directory(value: object, key: str) -> str:
 
 def _is_path(text: str) -> bool:
     try:
-        return bool(os.fsencode(text))
+        return "\0" not in text and bool(os.fsencode(text))
     except UnicodeEncodeError:
         return False
 
@@ -266,7 +280,7 @@ def parse_url(value: object, key: str) -> str:
 def parse_file(value: object, key: str) -> str:
     """Return the absolute path of a file; raises ConfigError, whose message does not show it."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(path, str) or not Path(path).is_absolute():
+    if not isinstance(path, str) or not Path(path).is_absolute() or not _is_path(path):
         raise ConfigError(f"{key}: it must be the absolute path of a file")
     return path
 
@@ -283,7 +297,7 @@ def parse_socket_path(value: object, key: str) -> str:
 
 def parse_file_path(value: object, key: str) -> str:
     """Return the absolute path of a file; raises ConfigError."""
-    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+    if not isinstance(value, str) or not value.startswith("/") or not _is_path(value):
         _reject(key, value, "an absolute path")
     return value
 

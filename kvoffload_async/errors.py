@@ -170,6 +170,16 @@ Remedies = Mapping[Situation, str]
 """Situation, or class of an error and of its subclasses -> what helps, for log lines."""
 
 
+def check_remedies(remedies: object, owner: type) -> Remedies:
+    """Return the remedies that a class declares; raises ConfigError if they are no mapping."""
+    if not isinstance(remedies, Mapping):
+        raise ConfigError(
+            f"type: {owner.__qualname__}.remedies is not a mapping of errors and situations to "
+            "texts; correct the class"
+        )
+    return remedies
+
+
 def remedy_of(situation: Trouble | TierError, own: Remedies) -> str:
     """Return what helps in a situation; empty if nothing is known to.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
-from kvoffload_async.config import HIDDEN, without_user_info
+from kvoffload_async.config import HIDDEN, is_secret, without_user_info
 from kvoffload_async.errors import InputError
 
 _MAX_DEPTH: Final = 32
@@ -175,7 +175,17 @@ def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
             _check_keys(one, yaml)
 
 
-_SECRET: Final = re.compile("(store_options=).*|((?:secret|password|token)[a-z_]*=)[^,]*")
+_OPTION: Final = re.compile(r"([^,:=]+)=([^,]*)")
+
+
+def _masked(text: str) -> str:
+    """Return the text of a tier without secrets; a JSON object may itself contain commas."""
+    head, equals, _ = without_user_info(text).partition("store_options=")
+
+    def mask(option: re.Match[str]) -> str:
+        return f"{option[1]}={HIDDEN}" if is_secret(option[1]) else option[0]
+
+    return _OPTION.sub(mask, head) + (f"{equals}{HIDDEN}" if equals else "")
 
 
 def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
@@ -188,7 +198,7 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     Raises:
         InputError: The type is missing, or an option is not `key=value`, or is given twice.
     """
-    shown = _SECRET.sub(rf"\1\2{HIDDEN}", without_user_info(text))
+    shown = _masked(text)
     tier_type, _, rest = text.partition(":")
     if not tier_type:
         raise InputError(f"{flag} {shown!r}: no type; give TYPE[:key=value,...]")

@@ -16,7 +16,7 @@ from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import Remedies, StateError, naming_shortage
+from kvoffload_async.errors import Remedies, StateError, check_remedies, naming_shortage
 from kvoffload_async.facade.tier_options import (
     ManagerOptions,
     arguments_for,
@@ -103,7 +103,7 @@ def create_state(
         medium=capabilities.medium,
         locality=capabilities.locality,
         backpressure=backpressure,
-        remedies=tier.remedies,
+        remedies=check_remedies(tier.remedies, type(tier)),
     )
 
 

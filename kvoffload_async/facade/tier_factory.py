@@ -32,6 +32,7 @@ from kvoffload_async.errors import (
     OffloadError,
     TierTimeoutError,
     TierUnavailableError,
+    check_remedies,
     shortage_remedy,
     text_of,
 )
@@ -313,6 +314,7 @@ class SecondaryTierFactory:
     @classmethod
     def _checked(cls, name: str, loaded: type) -> type[SecondaryTierManager]:
         if issubclass(loaded, SecondaryTierManager):
+            check_remedies(loaded.remedies, loaded)
             return loaded
         if issubclass(loaded, AsyncTier):
             return manager_of(loaded)
@@ -367,9 +369,11 @@ def _check(
 ) -> tuple[TierLocation, ...]:
     """Check options with known names; return the locations of its blocks."""
     allowed = options_of(cls)
-    declares = cls.tier_class is not None and cls.tier_class.declares is not None
-    for key in sorted(allowed.keys() - options.keys()):
-        if allowed[key] is REQUIRED and not declares:  # a declared option has a remedy of its own
+    declares = None if cls.tier_class is None else cls.tier_class.declares
+    # Their declaration checks them, with remedies of its own.
+    declared = {} if declares is None else declares.declared()
+    for key in sorted(allowed.keys() - declared.keys() - options.keys()):
+        if allowed[key] is REQUIRED:
             raise ConfigError(f"{key}: missing; this tier does not work without it")
     identity = identity_of(cls.common_options(options), config, block_bytes)
     try:
@@ -385,7 +389,7 @@ def _check(
         if location.check is not None:
             location.check(examine(location).status)
     for key, value in options.items():
-        kinds = _TYPES.get(type(allowed.get(key)))
+        kinds = None if key in declared else _TYPES.get(type(allowed.get(key)))
         # Not isinstance, because bool is a subclass of int.
         if kinds is not None and type(value) not in kinds[0]:
             raise ConfigError(f"{key}: {shown(value)} is not valid; it must be {kinds[1]}")

@@ -92,7 +92,7 @@ def arguments_for(tier_class: type[AsyncTier], options: Mapping[str, Any]) -> Ma
         ConfigError: A library that it requires is not installed.
     """
     for library, remedy in tier_class.requires.items():
-        if importlib.util.find_spec(library) is None:
+        if not _is_installed(library):
             raise ConfigError(
                 f"type: {tier_class.__name__} needs the library {library}, which is not "
                 f"installed; {remedy}"
@@ -101,6 +101,13 @@ def arguments_for(tier_class: type[AsyncTier], options: Mapping[str, Any]) -> Ma
         return options
     own = options_of(tier_class)
     return {key: options[key] for key in options if key in own}
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:  # the package that the library is a part of
+        return False
 
 
 def signature_of(cls: type, tier_class: type[AsyncTier] | None) -> inspect.Signature:

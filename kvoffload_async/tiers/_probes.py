@@ -191,8 +191,8 @@ class Probes:
         error = TierTimeoutError(
             f"{self._name}: probe {generation} timed out after {self._timeout_s} s"
         )
-        logger.warning("%s (%s)", error, remedy_of(Trouble.PROBE_TIMEOUT, self._tier.remedies))
         self._answer(generation, _NOTHING, error)
+        logger.warning("%s (%s)", error, remedy_of(Trouble.PROBE_TIMEOUT, self._tier.remedies))
 
     def _ended(self, task: asyncio.Task[frozenset[OffloadKey]], generation: int) -> None:
         del self.tasks[task]

@@ -16,7 +16,14 @@ from kvoffload_async import (
 from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import TierSettings
 from kvoffload_async.cli.app import common_options, tier_entries
-from kvoffload_async.config import REQUIRED, OffloadConfig, at_least, option, parse_name
+from kvoffload_async.config import (
+    REQUIRED,
+    OffloadConfig,
+    at_least,
+    option,
+    parse_name,
+    parse_size_bytes,
+)
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.facade.maintenance import maintenance_kinds
 from kvoffload_async.facade.tier_options import UnknownOptionError
@@ -37,6 +44,8 @@ class ToySettings(TierSettings):
     any name."""
     depth: int = option(at_least(1, 9), 3, key="toy_depth")
     """Depth of the blocks."""
+    toy_bytes: int = option(parse_size_bytes, 1 << 20)
+    """Bytes of the toy."""
     label: str = ""
 
     @classmethod
@@ -112,6 +121,13 @@ def test_its_check_names_key_value_and_remedy_before_anything_starts(view, value
     assert not threads_left()
 
 
+def test_its_values_are_those_that_its_parser_takes_whatever_the_type_of_its_default(view):
+    SecondaryTierFactory.check_config(toy(toy_bytes="4KiB"))
+    manager = SecondaryTierFactory.create_secondary_tier(toy(toy_bytes="4KiB"), view, None)
+    assert manager.tier.settings.toy_bytes == 4096
+    manager.shutdown()
+
+
 def test_without_a_default_it_must_be_given(view):
     with pytest.raises(ConfigError, match="colour: missing; give the name of a colour"):
         SecondaryTierFactory.check_config({"type": "toy"})
@@ -128,7 +144,7 @@ def test_a_misspelt_name_has_a_hint(view):
 
 def test_the_reference_has_it():
     (entry,) = (entry for entry in tier_entries() if entry.name == "toy")
-    colour, depth = entry.options
+    colour, depth, _ = entry.options
     assert (colour.name, colour.default) == ("colour", REQUIRED)
     assert colour.summary == "Colour of the blocks; any name."
     assert (depth.name, depth.default, depth.summary) == ("toy_depth", 3, "Depth of the blocks.")
@@ -164,11 +180,12 @@ def test_an_internal_option_is_for_python_only_and_shown_nowhere(view, tmp_path)
         SecondaryTierFactory.check_config({**fs, "ops": 1})
 
 
+@pytest.mark.parametrize("library", ["no_such_library", "no_such_library.part", "json.no_such"])
 def test_a_library_that_it_requires_and_that_is_missing_is_named_before_anything_starts(
-    view, monkeypatch, threads_left
+    view, monkeypatch, threads_left, library
 ):
-    monkeypatch.setattr(ToyTier, "requires", {"no_such_library": "run pip install toys"})
-    message = "type: ToyTier needs the library no_such_library, .* installed; run pip install toys"
+    monkeypatch.setattr(ToyTier, "requires", {library: "run pip install toys"})
+    message = f"type: ToyTier needs the library {library}, .* installed; run pip install toys"
     with pytest.raises(ConfigError, match=message):
         SecondaryTierFactory.check_config(toy())
     with pytest.raises(ConfigError, match=message):
@@ -186,6 +203,19 @@ def test_its_remedies_are_in_the_log_of_its_errors(view, monkeypatch, caplog):
     assert manager.drain_jobs(30.0)
     manager.shutdown()
     assert "run down (wind it up, or lower toy_depth)" in caplog.text
+
+
+@pytest.mark.parametrize("remedies", [None, [], "wind it up"])
+def test_remedies_that_are_no_mapping_are_refused_before_a_job_could_fail(
+    view, monkeypatch, remedies, threads_left
+):
+    monkeypatch.setattr(ToyTier, "remedies", remedies)
+    with pytest.raises(ConfigError, match=r"type: .*ToyTier\.remedies is not a mapping"):
+        SecondaryTierFactory.create_secondary_tier(toy(), view, None)
+    assert not threads_left()
+    monkeypatch.setattr(ToyManager, "remedies", remedies)
+    with pytest.raises(ConfigError, match=r"type: ToyManager\.remedies is not a mapping"):
+        SecondaryTierFactory.check_config({"type": "ToyManager", "module_path": __name__})
 
 
 def test_its_maintenance_is_found():

@@ -18,8 +18,10 @@ from kvoffload_async.cli.app import app
 from kvoffload_async.cli.inputs import parse_tier
 from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
+from kvoffload_async.tiers.mooncake.process import MooncakeSettings
 from kvoffload_async.tiers.object.tier import ObjectOptions
 from kvoffload_async.tiers.valkey.address import Address
+from kvoffload_async.tiers.valkey.tier import ValkeySettings
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
 
@@ -116,6 +118,8 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ({"store_options": [SECRET]}, "store_options: "),
         ({"endpoint": "https://h", "store_options": {"endpoint": "https://h"}}, "is given twice"),
         ({"store_options_file": "relative"}, "store_options_file: it must be the absolute path"),
+        ({"store_options_file": "/a\0b"}, "store_options_file: it must be the absolute path"),
+        ({"tls_ca_file": "/\ud800"}, "tls_ca_file: it must be the absolute path"),
         ({"store_options_file": "/not/there"}, "'/not/there' cannot be read"),
         ({"store_options": {"colour": SECRET}}, "does not support all of the given options"),
         ({"url": "gs://bucket", "store_options": {"region": "eu"}}, "(region)"),
@@ -267,6 +271,19 @@ def test_the_secrets_of_a_file_of_store_options_are_hidden_when_it_was_replaced_
     assert SECRET not in repr((own, connection, redact))
 
 
+@pytest.mark.parametrize(
+    ("declared", "given"),
+    [
+        (ObjectOptions, OBJECT | {"endpoint": f"https://user:{SECRET}@host"}),
+        (MooncakeSettings, {"master": "h:1", "metadata_url": f"redis://:{SECRET}@host"}),
+        (ValkeySettings, VALKEY | {"url": "valkey://user:s3cret%2Fp%40ss@host"}),
+    ],
+)
+def test_a_url_with_a_user_is_not_in_the_repr_of_its_options(declared, given):
+    settings = declared.of(given, KVIdentity(model="org/model", block_bytes=4096))
+    assert "s3cret" not in repr(settings)
+
+
 def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):
     path = tmp_path / "config.json"
     tiers = [
@@ -284,10 +301,33 @@ def test_what_the_command_line_shows_of_tiers_has_no_secret(tmp_path):
     assert "s3cret%2F" not in text
 
 
+@pytest.mark.parametrize("wrap", [lambda tier: tier, lambda tier: [[tier]], lambda tier: [(tier,)]])
+def test_tiers_that_are_no_list_of_objects_are_shown_without_secrets(wrap):
+    tier = OBJECT | {"store_options": {"region": "eu", "secret_access_key": SECRET}}
+    with pytest.raises(ConfigError, match=r"secondary_tiers.* is not valid") as raised:
+        OffloadConfig.parse({"cpu_bytes_to_use": "1MiB", "secondary_tiers": wrap(tier)})
+    assert SECRET not in str(raised.value)
+    assert "'region': 'eu', 'secret_access_key': '***'" in str(raised.value)
+
+
+def test_secrets_in_lists_of_a_tiers_options_are_masked():
+    given = {
+        "servers": ["redis://u:p@h", {"password": SECRET}],
+        "passwords": [SECRET],
+        "ports": [1],
+    }
+    assert without_secrets(given) == {
+        "servers": ["redis://***@h", {"password": "***"}],
+        "passwords": ["***"],
+        "ports": [1],
+    }
+
+
 @pytest.mark.parametrize(
     "text",
     [
         f"valkey:url=redis://u:{SECRET}@h,x",
+        f"theirs:depth=3,api_key={SECRET},x",
         f'object:store_options={{"region":"eu","secret":"{SECRET}"}}',
         ":",
     ],

@@ -88,7 +88,9 @@ class MooncakeConnection(Options):
 
     master: str = option(parse_master, remedy="HOST:PORT of the store's master")
     """Host and port of the store's master."""
-    metadata_url: str = option(parse_url, remedy="a URL such as http://HOST:8080/metadata")
+    metadata_url: str = option(
+        parse_url, remedy="a URL such as http://HOST:8080/metadata", is_shown=False
+    )
     """URL of the metadata server through which clients of the store find each other, such as
     http://HOST:8080/metadata."""
     host: str = option(parse_name, "127.0.0.1")

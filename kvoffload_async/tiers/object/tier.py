@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.tier import KVIdentity, TierEnvironment, TierLocation
+from kvoffload_async.abc.tier import Direction, KVIdentity, TierEnvironment, TierLocation
 from kvoffload_async.config import (
     at_least,
     is_encodable,
@@ -117,7 +117,7 @@ class ObjectOptions(RemoteSettings):
     url: str = option(_parse_object_url, remedy="a URL such as s3://bucket/prefix")
     """s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, or
     file:///directory."""
-    endpoint: str | None = option(or_none(_parse_text), None)
+    endpoint: str | None = option(or_none(_parse_text), None, is_shown=False)
     """URL of another server with the same protocol."""
     store_options: Mapping[str, str | bool] | None = option(
         or_none(_parse_store_options), None, is_shown=False
@@ -250,6 +250,7 @@ class ObjectTier(RemoteTier):
         """Configure the tier; nothing is connected before `open`."""
         self._connection = settings.connection
         self._description: Mapping[str, Any] = {}
+        self._store: Any = None  # the library's, whose module is an extra
         place = settings.connection.url
         super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
 
@@ -270,6 +271,11 @@ class ObjectTier(RemoteTier):
         return ObjectMaintenance
 
     async def open(self, env: TierEnvironment) -> None:
+        from kvoffload_async.tiers.object.client import claim_library  # noqa: PLC0415 - an extra
+
+        claim_library()
+        # It reads files, and creates the directory of a file URL; either may hang.
+        self._store = await env.io.run(Direction.METADATA, self._connection.open)
         identity = env.identity
         self._description = {
             "model": identity.model,
@@ -290,13 +296,9 @@ class ObjectTier(RemoteTier):
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
     ) -> RemoteClient:
         # Imported here because the library is an optional dependency.
-        from kvoffload_async.tiers.object.client import (  # noqa: PLC0415
-            ObjectClient,
-            claim_library,
-        )
+        from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
-        claim_library()
         del block_bytes, emptied  # an object store keeps its contents over a restart
         lookups = Lookups(self._settings.probe_timeout_s)
         reopen = partial(lookups.run, "credentials", self._connection.open)
-        return ObjectClient(self._connection.open(), namespace, self._description, reopen=reopen)
+        return ObjectClient(self._store, namespace, self._description, reopen=reopen)

@@ -153,7 +153,8 @@ _MOST_ASKED: Final = 3
 class BoundedReader(asyncio.StreamReader):
     """A stream that passes on no bytes of a reply that exceeds its bound.
 
-    hiredis reads a stream by `read` alone; the library's parser in Python would not.
+    hiredis reads a stream by `read` alone. The library's parser in Python does not: it takes over
+    if hiredis is too old for the library, and must not read without bounds.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -172,6 +173,14 @@ class BoundedReader(asyncio.StreamReader):
             heard()
             self._bounds.feed(data)
         return data
+
+    async def readline(self) -> bytes:
+        """Raise ReplyError: nothing is read unchecked."""
+        raise ReplyError("redis-py parses without hiredis; install kvoffload-async[valkey]")
+
+    async def readexactly(self, n: int) -> bytes:
+        """Raise ReplyError, like `readline`."""
+        return await self.readline()
 
 
 class RoutedConnection(Connection):

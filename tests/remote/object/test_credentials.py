@@ -5,11 +5,15 @@ import base64
 import json
 import shutil
 import subprocess
+import threading
+from dataclasses import replace
 
 import pytest
+from remote.object.tiers import tier_on
 from servers.scripted_http import ScriptedServer
 
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.testing import TierHarness
 from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
 from kvoffload_async.tiers.remote.client import RefusedError
 
@@ -69,3 +73,19 @@ def test_a_new_service_account_is_used_after_the_old_one_was_refused(tmp_path):
         file.write_text(new_account(1, server.port))
         options = {"service_account": str(file)}
         asyncio.run(run(ObjectConnection("gs://bucket", options, allow_http=True)))
+
+
+def test_no_file_is_read_on_the_loop_whose_other_tiers_would_hang_with_it(connection):
+    names = []
+
+    def read_more():
+        names.append(threading.current_thread().name)
+        return {}
+
+    with TierHarness(tier_on(replace(connection, read_more=read_more)), 64) as harness:
+
+        async def loops_thread():
+            return threading.current_thread().name
+
+        assert harness.run(loops_thread()) not in names
+    assert names

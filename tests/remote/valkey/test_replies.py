@@ -3,13 +3,20 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis._parsers import _AsyncRESP2Parser
+from redis.asyncio import Connection
 from remote.valkey.tiers import QUICK, tier_at
 from servers.hostile_valkey import HostileServer
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.valkey.nodes import ReplyBounds, ReplyError, replies_up_to
+from kvoffload_async.tiers.valkey.nodes import (
+    ReplyBounds,
+    ReplyError,
+    RoutedConnection,
+    replies_up_to,
+)
 
 K = [key_of(number) for number in range(4)]
 REPLY_BYTES = 1 << 16
@@ -99,3 +106,17 @@ def test_an_opening_with_an_excessive_reply_fails():
         server.is_hostile = True
         with pytest.raises(TierUnavailableError, match="ReplyError"):
             TierHarness(tier_at(f"valkey://127.0.0.1:{server.port}/0", **QUICK), 64)
+
+
+def test_the_librarys_parser_in_python_reads_nothing(monkeypatch):
+    """redis-py falls back to it, without a word, if hiredis is older than it wants."""
+
+    def set_parser(connection, _parser_class):
+        Connection.set_parser(connection, _AsyncRESP2Parser)
+
+    monkeypatch.setattr(RoutedConnection, "set_parser", set_parser)
+    with (
+        HostileServer(EXCESSIVE["a string of 512 MiB"]) as server,
+        pytest.raises(TierUnavailableError, match="redis-py parses without hiredis"),
+    ):
+        TierHarness(tier_at(f"valkey://127.0.0.1:{server.port}/0", **QUICK), 64)
