@@ -26,8 +26,8 @@ class Faulty(FaultyTier):
     def parked(self):
         return self.inner.parked
 
-    def settle_all(self):
-        self.inner.settle_all()
+    def finish_all(self):
+        self.inner.finish_all()
 
 
 @pytest.mark.parametrize("wrap", [lambda tier: tier, Faulty])

@@ -121,7 +121,7 @@ checksum. With verification on, blocks stored without a checksum are dropped as 
 
 Blocks in a missing segment, or beyond its end, are dropped. A manifest that is unreadable, or
 missing next to other files, is an error: blocks cannot be interpreted without it. The remedy is to
-remove the folder.
+remove the folder, if nothing else is in it.
 
 Capacity
 ========
