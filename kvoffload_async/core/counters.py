@@ -127,6 +127,8 @@ class TierCounters:
     late_blocks: int = 0
     declined_blocks: int = 0
     failed_store_blocks: int = 0
+    prefetched_blocks: int = 0
+    unused_prefetched_blocks: int = 0
     skipped_lookups: dict[SkipReason, int] = field(
         default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0)
     )

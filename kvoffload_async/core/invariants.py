@@ -181,11 +181,19 @@ def copies_are_true_and_bounded(planner: Planner) -> Iterator[str]:
 
 
 def who_has_a_right_to_room_waits(planner: Planner) -> Iterator[str]:
-    """P22: only a request that waits, or loads in this step, has a ticket or is in the queue."""
+    """P22: only a request that waits, or loads in this step, has a ticket or is in the queue.
+
+    Or one whose blocks were promoted ahead, while nobody waits in the queue.
+    """
     room = planner.room
+    if room.queue and room.early:
+        yield f"{len(room.early)} early tickets beside a queue"
     for request in {*planner.requests.values(), *room.queue}:
         loads = not request.is_finished and room.is_used(request)
-        if (request.ticket or request.is_queued) and not (request.waits or loads):
+        is_early = request in room.early
+        if is_early and (request.waits or not request.ticket):
+            yield f"request {request.ctx.req_id!r} has been looked up, or has no early ticket"
+        if (request.ticket or request.is_queued) and not (request.waits or loads or is_early):
             yield f"request {request.ctx.req_id!r} has a ticket or is in the queue, but waits not"
 
 
@@ -364,7 +372,8 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P22",
-        "only a request that waits, or loads in this step, has a ticket or a position in the queue",
+        "only a request that waits, loads in this step or is promoted ahead has a ticket, and only "
+        "one that waits a position in the queue",
         who_has_a_right_to_room_waits,
     ),
     Invariant(

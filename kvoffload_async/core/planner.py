@@ -14,6 +14,7 @@ from typing import Final
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
 from kvoffload_async.core.counters import PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.prefetch import Prefetch
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
@@ -70,8 +71,9 @@ class Planner:
             primary,
             self.tiers,
             lambda keys, request: self._search.find(keys, request, self.now_s),
-            partial(self._submit, is_promotion=True),
+            self._promote,
         )
+        self.prefetcher = Prefetch(primary, self.tiers, self._search, self.room)
         self.requests: dict[ReqContext, RequestState] = {}
         self._newest: dict[str, RequestState] = {}
         """Request id -> the newest live request with that id."""
@@ -110,7 +112,21 @@ class Planner:
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self._proceed(request)
+        self.prefetcher.ended(request)
         self._end_if_done(request)
+
+    def prefetch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+        """Have the blocks of a request that is queued promoted before its first lookup.
+
+        Args:
+            keys: The keys of its prompt, in order.
+            ctx: The request; without effect if it has been looked up.
+
+        Raises:
+            StateError: See `lookup_many`.
+        """
+        require_keys(keys)
+        self.prefetcher.queue(self._live_request(ctx), keys)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
         """Look up one key; see `lookup_many`.
@@ -191,6 +207,7 @@ class Planner:
         self._asking = None
         self._decide(request)
         self.room.use(request)
+        self.prefetcher.loaded(keys)
         return slots
 
     def hold(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> int | None:
@@ -227,6 +244,7 @@ class Planner:
         require_keys(keys)
         self._proceed(request)
         if len(keys) > self.primary.pool.unused.count:
+            self.room.give_way(len(keys))
             self.room.guard_hits()
         output = self.primary.prepare_store(
             ctx, keys, self._room_for_store if self.room.queue else None
@@ -309,6 +327,8 @@ class Planner:
             self._search.end_step(self.now_s)
         self._asking = None
         gave_up = self.room.end_step()
+        if self.prefetcher.queued and not self.promotions_paused:
+            self.prefetcher.serve(self.now_s)
         self.cascades.send_pending(self.now_s)
         if gave_up:
             self.collect()
@@ -341,6 +361,7 @@ class Planner:
         if jobs := self.jobs:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
         self.room.reset()
+        self.prefetcher.reset()
         self.cascades.forget()
         reading = [record for record in self.orphaned.values() if not record.holds_slots]
         for record in reading:
@@ -387,11 +408,15 @@ class Planner:
             good = frozenset()  # the copy still runs, so no block is complete yet
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
+        request, prefetches = self.requests.get(job.req_context), self.tiers[index].prefetches
+        is_early = job.job_id in prefetches
         if failed:
-            self.room.fail(index, failed, orphaned=result.orphaned)
-            request = self.requests.get(job.req_context)
-            if request is not None:
+            self.room.fail(index, failed, orphaned=result.orphaned, is_early=is_early)
+            if request is not None and not is_early:
                 request.failed.update(zip(repeat(index), failed))
+        if is_early:
+            prefetches.remove(job.job_id)
+            self.prefetcher.landed(index, request, landed)
         if landed:
             self.room.land(landed)
             self.cascades.offer_faster(index, landed, self.now_s)
@@ -556,6 +581,8 @@ class Planner:
     def _begin_round(self, request: RequestState) -> None:
         """Begin a request's series of lookups; the previous request's series ends."""
         self._asking, self._ahead = request, {}
+        if self.prefetcher.queued:
+            self.prefetcher.queued.pop(request, None)
         self._search.begin_round(request, self.now_s)
         self.room.begin_round(request, self.now_s)
 
@@ -570,6 +597,8 @@ class Planner:
     def _proceed(self, request: RequestState) -> None:
         waited = request.waits
         self._decide(request)
+        if self.prefetcher.queued:
+            self.prefetcher.queued.pop(request, None)
         if waited or request.ticket:
             self.room.leave(request)
             self._asking = None
@@ -581,6 +610,18 @@ class Planner:
                 f"request {ctx.req_id!r} is unknown or has finished: call on_new_request first"
             )
         return request
+
+    def _promote(
+        self,
+        index: int,
+        ctx: ReqContext,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        is_early: bool,
+    ) -> None:
+        if is_early:
+            self.tiers[index].prefetches.add(self._next_job_id)
+        self._submit(index, ctx, keys, slots, is_promotion=True)
 
     def _submit(
         self,

@@ -10,7 +10,7 @@ from kvoffload_async.types import OffloadKey, ReqContext
 class RequestState:
     """One request, from `on_new_request` until all tiers were notified of its end.
 
-    `Room` alone writes `wants`, `ticket`, `awaits`, `is_queued` and `is_refused`.
+    `Room` alone writes `wants`, `ticket`, `awaits`, `is_cut`, `is_queued` and `is_refused`.
     """
 
     __slots__ = (
@@ -24,6 +24,7 @@ class RequestState:
         "ctx",
         "decided",
         "failed",
+        "is_cut",
         "is_deferred",
         "is_expired",
         "is_finished",
@@ -31,6 +32,7 @@ class RequestState:
         "is_refused",
         "lacking",
         "parked",
+        "prefetched",
         "request_level_tiers",
         "searched",
         "ticket",
@@ -82,6 +84,10 @@ class RequestState:
         its next lookups."""
         self.blocked_since_s: float | None = None
         """Since when, as the first in the queue, it has asked for room while no ticket is left."""
+        self.is_cut = False
+        """Whether the early ticket names only a part of what there is of the prompt."""
+        self.prefetched: list[OffloadKey] = []
+        """Blocks that were promoted ahead for this request."""
         self._deferred_s = 0.0
         self._deferred_at_s: float | None = None
         self._undecided_since_s: float | None = None
@@ -145,5 +151,6 @@ class RequestState:
         self.parked.clear()
         self.undecided_blocks.clear()
         self.searched.clear()
+        self.prefetched.clear()
         self.end_deferral()
         self.waits = self.is_deferred = False

@@ -47,6 +47,12 @@ waits for room.
    cut before the block, or ends as a whole if another tier has the block. A reset ends all tickets
    and the queue. The prefix that `OffloadEngine.lookup` finds is a ticket too: after its turn,
    `load` loads what is still resident of it.
+7. Prefetch. A request that its scheduler has queued, but not looked up yet, may get an *early*
+   ticket at a step's end: while nobody waits in the queue, and for at most a quarter of the slots
+   together with other early tickets. It gives way at once: the newest one ends when the head of the
+   queue, or a store, finds no room. At its request's first look-up an early ticket becomes an
+   ordinary one, or ends if it names only a part of the prompt; it ends too after `EARLY_S`. The
+   failure of an early ticket's promotion fails for nobody: requests that share it ask again.
 
 What follows. Tickets name at most B slots, so that stores always have an end to wait for. Tickets
 are granted whole from one queue, so there is no hold-and-wait, over any number of tiers. A hung
@@ -59,8 +65,11 @@ the invariants; over all of them, that no request and no store waits for ever al
 under way ends. Planners with a wrong law are found.
 
     none --lookup finds blocks in a tier--> queued --room for the whole run--> ticket
+    none --prefetched while nobody waits--> early ticket
     queued --asks no more for TURN_S, or no part fits after TURN_S--> none
     ticket --used, ended, or unused for TURN_S while others wait--> none
+    early ticket --first look-up--> ticket
+    early ticket --no room for others, EARLY_S, or only a part at the first look-up--> none
 """
 
 from __future__ import annotations
@@ -83,8 +92,11 @@ _MISS: Final = LookupResult.MISS
 Find = Callable[[Sequence[OffloadKey], RequestState], Sequence[int | None]]
 """Returns for each block the nearest tier that may load it for a request; None if none does."""
 
-Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], object]
-"""Submits a promotion: tier index, request, keys, and their slots."""
+Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int], bool], object]
+"""Submits a promotion: tier index, request, keys, their slots, and whether it is a prefetch."""
+
+EARLY_S: Final = 60.0
+"""See `Room.early_s`: longer than requests are queued, but not for ever."""
 
 
 class Room:
@@ -99,6 +111,8 @@ class Room:
     Attributes:
         reserved: Slots that tickets and promotions never occupy.
         copies_each: Blocks that may be in copies to one tier.
+        most_early: Blocks that early tickets may name together.
+        early_s: Seconds after which an early ticket ends, although its request was not scheduled.
         found: Keys that this step's lookups did not miss, in lookup order; the planner appends to
             it.
         queue: Requests that wait for their ticket, oldest first. Read-only.
@@ -113,6 +127,8 @@ class Room:
         slots = primary.num_slots
         self.reserved = min(slots - 1, max(1, slots // 10))
         self.copies_each = max(1, slots // (2 * max(1, len(tiers))))
+        self.most_early = slots // 4
+        self.early_s = EARLY_S
         self.found: list[OffloadKey] = []
         self._primary = primary
         self._tiers = tiers
@@ -128,6 +144,9 @@ class Room:
         """Number of keys of `in_flight` that no ticket names."""
         self._landed: dict[RequestState, float] = {}
         """Request whose ticket has landed -> `_contended_s` then."""
+        self.early: dict[RequestState, tuple[float, int]] = {}
+        """Request with an early ticket -> when it was granted, and how many blocks of it no other
+        ticket named then; oldest first. Read-only."""
         self._contended_s = 0.0
         """Total time during which somebody waited for room."""
         self._is_contended = False
@@ -189,6 +208,12 @@ class Room:
         """Begin a request's lookups: keys appended to `found` from now on are its own."""
         self._rounds.append((request, len(self.found)))
         request.begin_round(now_s)
+        if self.early.pop(request, None) is None:
+            return
+        if request.is_cut:
+            self._release(request, list(request.ticket))
+        elif self._landed.pop(request, None) is not None:
+            self._note_landed(request)  # its turn begins
 
     def hold(self, request: RequestState, keys: Sequence[OffloadKey]) -> int | None:
         """Give a request a ticket for readable blocks, without their promotion.
@@ -230,6 +255,46 @@ class Room:
         self._dequeue(request)
         if request.ticket:
             self._release(request, list(request.ticket))
+
+    # -- prefetch -------------------------------------------------------------------------------
+
+    @property
+    def left_early(self) -> int:
+        """How many more blocks early tickets may name; 0 while a request waits for room."""
+        return 0 if self.queue else self.most_early - sum(new for _, new in self.early.values())
+
+    def prefetch(
+        self,
+        request: RequestState,
+        run: Sequence[OffloadKey],
+        absent: dict[OffloadKey, int],
+        *,
+        is_cut: bool,
+    ) -> bool:
+        """Give a request that has not been looked up an early ticket; False without room.
+
+        Args:
+            request: The request; without a ticket, and not in the queue.
+            run: The first blocks of its prompt, at most `left_early`.
+            absent: Those of them that the primary lacks, and the tier to promote each from.
+            is_cut: Whether the prompt is longer, and its next blocks were not looked up.
+        """
+        new = sum(key not in self._holders for key in run)
+        request.wants = dict.fromkeys(run)
+        if not (self._fits(run, absent) and self._grant(request, run, absent, is_early=True)):
+            return False
+        self.early[request] = self._stepped_at_s, new
+        request.is_cut = is_cut
+        return True
+
+    def give_way(self, count: int) -> None:
+        """End early tickets, the newest first, until `count` slots are free or evictable."""
+        while self.early and self._primary.room < count:
+            self._end_newest()
+
+    def _end_newest(self) -> None:
+        request = next(reversed(self.early))
+        self._release(request, list(request.ticket))
 
     # -- stores ---------------------------------------------------------------------------------
 
@@ -280,20 +345,23 @@ class Room:
         self._primary.complete_write(keys, success=True)
         self.written(keys)
 
-    def fail(self, tier: int, keys: Sequence[OffloadKey], *, orphaned: bool) -> None:
+    def fail(
+        self, tier: int, keys: Sequence[OffloadKey], *, orphaned: bool, is_early: bool
+    ) -> None:
         """End failed promotions: their keys become absent, for every ticket that names them.
 
         Args:
             tier: The tier that did not deliver the blocks.
             keys: Their keys.
             orphaned: Whether the copy still runs; then the slots are held until its end.
+            is_early: Whether the promotion was a prefetch: requests may try the tier again.
         """
         self._end_flight(keys)
         if orphaned:
             self._primary.orphan_write(keys)
         else:
             self._primary.complete_write(keys, success=False)
-        self.unwritten(keys, tier)
+        self.unwritten(keys, tier, may_retry=is_early)
 
     def written(self, keys: Sequence[OffloadKey]) -> None:
         """Pin readable blocks that tickets name; a ticket without others awaited has landed."""
@@ -307,7 +375,9 @@ class Room:
                 if not request.awaits:
                     self._note_landed(request)
 
-    def unwritten(self, keys: Sequence[OffloadKey], tier: int | None = None) -> None:
+    def unwritten(
+        self, keys: Sequence[OffloadKey], tier: int | None = None, *, may_retry: bool = False
+    ) -> None:
         """Cut the tickets that name blocks whose write has failed.
 
         A ticket ends before the first of them. If another tier has one, the whole ticket ends,
@@ -316,13 +386,14 @@ class Room:
         Args:
             keys: The keys, which are absent now.
             tier: The tier whose copy failed; None for a store.
+            may_retry: Whether requests may be promoted from this tier again.
         """
         absent = frozenset(keys)
         waiting = [request for key in keys for request in self._awaited.get(key, ())]
         for request in dict.fromkeys(waiting):
             named = list(request.ticket)
             first = next(index for index, key in enumerate(named) if key in absent)
-            if tier is not None:
+            if tier is not None and not may_retry:
                 request.failed.update((tier, key) for key in named if key in absent)
             (elsewhere,) = self._find([named[first]], request)
             self._release(request, named[first:] if elsewhere is None else named)
@@ -358,6 +429,9 @@ class Room:
         self._used.clear()
         if self._rounds:
             self._end_rounds()
+        oldest = next(iter(self.early.items()), None)
+        if oldest is not None and now_s - oldest[1][0] > self.early_s:
+            self.leave(oldest[0])
         head = next(iter(self.queue), None)
         if head is not None and now_s - head.asked_at_s > TURN_S:
             self._dequeue(head)
@@ -376,8 +450,9 @@ class Room:
         for request in requests.union(self.queue, self._landed):
             request.wants, request.ticket = {}, {}
             request.awaits, request.is_queued, request.blocked_since_s = 0, False, None
-        for table in (self.queue, self._holders, self._awaited, self.in_flight, self._landed):
+        for table in (self.queue, self._holders, self._awaited, self._landed, self.early):
             table.clear()
+        self.in_flight.clear()
         for step in (self._rounds, self._used, self.guarded, self.found):
             step.clear()
         self._unnamed_in_flight = self._num_examined = 0
@@ -458,6 +533,8 @@ class Room:
                 self._refuse(head)
             elif self._fits(run, absent) and self._grant(head, run, absent):
                 self._blocked_at = None
+            elif self.early:
+                self._end_newest()
             elif is_starved:
                 self._grant_part(head, run, absent)
             else:
@@ -525,7 +602,12 @@ class Room:
             self._refuse(head)
 
     def _grant(
-        self, request: RequestState, run: Sequence[OffloadKey], absent: dict[OffloadKey, int]
+        self,
+        request: RequestState,
+        run: Sequence[OffloadKey],
+        absent: dict[OffloadKey, int],
+        *,
+        is_early: bool = False,
     ) -> bool:
         """Pin a run, and promote its absent blocks, one job a tier; False if nothing was done."""
         holders, in_flight = self._holders, self.in_flight
@@ -555,7 +637,7 @@ class Room:
             keys.append(key)
             job_slots.append(slot)
         for tier, (keys, job_slots) in jobs.items():
-            self._submit(tier, request.ctx, keys, job_slots)
+            self._submit(tier, request.ctx, keys, job_slots, is_early)
         if not being_written:
             self._note_landed(request)
         if not being_written or len(run) < len(request.wants):
@@ -585,6 +667,7 @@ class Room:
         self._primary.unpin(last)
         if not request.ticket:
             self._landed.pop(request, None)
+            self.early.pop(request, None)
         self._version += 1
 
     def _end_flight(self, keys: Sequence[OffloadKey]) -> None:

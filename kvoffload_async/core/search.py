@@ -45,9 +45,17 @@ class TierSearch:
         self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
         """By tier: (is available, loads permitted) of each nearer tier at the last `_resolve`."""
 
-    def begin_round(self, request: RequestState, now_s: float) -> None:
-        """Begin a request's series of lookups: find out from which tiers it may load now."""
-        self._skipped = [_skips(tier, request.ctx, now_s) for tier in self._tiers]
+    def begin_round(self, request: RequestState, now_s: float, *, is_early: bool = False) -> None:
+        """Begin a request's series of lookups: find out from which tiers it may load now.
+
+        Args:
+            request: The request.
+            now_s: Time of the step, in seconds.
+            is_early: Whether the lookups are for a prefetch.
+        """
+        self._skipped = [
+            _skips(tier, request.ctx, now_s, is_early=is_early) for tier in self._tiers
+        ]
 
     def ask(
         self,
@@ -86,12 +94,17 @@ class TierSearch:
         return verdicts
 
     def find(
-        self, keys: Sequence[OffloadKey], request: RequestState, now_s: float
+        self,
+        keys: Sequence[OffloadKey],
+        request: RequestState,
+        now_s: float,
+        *,
+        is_early: bool = False,
     ) -> list[int | None]:
         """Return for each key the nearest tier from which a request may load the block, or None."""
         found: dict[OffloadKey, int | None] = dict.fromkeys(keys)
         for index, tier in enumerate(self._tiers):
-            if _skips(tier, request.ctx, now_s) is not None:
+            if _skips(tier, request.ctx, now_s, is_early=is_early) is not None:
                 continue
             rest = [key for key in keys if found[key] is None]
             for key, answer in zip(rest, tier.index.peek(rest), strict=True):
@@ -218,6 +231,10 @@ def _ask_nearer(
     return answers
 
 
-def _skips(tier: TierState, ctx: ReqContext, now_s: float) -> SkipReason | None:
+def _skips(
+    tier: TierState, ctx: ReqContext, now_s: float, *, is_early: bool = False
+) -> SkipReason | None:
     """Return why a request cannot be promoted from a tier now; None if it can."""
-    return tier.skips_load(ctx, now_s) if tier.takes_slots else "suspended"
+    if not tier.takes_slots or (is_early and not tier.takes_prefetch(now_s)):
+        return "suspended"
+    return tier.skips_load(ctx, now_s)

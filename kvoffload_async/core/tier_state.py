@@ -98,6 +98,8 @@ class TierState:
         is_available: Whether the tier is open.
         is_silent: Whether others waited for room while no copy ended for too long, and none has
             ended since. Set by `Room`.
+        prefetches: Jobs without a collected result that promote ahead of lookups: their failure
+            is no evidence against the tier.
         may_probe: Whether a step's end may start a probe.
         remedies: What helps if the tier fails, for log lines.
     """
@@ -146,6 +148,9 @@ class TierState:
         self.is_available = True
         self._closed = False
         self.is_silent = False
+        self.prefetches: set[JobId] = set()
+        self._prefetches_from_s = 0.0
+        """When the pause ends that follows a failed prefetch."""
         self._quiet_since_s = 0.0
         """When a copy last ended, or began while none was in flight."""
         self._load_seconds = slot_bytes / _PRESUMED_BYTES_PER_S
@@ -190,6 +195,10 @@ class TierState:
     def takes_slots(self) -> bool:
         """Whether the tier may get slots: it is not silent, and no copy of it is overdue."""
         return not (self.is_silent or self.jobs.orphaned_count)
+
+    def takes_prefetch(self, now_s: float) -> bool:
+        """Return whether the tier is in use, and no promotion ahead of lookups has just failed."""
+        return self.health.loads.is_closed and now_s >= self._prefetches_from_s
 
     def falls_silent(self, now_s: float) -> bool:
         """Return whether copies are in flight and none has ended for too long.
@@ -302,7 +311,7 @@ class TierState:
             case JobOverdue():
                 job = self.jobs.handle(event)
                 if job.is_promotion:
-                    self.index.vanished(job.keys, surely=False)
+                    self._doubt(job, job.keys)
             case ProbeAnswered():
                 if self._break_even is not None:
                     self._break_even.probe_ended(event.seconds, worked=event.error is None)
@@ -361,7 +370,7 @@ class TierState:
         self.is_silent, self._quiet_since_s = False, self.health.now_s or 0.0
         if event.job_error is not None:
             if job.is_promotion:
-                self.index.vanished(job.keys, surely=False)
+                self._doubt(job, job.keys)
             return
         failures, outdated = event.failures, event.outdated
         if not job.is_promotion:
@@ -387,7 +396,14 @@ class TierState:
             gone = [key for key in gone if key not in outdated]
         self.index.vanished(gone, surely=True)
         self.event_log.add(gone, removed=True)
-        self.index.vanished(unavailable, surely=False)
+        self._doubt(job, unavailable)
+
+    def _doubt(self, job: JobMetadata, keys: Sequence[OffloadKey]) -> None:
+        """Record that blocks may be gone; after a failed prefetch, requests ask the tier again."""
+        if job.job_id in self.prefetches:
+            self.index.forget_request(job.req_context)
+        else:
+            self.index.vanished(keys, surely=False)
 
     @property
     def _break_even(self) -> BreakEven | None:
@@ -405,6 +421,9 @@ class TierState:
             self._free(job)
         now_s = self.health.now_s
         if now_s is None:  # without a planner
+            return
+        if job.job_id in self.prefetches and not result.success:
+            self._prefetches_from_s = now_s + self.health.loads.settings.retry_after_s
             return
         self.health.job_ended(job, result, now_s)
         if job.is_promotion or self.backpressure is None:

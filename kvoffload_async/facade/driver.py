@@ -286,6 +286,7 @@ class PlannerDriver(Explaining):
         """
         self._ensure_open()
         self.generation = Generation(parse_generation(generation, "generation"))
+        self.planner.prefetcher.queued.clear()
 
     # -- calls that block ----------------------------------------------------------------------
 

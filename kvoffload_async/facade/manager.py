@@ -46,6 +46,17 @@ class OffloadingManager(ABC):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; call exactly once, before any other call for the request."""
 
+    def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
+        """Have a queued request's blocks promoted before its first lookup, while there is room.
+
+        A hint: a manager without secondary tiers ignores it, and it has no effect on a request that
+        has been looked up.
+
+        Args:
+            keys: The keys of its prompt, first block first.
+            req_context: The request.
+        """
+
     @abstractmethod
     def lookup_many(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False

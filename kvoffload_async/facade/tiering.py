@@ -41,6 +41,9 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
         """End a request; tiers are informed once no further job can be submitted for it."""
         self.planner.on_request_finished(req_context)
 
+    def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.planner.prefetch(self.generation.current(keys), req_context)
+
     # -- loads ----------------------------------------------------------------------------------
 
     def lookup_many(

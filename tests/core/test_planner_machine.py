@@ -109,15 +109,18 @@ class PlannerMachine(RuleBasedStateMachine):
             self.begin(ALL_TIERS, CHAINS[0])
 
     def serve_in_order(self):
-        """See that only the head of the queue gets a ticket, for all that it wants or its head."""
+        """See that only the head of the queue gets a ticket, for all that it wants or its head.
+
+        Or, while there is none, a request that is promoted ahead.
+        """
         room = self.world.planner.room
         grant = room._grant
 
-        def watched(request, run, absent):
-            assert room.is_head(request)
+        def watched(request, run, absent, *, is_early=False):
+            assert not room.queue if is_early else room.is_head(request)
             assert not request.ticket
             assert list(run) == list(request.wants)[: len(run)]
-            return grant(request, run, absent)
+            return grant(request, run, absent, is_early=is_early)
 
         room._grant = watched
 
@@ -128,11 +131,13 @@ class PlannerMachine(RuleBasedStateMachine):
     # -- the scheduler --------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.world.live) < 4)
-    @rule(load_tier_filter=FILTERS, chain=st.sampled_from(CHAINS))
-    def begin(self, load_tier_filter, chain):
+    @rule(load_tier_filter=FILTERS, chain=st.sampled_from(CHAINS), is_queued=st.booleans())
+    def begin(self, load_tier_filter, chain, is_queued=False):
         where = {k(name): i for i, name in enumerate(chain)}
         req_id = f"r{next(self.ids)}"
-        self.world.begin(req_id, load_tier_filter=load_tier_filter, key_positions=where)
+        ctx = self.world.begin(req_id, load_tier_filter=load_tier_filter, key_positions=where)
+        if is_queued:
+            self.world.planner.prefetch(list(where), ctx)
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data(), keys=CHAIN, loads=st.booleans(), how=HOW)

@@ -218,6 +218,17 @@ class OffloadingConnectorScheduler:
 
     # -- a request starts -----------------------------------------------------------------------
 
+    def on_new_request(self, request: SchedulerRequest) -> None:
+        """Have the blocks of a request that is queued promoted before its first lookup.
+
+        Optional. Only with one group of full attention: others load different blocks, depending on
+        how much of the prompt is found.
+        """
+        state = self._known(request)
+        if len(state.groups) == 1 and self.geometry.chunks_per_window(0) is None:
+            state.extend_keys(self.geometry)
+            self.manager.prefetch(tuple(state.groups[0].keys), state.ctx)
+
     def get_num_new_matched_tokens(
         self, request: SchedulerRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -84,8 +84,8 @@ class KVOffloadConnector(OffloadingConnector):
     """Reports requests with failed loads, so that vLLM applies `kv_load_failure_policy`.
 
     vLLM's own connector cannot report them and aborts the engine instead. Also offers again what a
-    store had no room for, until the request ends, and looks blocks up in batches. Only for
-    `KVOffloadSpec`.
+    store had no room for, until the request ends, looks blocks up in batches, and has those of
+    queued requests promoted ahead. Only for `KVOffloadSpec`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own, unchanged
@@ -97,6 +97,22 @@ class KVOffloadConnector(OffloadingConnector):
         if isinstance(manager, KVOffloadManager) and manager.offers_again:
             self._again = manager
             BatchedLookups(manager).replace_in(self.connector_scheduler)
+
+    def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - as above
+        """Begin a request; its blocks are promoted while it is queued.
+
+        Only for a model with one group of full attention: others load different blocks, depending
+        on how much of the prompt is found.
+        """
+        super().on_new_request(request)
+        scheduler = self.connector_scheduler
+        groups = scheduler.config.kv_group_configs
+        if self._again is None or request.skip_reading_prefix_cache or len(groups) > 1:
+            return
+        if groups[0].sliding_window_size_in_chunks is None:
+            status = scheduler._req_status[request.request_id]  # noqa: SLF001 - see version.py
+            status.update_offload_keys()
+            self._again.prefetch(tuple(status.group_states[0].offload_keys), status.req_context)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - as above
         """Return a step's jobs; have what a store left out offered again in the next step."""

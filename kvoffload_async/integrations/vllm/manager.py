@@ -121,6 +121,10 @@ class KVOffloadManager(base.OffloadingManager):
         self._counts.lookups.began(req_context.req_id)
         return convert.offloading_context(context)
 
+    def prefetch(self, keys: Sequence[OffloadKey], req_context: base.ReqContext) -> None:
+        """Have a queued request's blocks promoted; see `OffloadingManager.prefetch`."""
+        self.manager.prefetch(keys, convert.request_of(req_context))
+
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """End a request; its transfers may still end afterwards."""
         for of_request in (self._promoted, self._running, self._stale_until):

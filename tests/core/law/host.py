@@ -4,6 +4,7 @@ Time passes only in steps. A state is described by all that may influence what h
 paths that end in the same description go on alike; `exploration` checks that.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
@@ -53,6 +54,9 @@ class Setting:
         stores_first: Whether stores come between a step's lookups and its loads.
         takes_prefix: Whether a store may be granted in part.
         copies: Most blocks in copies to a tier; None: as the planner has it.
+        ahead: Requests that are queued when they come: their blocks are promoted ahead.
+        early: Blocks that early tickets may name together.
+        early_s: After how many seconds an early ticket ends.
         writes_back: Whether stored blocks go to the tiers.
         victims: Which block goes first: that of the "first" or "last" letter, or the "oldest".
         step_s: Seconds of a step.
@@ -75,6 +79,9 @@ class Setting:
     stores_first: bool = False
     takes_prefix: bool = False
     copies: int | None = None
+    ahead: frozenset[int] = frozenset()
+    early: int = 0
+    early_s: float = math.inf
     writes_back: bool = True
     victims: str = "first"
     step_s: float = 0.75 * TURN_S
@@ -145,6 +152,7 @@ class Host:
         self.planner = Planner(self.primary, [tier.state for tier in self.tiers], float("inf"))
         self.planner._touches._recent = [_EveryUse()] * len(self.tiers)
         self.planner.room.copies_each = setting.copies or self.planner.room.copies_each
+        self.planner.room.most_early, self.planner.room.early_s = setting.early, setting.early_s
         self._see_whole_grants()
         if not setting.writes_back:
             self.planner.cascades.defer = lambda index, keys, now_s: 0
@@ -328,8 +336,10 @@ class Host:
     def _offer(self, offers):
         for number in offers:
             keys = [k(letter) for letter in self.setting.stores[number]]
-            left = self.planner.room.reserved - self._num_stored()
+            room, left = self.planner.room, self.planner.room.reserved - self._num_stored()
             granted = self.planner.prepare_store(keys, self.stores[number])
+            if granted is None and room.early:
+                self.refused.append(f"store {number} finds no room beside early tickets")
             if granted is None and len(keys) <= min(left, self.primary.room):
                 self.refused.append(f"store {number} gets less than what is left to stores")
             if granted is not None and granted.keys_to_store:
@@ -368,7 +378,11 @@ class Host:
         """
         room, grant = self.planner.room, self.planner.room._grant
 
-        def seen(request, run, absent):
+        def seen(request, run, absent, *, is_early=False):
+            if is_early and room.queue:
+                self.refused.append("a request is promoted ahead although another waits")
+            elif is_early:
+                return grant(request, run, absent, is_early=True)
             if len(run) < min(len(request.wants), room.budget) and request.blocked_since_s is None:
                 key = list(request.wants)[len(run)]
                 is_there = self.primary.lookup(key) is not MISS
@@ -390,6 +404,8 @@ class Host:
             if job.is_promotion == is_promotion and self._letters(job.keys) == letters
         )
         self.failures -= how.startswith("fails")
+        is_early = job.job_id in tier.state.prefetches
+        failed = [set(request.failed) for request in self.planner.requests.values()]
         match how:
             case "overdue":
                 event = JobOverdue(job.job_id, TierTimeoutError("scripted"))
@@ -404,6 +420,9 @@ class Host:
                     tier.contents.update((key, self.names[key]) for key in job.keys)
         tier.state.handle(event)
         self.planner.collect()
+        requests = self.planner.requests.values()
+        if is_early and failed != [request.failed for request in requests]:
+            self.refused.append("the failure of a prefetch is held against a request")
 
     def _write_ended(self, number, *, success):
         keys, generation = self.writes.pop(number)
@@ -443,6 +462,8 @@ class Host:
         positions = {k(letter): i for i, letter in enumerate(run)}
         fields = {"key_positions": positions} if self.setting.has_positions else {}
         self.requests[number] = self._begin(str(number), **fields)
+        if number in self.setting.ahead:
+            self.planner.prefetch([*positions], self.requests[number])
 
     def _go(self, number):
         self.planner.on_request_finished(self.requests[number])
@@ -508,7 +529,20 @@ class Host:
             tuple(failed),
             tuple(lacking),
             self._letters(sorted(request.again)),
+            request in self.planner.prefetcher.queued,
+            self._early(request),
         )
+
+    def _early(self, request):
+        """Return what matters of a request's early ticket."""
+        granted = self.planner.room.early.get(request)
+        if granted is None:
+            return None
+        since_s, new = granted
+        return self._since(since_s) if self.setting.early_s < math.inf else 0, new, request.is_cut
+
+    def _since(self, since_s):
+        return round((self.planner.now_s - since_s) / self.setting.step_s)
 
     def _blocks(self):
         primary = self.primary
@@ -548,6 +582,8 @@ class Host:
             (max(0.0, paused_s), queue._pause_s),
             state.is_silent,
             bool(jobs) and self._age(state._quiet_since_s),
+            frozenset(self._letters(job.keys) for job, _ in jobs if job.job_id in state.prefetches),
+            max(0.0, state._prefetches_from_s - self.planner.now_s),
             "".join(sorted(map(self.names.__getitem__, tier.contents))),
             tuple(state.index.peek(tuple(self.names))),
             self._asked(state.index, whose),
@@ -562,6 +598,9 @@ class Host:
     def _room(self):
         room = self.planner.room
         number_of = {self.planner.requests[ctx]: n for n, ctx in enumerate(self.requests) if ctx}
+        prefetcher = self.planner.prefetcher
+        next_ahead = next(iter(prefetcher.queued), None)
+        ahead_blocked = (next_ahead, room.left_early, self.primary.room_made)
         head = next(iter(room.queue), None)
         blocked = (head, room._version, self.primary.room_made)
         return (
@@ -575,6 +614,9 @@ class Host:
             self._age(room._searched_s),
             room._blocked_at == blocked if head else None,
             room._head_needs if head else None,
+            tuple(number_of[request] for request in prefetcher.queued),
+            tuple(number_of[request] for request in room.early),
+            prefetcher._blocked_at == ahead_blocked if next_ahead else None,
         )
 
 

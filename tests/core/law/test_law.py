@@ -10,6 +10,7 @@ from core.law.exploration import Explorer, LawBrokenError, check_progress
 from core.law.host import Setting
 
 from kvoffload_async.core.room import Room
+from kvoffload_async.core.tier_state import TURN_S
 
 ONCE = {"again": False}
 LONG_STEPS = {"step_s": 1.25}
@@ -34,6 +35,7 @@ HUNG = Setting(
     **ONCE,
 )
 GONE = replace(HUNG, runs=("ab", "cd"), below={0: "cd", 1: "ab"})
+AHEAD = replace(ONE_TIER, ahead=frozenset({0, 1}), early=2)
 HUNG_STORES = replace(ONE_STORE, tiers=2, hung=frozenset({1}), copies=2)
 
 SETTINGS = {
@@ -49,6 +51,17 @@ SETTINGS = {
     "resets and cancellations": replace(ONE_TIER, resets=1, cancels=frozenset({0}), **ONCE),
     "probes": replace(SHARED, kinds={0: "probed"}, failures=0),
     "unknown order": replace(ONE_TIER, runs=("abc", "ad"), has_positions=False, **ONCE),
+    "prefetch": AHEAD,
+    "prefetch beside a store": replace(AHEAD, stores=("x",), writes_back=False, **ONCE),
+    "prefetch that fails": replace(AHEAD, failures=1, **ONCE),
+    "prefetch from two tiers, one of which hangs": replace(
+        HUNG, slots=4, ahead=frozenset({0, 1}), early=2
+    ),
+    "prefetch of a shared block, for a time": replace(
+        SHARED, failures=0, ahead=frozenset({0, 1}), early=3, early_s=2 * TURN_S
+    ),
+    "prefetch after probes": replace(AHEAD, kinds={0: "probed"}, ahead=frozenset({0}), **ONCE),
+    "prefetch, resets and cancellations": replace(AHEAD, resets=1, cancels=frozenset({0}), **ONCE),
     "a prompt longer than the primary": replace(ONE_TIER, runs=("abcd",), has_positions=False),
 }
 """What every run explores: tens to some thousand states."""
@@ -195,7 +208,32 @@ def _evicts_hits_within_a_step(monkeypatch):
     monkeypatch.setattr(Room, "guard_hits", lambda room: None)
 
 
+def _promotes_ahead_of_the_queue(monkeypatch):
+    left = property(lambda room: room.most_early - sum(new for _, new in room.early.values()))
+    monkeypatch.setattr(Room, "left_early", left)
+
+
+def _keeps_early_tickets_from_stores(monkeypatch):
+    monkeypatch.setattr(Room, "give_way", lambda room, count: None)
+
+
+def _holds_a_failed_prefetch_against_requests(monkeypatch):
+    fail = Room.fail
+
+    def held_against(room, tier, keys, *, orphaned, is_early):
+        fail(room, tier, keys, orphaned=orphaned, is_early=False)
+
+    monkeypatch.setattr(Room, "fail", held_against)
+
+
 WRONG = [
+    (_promotes_ahead_of_the_queue, AHEAD, "although another waits"),
+    (
+        _keeps_early_tickets_from_stores,
+        replace(AHEAD, stores=("wxy",), early=3, writes_back=False, **ONCE),
+        "beside early tickets",
+    ),
+    (_holds_a_failed_prefetch_against_requests, replace(AHEAD, failures=1), "held against"),
     (_ends_no_turn, HOLDER, "waits for ever"),
     (_lets_stores_take_all, MANY_STORES, "takes what the queue's head needs"),
     (_grants_only_after_the_asks, ONE_TIER, "waits for ever"),
