@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io import build
-from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, FileIo
+from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError, naming_shortage, shortage_remedy, text_of
@@ -113,7 +113,7 @@ def create_file_io(
     *,
     threads: int,
     is_system: bool = True,
-) -> FileIo | None:
+) -> NativeBlockIo | None:
     """Create native I/O for whole files; None if native code is not used.
 
     Arguments and errors are those of `create_block_io`.

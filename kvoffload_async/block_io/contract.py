@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Final, NamedTuple, Protocol
@@ -136,59 +137,6 @@ class StoredFiles(NamedTuple):
     disk_bytes: Sequence[int]
 
 
-class FileIo(Protocol):
-    """Fast path for whole files; errors and special cases are left to the caller. Thread: loop."""
-
-    async def load_files(
-        self,
-        files: FileBatch,
-        expected: Sequence[bytes | None],
-        attribute: Attribute,
-        *,
-        verify: bool,
-    ) -> LoadedFiles:
-        """Read files into rows; for cancellation see `BlockIo.extents`.
-
-        Args:
-            files: The files.
-            expected: Known values of the attribute, which are then not read.
-            attribute: Attribute with the checksum.
-            verify: Whether to compare checksums. Otherwise a file is whole if it has its length,
-                and no attribute or one with this prefix and length.
-
-        Raises:
-            BusyError: Too many batches are queued.
-        """
-        ...
-
-    async def store_files(
-        self, files: FileBatch, how: FileStores, ended: list[StoredFiles]
-    ) -> None:
-        """Write rows to files that do not exist yet; for cancellation see `BlockIo.extents`.
-
-        Args:
-            files: The files.
-            how: See `FileStores`.
-            ended: The result is appended when the batch ends, even if the call was cancelled.
-
-        Raises:
-            BusyError: Too many batches are queued.
-        """
-        ...
-
-    async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
-        """Return a byte for each name: 1 for a regular file, 0 if not, or if unknown.
-
-        Raises:
-            BusyError: Too many batches are queued.
-        """
-        ...
-
-    async def close(self) -> None:
-        """See `BlockIo.close`."""
-        ...
-
-
 class BlockDigests(Protocol):
     """Computes checksums. Thread: any.
 
@@ -209,11 +157,22 @@ class BlockDigests(Protocol):
 
 
 class FileCalls(Protocol):
-    """System calls for payload; they return the number of bytes transferred. Thread: any."""
+    """The tiers' own system calls; they raise OSError. Thread: any."""
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def open(self, path: str, flags: int, /) -> int: ...
+    def close(self, fd: int, /) -> None: ...
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
+    def get_xattr(self, fd: int, name: str, /) -> bytes | None: ...
+    def set_xattr(self, fd: int, name: str, value: bytes, /) -> None: ...
+    def truncate(self, fd: int, size_bytes: int, /) -> None: ...
+    def fsync(self, fd: int, /) -> None: ...
+    def stat(self, path: str, /) -> os.stat_result: ...
+    def fstat(self, fd: int, /) -> os.stat_result: ...
+    def publish(self, source: str, target: str, /) -> None: ...
+    def unlink(self, path: str, /) -> None: ...
+    def rename(self, source: str, target: str, /) -> None: ...
+    def leads_to(self, path: str, /) -> os.stat_result: ...
 
 
 class BlockIo(ABC):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io.choice import create_file_io
@@ -22,7 +22,6 @@ from kvoffload_async.block_io.contract import (
     FILE_WRITTEN,
     Attribute,
     FileBatch,
-    FileIo,
     FileStores,
     StoredFiles,
 )
@@ -36,6 +35,9 @@ from kvoffload_async.tiers.fs.operations import StoreItem, StoreStatus, Verify
 from kvoffload_async.tiers.fs.space import RunIo
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    from kvoffload_async.block_io.native_io import NativeBlockIo
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class NativeFiles:
 
     def __init__(
         self,
-        file_io: FileIo,
+        file_io: NativeBlockIo,
         ops: FileOps,
         namespace: Namespace,
         files: BlockFiles,
