@@ -153,7 +153,7 @@ async def entered(hang: Hang) -> None:
 def sound(tier: SlabTier) -> None:
     """Check the invariants of an open tier that is at rest."""
     store = tier._store
-    catalog, table = store.catalog, store.data_path.table
+    catalog, table = store.catalog, store.table
     assert not list(catalog.violations())
     assert not catalog._pins
     assert not catalog._claimed

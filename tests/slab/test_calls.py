@@ -124,7 +124,7 @@ def test_a_look_after_files_that_outlives_its_load_costs_no_other(slab_store):
             await entered(hang)
             loads[0].cancel()
             await asyncio.wait(loads[:1])
-            harness.tier._store.data_path.segments.remove(gone)
+            harness.tier._store.segments.remove(gone)
             hang.release()
             return await loads[1]
 

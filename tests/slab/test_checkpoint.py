@@ -159,7 +159,7 @@ def test_a_journal_with_next_to_no_room_left_is_written_anew_at_the_opening(slab
     ops = FaultyFileOps()
     ops.fail(errno.EIO, on="pwrite", when=is_next)  # from the first on: none is under way later
     with slab_store.open(ops, **WHOLE) as harness:
-        journal = harness.tier._store.data_path.journal
+        journal = harness.tier._store.journal
         for number in itertools.count():
             churn(harness, 1, number, 1)
             if journal._max_units - journal._end_units < len(harness.tier._store.catalog) // 40:
@@ -182,7 +182,7 @@ def crowded(harness, ops):
     Returns the hanging wait, the task that stores that job, and its keys.
     """
     hang = ops.hang(on="fdatasync", when=is_next, times=1)
-    waiters = harness.tier._store.data_path.journal._mutex._waiters
+    waiters = harness.tier._store.journal._mutex._waiters
 
     async def crowd():
         numbers = itertools.count()
@@ -236,7 +236,7 @@ def test_what_was_written_before_a_failed_wait_is_lost_whoever_asks_next(slab_st
     ops = FaultyFileOps()
     with slab_store.open(ops, fsync=True) as harness:
         assert harness.store(K[:4]) == {}
-        segments = harness.tier._store.data_path.segments
+        segments = harness.tier._store.segments
         before = segments.sync_failures
         ops.fail(errno.EIO, on="fdatasync", when=is_segment, times=1)
         assert len(harness.store(K[4:8])) == 4

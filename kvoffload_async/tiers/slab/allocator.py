@@ -69,7 +69,7 @@ class Allocator:
         ahead = self._budget.slots_ahead if self._is_grown else 0
         addresses, victims, freed = catalog.claim(keys, ahead)
         if victims:
-            store.data_path.journal.note_removed(freed)
+            store.journal.note_removed(freed)
             self._env.blocks_evicted(victims)
         return addresses
 
@@ -85,24 +85,24 @@ class Allocator:
         async with self._resizing:
             if self._is_futile or self.num_shrinks != seen:
                 return not self._is_futile
-            data_path, catalog = self._store.data_path, self._store.catalog
+            store, catalog = self._store, self._store.catalog
             idle = catalog.idle_segments()
             if not idle:
                 return False
             number, slots = idle[0], catalog.segments[idle[0]]
-            lost = data_path.table.records_in(number)
+            lost = store.table.records_in(number)
             keys = keys_of(lost)
             catalog.drop_segment(number, keys)
-            data_path.table.drop_segment(number)
+            store.table.drop_segment(number)
             self._env.blocks_evicted(keys)
             try:
-                await self._env.io.run(Direction.STORE, partial(data_path.segments.remove, number))
+                await self._env.io.run(Direction.STORE, partial(store.segments.remove, number))
             except OSError as error:
                 logger.warning(
                     "%s: a segment could not be removed: %s", self._store.folder, str(error)
                 )
                 self._add(number, slots)
-                data_path.journal.note_gone(lost)
+                store.journal.note_gone(lost)
                 return False
             self._is_grown = False
             self.num_shrinks += 1
@@ -146,10 +146,10 @@ class Allocator:
 
     def _create(self, slots: int) -> Segment:
         """Create a segment, after reserving the journal space for it. Thread: an I/O thread."""
-        data_path = self._store.data_path
-        data_path.journal.reserve(slots + sum(data_path.table.slots().values()))
-        segment = data_path.segments.create(slots)
-        data_path.journal.note_new_file()
+        store = self._store
+        store.journal.reserve(slots + sum(store.table.slots().values()))
+        segment = store.segments.create(slots)
+        store.journal.note_new_file()
         return segment
 
     def _next_slots(self) -> int:
@@ -181,5 +181,5 @@ class Allocator:
 
     def _add(self, number: int, slots: int) -> None:
         self.why_limited = ""
-        self._store.data_path.table.add_segment(number, slots)
+        self._store.table.add_segment(number, slots)
         self._store.catalog.add_segment(number, slots)

@@ -39,7 +39,7 @@ from kvoffload_async.tiers.slab.transfers import (
     Blocks,
     LoadBatch,
     StoreBatch,
-    create_transfers,
+    Transfers,
     in_order_of_addresses,
 )
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
@@ -133,8 +133,7 @@ class SlabTier(AsyncTier):
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
         try:
-            threads = settings.io_threads
-            self._transfers = create_transfers(env, self._ops, store.data_path, threads)
+            self._transfers = Transfers(env, self._ops, store)
         except BaseException:
             await env.io.run(Direction.METADATA, partial(self._close_store, store))
             raise
@@ -197,7 +196,7 @@ class SlabTier(AsyncTier):
         blocks, order = in_order_of_addresses(job, found)
         if not order:
             return failures
-        batch = LoadBatch(store.data_path, blocks)
+        batch = LoadBatch(store, blocks)
         store.catalog.pin(blocks.addresses)
         try:
             await self._transfers.load(batch)
@@ -244,7 +243,7 @@ class SlabTier(AsyncTier):
             return
         gone, addresses = self._store.catalog.remove_unpinned(list(dict.fromkeys(keys)))
         if gone:
-            self._store.data_path.journal.note_removed(addresses)
+            self._store.journal.note_removed(addresses)
             self._env.blocks_evicted(gone)
 
     async def close(self) -> None:
@@ -257,7 +256,14 @@ class SlabTier(AsyncTier):
 
     def gauges(self) -> Mapping[str, float]:
         """Return the numbers of blocks, free slots and bytes."""
-        return {} if self._store is None else self._store.gauges()
+        if (store := self._store) is None:
+            return {}
+        return {
+            "blocks": len(store.catalog),
+            "free_slots": store.catalog.num_free,
+            "used_bytes": len(store.catalog) * store.manifest.slot_bytes,
+            "capacity_bytes": store.budget.capacity_bytes,
+        }
 
     def describe(self) -> str:
         """Return the store's location."""
@@ -325,7 +331,7 @@ class SlabTier(AsyncTier):
         if not addresses:
             return failures
         mine = keys[: len(addresses)]
-        batch = StoreBatch(store.data_path, Blocks(mine, addresses, rows[: len(addresses)]))
+        batch = StoreBatch(store, Blocks(mine, addresses, rows[: len(addresses)]))
         try:
             await self._transfers.store(batch)
         except BaseException:
