@@ -50,7 +50,6 @@ from kvoffload_async.tiers.slab.layout import (
 from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
-    Recovered,
     Recovery,
     Session,
     list_folder,
@@ -58,7 +57,6 @@ from kvoffload_async.tiers.slab.recovery import (
     read_journal,
     read_manifest,
     replace_file,
-    write_header,
     write_session,
 )
 from kvoffload_async.tiers.slab.segments import Segments
@@ -238,19 +236,18 @@ class OpenStore:
             fdatasync=settings.fsync,
         )
         try:
-            recovery = Recovery(ops, self.folder, found, self.manifest)
-            recovered = recovery.run(
-                budget,
+            recovery = Recovery(
+                *(ops, self.folder, found, self.manifest, budget),
                 verify=settings.verifies,
                 is_keyed=self.digester.is_keyed,
             )
-            self.budget = recovered.budget
+            self.budget = recovery.budget
             warn_of_capacity(ops, settings.root_dir, settings.capacity_bytes, found.allocated_bytes)
             self._remove_temps(found)
-            self._attach(found, recovered)
-            self.catalog = self._take_in(recovered, create_policy)
+            self._attach(found, recovery)
+            self.catalog = self._take_in(recovery, create_policy)
             self.found_keys = self.catalog.keys()
-            self._begin_session(recovered.session)
+            self._begin_session(recovery.session)
             if settings.fsync:
                 sync_folder(ops, self.folder.rpartition("/")[0])  # the store's folder may be new
         except BaseException:
@@ -336,46 +333,44 @@ class OpenStore:
             with contextlib.suppress(FileNotFoundError):
                 self._ops.unlink(f"{self.folder}/{name}")
 
-    def _attach(self, found: Folder, recovered: Recovered) -> None:
+    def _attach(self, found: Folder, recovery: Recovery) -> None:
         """Open the segments; do not reuse numbers that the journal or a refused file has."""
         for number in sorted(found.segments):
             segment = self.segments.attach(number)
             if segment is not None:
                 self.table.add_segment(number, segment.slots)
-        units, rows = recovered.scanned.units, recovered.scanned.rows
+        units, rows = recovery.scanned.units, recovery.scanned.rows
         if len(rows):
             self.segments.skip_to(segment_of(int(units["address"][rows].max())))
         if found.refused:
             self.segments.skip_to(max(found.refused))
 
-    def _take_in(
-        self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
-    ) -> Catalog:
+    def _take_in(self, recovery: Recovery, create_policy: Callable[[int], CachePolicy]) -> Catalog:
         """Index the blocks that may be served, and open the journal for appending."""
-        catalog = self._filled(recovered, create_policy)
+        catalog = self._filled(recovery, create_policy)
         if catalog is None:
-            recovered.drop_doubles()
-            catalog = self._filled(recovered, create_policy)
+            recovery.drop_doubles()
+            catalog = self._filled(recovery, create_policy)
         if catalog is None:
             raise ValueError("two records of a key are left")
-        scanned = recovered.scanned
-        self.table.fill(scanned.units, recovered.in_order())
+        scanned = recovery.scanned
+        self.table.fill(scanned.units, recovery.in_order())
         self._vouches = self.journal.open(
-            scanned.end_bytes, scanned.sequence, compact_now=recovered.needs_verify
+            scanned.end_bytes, scanned.sequence, compact_now=recovery.needs_verify
         )
-        self.journal.note_gone(recovered.records(recovered.gone))
+        self.journal.note_gone(recovery.records(recovery.gone))
         return catalog
 
     def _filled(
-        self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
+        self, recovery: Recovery, create_policy: Callable[[int], CachePolicy]
     ) -> Catalog | None:
         """Return the catalog of the blocks that may be served; None if a key comes twice."""
         policy = create_policy(self.settings.capacity_bytes // self.manifest.slot_bytes)
         catalog = Catalog(policy, self.extent_slots)
         for number, slots in self.table.slots().items():
             catalog.add_segment(number, slots)
-        addresses = recovered.scanned.units["address"][recovered.rows]
-        return catalog if catalog.fill(addresses, recovered.keys()) else None
+        addresses = recovery.scanned.units["address"][recovery.rows]
+        return catalog if catalog.fill(addresses, recovery.keys()) else None
 
     # -- the session ----------------------------------------------------------------------------
 
@@ -387,7 +382,8 @@ class OpenStore:
         self._session_fd = self._ops.open_own(f"{self.folder}/{SESSION}", os.O_RDWR)
         if self._vouches:
             session = Session(boot_id(), self.journal.sequence, uses=last.uses)
-            write_header(self._ops, self._session_fd, session, self.manifest.journal_seed)
+            seed = self.manifest.journal_seed
+            write_session(self._ops, self._session_fd, session, seed, sync=True)
             if not last.boot_id:  # the file may be new
                 sync_folder(self._ops, self.folder)
 

@@ -131,25 +131,15 @@ class Session:
         )
 
 
-def write_header(ops: FileOps, fd: int, session: Session, seed: int) -> None:
-    """Overwrite a session file's header and sync it; recorded uses are kept.
-
-    Raises:
-        OSError: Writing or syncing failed.
-    """
-    header, _ = session.encode(seed)
-    write_all(ops, fd, header, 0)
-    ops.fdatasync(fd)
-
-
 def write_session(ops: FileOps, fd: int, session: Session, seed: int, *, sync: bool) -> None:
-    """Overwrite a session file, header last.
+    """Overwrite a session file, header last; uses are recorded at the close, and kept meanwhile.
 
     Raises:
         OSError: Writing or syncing failed.
     """
     header, body = session.encode(seed)
-    write_all(ops, fd, body, len(header))
+    if session.is_closed:
+        write_all(ops, fd, body, len(header))
     write_all(ops, fd, header, 0)
     if sync:
         ops.fdatasync(fd)
@@ -346,9 +336,8 @@ _PORTION: Final = 1 << 12
 """Blocks indexed per step; bounds how long a step holds the GIL."""
 
 
-@dataclass(slots=True)
-class Recovered:
-    """Result of a recovery.
+class Recovery:
+    """Decides which blocks of one store may be served, after shrinking it to its capacity.
 
     Attributes:
         scanned: The journal, with blocks that need verification marked.
@@ -359,12 +348,55 @@ class Recovered:
         session: The last process's session, if recorded.
     """
 
-    scanned: Scan
-    rows: RecordRows
-    gone: RecordRows
-    needs_verify: bool
-    budget: Budget
-    session: Session
+    def __init__(
+        self,
+        ops: FileOps,
+        folder: str,
+        found: Folder,
+        manifest: Manifest,
+        budget: Budget,
+        *,
+        verify: bool,
+        is_keyed: bool,
+    ) -> None:
+        """Read and shrink the store.
+
+        Args:
+            ops: System calls.
+            folder: Path of the store.
+            found: Contents of the folder; updated when files are removed.
+            manifest: The store's manifest.
+            budget: Limits on the size; segments beyond it are removed.
+            verify: Whether every block is verified, and so needs a checksum.
+            is_keyed: Whether checksums must be made with the integrity key.
+
+        Raises:
+            OSError: The store cannot be read or changed.
+        """
+        self._ops = ops
+        self._folder = folder
+        self._found = found
+        self._manifest = manifest
+        scanned = self.scanned = read_journal(ops, folder, manifest.journal_seed)
+        if is_unreadable(scanned):
+            self._keep_bad_journal()
+        self.session = read_session(ops, folder, manifest.journal_seed)
+        kept_bytes = self._refuse_segments()
+        if found.has_bad_journal:
+            kept_bytes += disk_bytes(ops.stat(f"{folder}/{BAD_JOURNAL}"))
+        self.budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept_bytes)
+        rows = live_in(found, scanned, manifest)
+        note_uses(scanned, rows, self.session)
+        if self._fit(rows):
+            rows = live_in(found, scanned, manifest)
+        is_trusted = self.session.is_trusted(boot_id(), scanned.sequence)
+        suspect = rows[rows < scanned.damage_at] if is_trusted else rows
+        scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
+        servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
+        self.rows = by_use(scanned, rows[servable])
+        self.gone = rows[~servable]
+        self.needs_verify = scanned.is_damaged or not is_trusted
+        self._report(len(suspect), is_trusted=is_trusted)
 
     def records(self, rows: RecordRows) -> Records:
         """Return a copy of some of the units."""
@@ -396,73 +428,13 @@ class Recovered:
         for start in range(0, len(in_order), _PORTION):
             part = in_order[start : start + _PORTION]
             last.update(zip(keys_of(self.records(part)), part.tolist(), strict=True))
-        is_kept = np.zeros(len(self.scanned.units), dtype=np.bool_)
-        is_kept[np.fromiter(last.values(), dtype=np.int64)] = True
-        is_last = is_kept[self.rows]
+        is_last = np.isin(self.rows, np.fromiter(last.values(), dtype=np.int64))
         self.gone = np.concatenate([self.gone, self.rows[~is_last]])
         self.rows = self.rows[is_last]
 
-
-class Recovery:
-    """Reads one store, and shrinks it to its capacity."""
-
-    def __init__(self, ops: FileOps, folder: str, found: Folder, manifest: Manifest) -> None:
-        """Configure the recovery.
-
-        Args:
-            ops: System calls.
-            folder: Path of the store.
-            found: Contents of the folder; updated when files are removed.
-            manifest: The store's manifest.
-        """
-        self._ops = ops
-        self._folder = folder
-        self._found = found
-        self._manifest = manifest
-
-    def run(self, budget: Budget, *, verify: bool, is_keyed: bool) -> Recovered:
-        """Determine which blocks may be served.
-
-        Args:
-            budget: Limits on the size; segments beyond it are removed.
-            verify: Whether every block is verified, and so needs a checksum.
-            is_keyed: Whether checksums must be made with the integrity key.
-
-        Raises:
-            OSError: The store cannot be read or changed.
-        """
-        seed = self._manifest.journal_seed
-        scanned = read_journal(self._ops, self._folder, seed)
-        if is_unreadable(scanned):
-            self._keep_bad_journal(scanned)
-        if self._found.has_bad_journal:
-            kept = disk_bytes(self._ops.stat(f"{self._folder}/{BAD_JOURNAL}"))
-            budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
-        session = read_session(self._ops, self._folder, seed)
-        kept = self._refuse_segments(scanned)
-        budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
-        rows = live_in(self._found, scanned, self._manifest)
-        note_uses(scanned, rows, session)
-        if self._fit(budget, scanned, rows):
-            rows = live_in(self._found, scanned, self._manifest)
-        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
-        suspect = rows[rows < scanned.damage_at] if is_trusted else rows
-        scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
-        servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
-        recovered = Recovered(
-            scanned,
-            by_use(scanned, rows[servable]),
-            rows[~servable],
-            scanned.is_damaged or not is_trusted,
-            budget,
-            session,
-        )
-        self._report(recovered, len(suspect), is_trusted=is_trusted)
-        return recovered
-
     # -- internal -------------------------------------------------------------------------------
 
-    def _keep_bad_journal(self, scanned: Scan) -> None:
+    def _keep_bad_journal(self) -> None:
         """Rename an unreadable journal, to keep it for diagnosis."""
         path = f"{self._folder}/{JOURNAL}"
         self._cut(path)  # frees the preallocated space
@@ -473,12 +445,12 @@ class Recovery:
             "%s: the journal (%d bytes) is unreadable: it is kept as %s, and the %d slots "
             "of the store are empty",
             self._folder,
-            scanned.units.nbytes,
+            self.scanned.units.nbytes,
             BAD_JOURNAL,
             slots,
         )
 
-    def _refuse_segments(self, scanned: Scan) -> int:
+    def _refuse_segments(self) -> int:
         """Reject segments of other stores; delete misnamed segments of this store.
 
         Returns:
@@ -489,8 +461,6 @@ class Recovery:
         if not self._found.refused:
             return 0
         kept = 0
-        everything = len(live_in(before, scanned, self._manifest))
-        left = len(live_in(self._found, scanned, self._manifest))
         for number, refusal in self._found.refused.items():
             name = segment_name(number)
             if refusal.is_own:
@@ -504,15 +474,16 @@ class Recovery:
                 refusal.why,
                 "removed" if refusal.is_own else "kept",
             )
+        everything = len(live_in(before, self.scanned, self._manifest))
         logger.error(
             "%s: %d of %d blocks are dropped with unusable segments",
             self._folder,
-            everything - left,
+            everything - len(live_in(self._found, self.scanned, self._manifest)),
             everything,
         )
         return kept
 
-    def _fit(self, budget: Budget, scanned: Scan, rows: RecordRows) -> bool:
+    def _fit(self, rows: RecordRows) -> bool:
         """Remove slots to fit a reduced capacity.
 
         Segments with the oldest average last use are removed first; the last one is truncated
@@ -521,6 +492,7 @@ class Recovery:
         Returns:
             Whether slots had to be removed.
         """
+        budget, scanned = self.budget, self.scanned
         slots = {n: self._manifest.slots_in(size) for n, size in self._found.segments.items()}
         if budget.cost(slots.values()) <= budget.capacity_bytes:
             return False
@@ -561,8 +533,8 @@ class Recovery:
         finally:
             self._ops.close(fd)
 
-    def _report(self, recovered: Recovered, num_unverified: int, *, is_trusted: bool) -> None:
-        scanned = recovered.scanned
+    def _report(self, num_unverified: int, *, is_trusted: bool) -> None:
+        scanned = self.scanned
         if scanned.is_damaged:
             logger.warning(
                 "%s: %d bytes of the journal are damaged, and frames are missing in %d more "
@@ -577,7 +549,7 @@ class Recovery:
                 "lost its end: its %d blocks are verified, and %d without a checksum are dropped",
                 self._folder,
                 num_unverified,
-                len(recovered.gone),
+                len(self.gone),
             )
 
 
