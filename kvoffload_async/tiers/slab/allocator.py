@@ -20,7 +20,6 @@ from kvoffload_async.tiers.slab.addresses import SlotAddress
 from kvoffload_async.tiers.slab.layout import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
 from kvoffload_async.tiers.slab.records import keys_of
-from kvoffload_async.tiers.slab.segments import Segment
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -134,23 +133,26 @@ class Allocator:
         while slots:
             try:
                 create = partial(self._create, slots)
-                segment = await self._env.io.run(Direction.STORE, create)
+                number = await self._env.io.run(Direction.STORE, create)
             except LostDirectoryError as error:
                 raise mapped(error) from error  # a fault, not a full disk
             except OSError as error:
                 slots = self._smaller(slots, error)
             else:
-                self._add(segment.number, slots)
+                self._add(number, slots)
                 return True
         return False
 
-    def _create(self, slots: int) -> Segment:
-        """Create a segment, after reserving the journal space for it. Thread: an I/O thread."""
+    def _create(self, slots: int) -> int:
+        """Create a segment, after reserving journal space for it; return its number.
+
+        Thread: an I/O thread.
+        """
         store = self._store
         store.journal.reserve(slots + sum(store.table.slots().values()))
-        segment = store.segments.create(slots)
+        number = store.segments.create(slots)
         store.journal.note_new_file()
-        return segment
+        return number
 
     def _next_slots(self) -> int:
         present = self._store.catalog.segments.values()

@@ -336,9 +336,8 @@ class OpenStore:
     def _attach(self, found: Folder, recovery: Recovery) -> None:
         """Open the segments; do not reuse numbers that the journal or a refused file has."""
         for number in sorted(found.segments):
-            segment = self.segments.attach(number)
-            if segment is not None:
-                self.table.add_segment(number, segment.slots)
+            if slots := self.segments.attach(number):
+                self.table.add_segment(number, slots)
         units, rows = recovery.scanned.units, recovery.scanned.rows
         if len(rows):
             self.segments.skip_to(segment_of(int(units["address"][rows].max())))
