@@ -158,8 +158,11 @@ def sound(tier: SlabTier) -> None:
     assert not catalog._pins
     assert not catalog._claimed
     assert not tier._writing
-    live = table.live()
-    assert dict(zip(keys_of(live), addresses_of(live), strict=True)) == dict(catalog.items())
+    live = {}
+    for segment in table.slots():
+        records = table.records_in(segment)
+        live |= zip(keys_of(records), addresses_of(records), strict=True)
+    assert live == dict(catalog.items())
     assert table.slots() == dict(catalog.segments)
 
 

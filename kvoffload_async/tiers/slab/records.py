@@ -55,6 +55,9 @@ Records = npt.NDArray[np.void]
 RecordRows = npt.NDArray[np.int64]
 """Indices of records, ascending, shape `[n]`, int64."""
 
+Uses = npt.NDArray[np.uint32]
+"""The tick of each slot's last use, shape `[slots]`."""
+
 _MAGIC: Final = b"KVSLABF1"
 _RECORD = struct.Struct(f"<BBHqI{DIGEST_BYTES}s{MAX_KEY_BYTES}s")
 DIGEST_AT: Final = struct.calcsize("<BBHqI")

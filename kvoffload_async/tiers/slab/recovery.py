@@ -51,6 +51,7 @@ from kvoffload_async.tiers.slab.records import (
     RecordRows,
     Records,
     Scan,
+    Uses,
     by_part,
     keys_of,
     live_rows,
@@ -58,8 +59,6 @@ from kvoffload_async.tiers.slab.records import (
     scan,
 )
 from kvoffload_async.types import OffloadKey
-
-Uses = npt.NDArray[np.uint32]
 
 _MAGIC: Final = b"KVSLABO1"
 _HEADER = struct.Struct("<8sIIQQ40s")
