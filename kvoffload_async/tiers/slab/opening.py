@@ -319,9 +319,8 @@ class OpenStore:
             num_blocks,
             num_blocks * manifest.block_bytes,
         )
-        if found.has_journal:
+        if JOURNAL in found.own_files:
             self._ops.unlink(f"{self.folder}/{JOURNAL}")
-            found.has_journal = False
         with contextlib.suppress(FileNotFoundError):
             self._ops.unlink(f"{self.folder}/{SESSION}")
         while found.segments:

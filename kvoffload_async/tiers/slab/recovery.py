@@ -181,25 +181,21 @@ class Folder:
         refused: Segment -> why its file was rejected.
         temps: Names of temporary files left by a killed process.
         unknown_files: Names of files that are not part of a store.
+        own_files: Names of the store's other files.
         allocated_bytes: Total disk usage, including the folder.
-        has_manifest: Whether a manifest exists, readable or not.
-        has_journal: Whether a journal exists.
-        has_bad_journal: Whether an unreadable journal was kept.
     """
 
     segments: dict[int, int] = field(default_factory=dict)
     refused: dict[int, Refusal] = field(default_factory=dict)
     temps: list[str] = field(default_factory=list)
     unknown_files: list[str] = field(default_factory=list)
+    own_files: set[str] = field(default_factory=set)
     allocated_bytes: int = 0
-    has_manifest: bool = False
-    has_journal: bool = False
-    has_bad_journal: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether the folder contains no store."""
-        return not (self.segments or self.has_manifest or self.has_journal)
+        return not (self.segments or self.own_files & {MANIFEST, JOURNAL})
 
 
 def list_folder(ops: FileOps, folder: str) -> Folder:
@@ -217,13 +213,9 @@ def list_folder(ops: FileOps, folder: str) -> Folder:
             found.segments[number] = status.st_size
         elif name in _TEMPS:
             found.temps.append(name)
-        elif name == MANIFEST:
-            found.has_manifest = True
-        elif name == JOURNAL:
-            found.has_journal = True
-        elif name == BAD_JOURNAL:
-            found.has_bad_journal = True
-        elif name not in {LOCK, SESSION}:
+        elif name in {MANIFEST, JOURNAL, BAD_JOURNAL, LOCK, SESSION}:
+            found.own_files.add(name)
+        else:
             found.unknown_files.append(name)
     return found
 
@@ -381,7 +373,7 @@ class Recovery:
             self._keep_bad_journal()
         self.session = read_session(ops, folder, manifest.journal_seed)
         kept_bytes = self._refuse_segments()
-        if found.has_bad_journal:
+        if BAD_JOURNAL in found.own_files:
             kept_bytes += disk_bytes(ops.stat(f"{folder}/{BAD_JOURNAL}"))
         self.budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept_bytes)
         rows = live_in(found, scanned, manifest)
@@ -438,7 +430,7 @@ class Recovery:
         path = f"{self._folder}/{JOURNAL}"
         self._cut(path)  # frees the preallocated space
         self._ops.rename(path, f"{self._folder}/{BAD_JOURNAL}")
-        self._found.has_journal, self._found.has_bad_journal = False, True
+        self._found.own_files.add(BAD_JOURNAL)
         slots = sum(map(self._manifest.slots_in, self._found.segments.values()))
         logger.error(
             "%s: the journal (%d bytes) is unreadable: it is kept as %s, and the %d slots "

@@ -286,17 +286,17 @@ def _problems(contents: Contents, user: str | None) -> list[str]:
     if contents.manifest_problem:  # the rest cannot be interpreted
         return [contents.manifest_problem]
     problems = []
-    if contents.found.segments and not contents.found.has_journal:
+    if contents.found.segments and JOURNAL not in contents.found.own_files:
         problems.append("the journal is missing: the blocks cannot be identified")
     if contents.scanned.lost_bytes:
         problems.append(f"{contents.scanned.lost_bytes} bytes of the journal are damaged")
     if contents.scanned.num_gaps:
         problems.append(f"frames of the journal are missing in {contents.scanned.num_gaps} places")
-    if not contents.is_trusted and contents.found.has_journal:
+    if not contents.is_trusted and JOURNAL in contents.found.own_files:
         problems.append(
             "the store was not closed before a machine crash, or its journal has lost its end"
         )
-    if contents.found.has_bad_journal:
+    if BAD_JOURNAL in contents.found.own_files:
         problems.append(f"{BAD_JOURNAL}: an unreadable journal that was kept")
     for number, refusal in sorted(contents.found.refused.items()):
         name = segment_name(number)
