@@ -9,7 +9,7 @@ on the loop.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -254,23 +254,25 @@ class Catalog:
 
     def fill(
         self,
+        segments: Mapping[int, int],
         addresses: npt.NDArray[np.int64],
         portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]],
     ) -> bool:
-        """Index the blocks found at opening.
+        """Add the segments and index the blocks found at opening; the catalog was always empty.
 
         Args:
-            addresses: Their addresses, least recent first.
+            segments: Segment -> number of slots.
+            addresses: Addresses of the blocks, least recent first.
             portions: Batches of indices and keys; see `KeyRanking.fill`.
 
         Returns:
             Whether the keys were distinct; otherwise the catalog is unusable.
         """
-        slots = SlotNumbers(self._slots)
+        self._slots.update(segments)
+        slots = SlotNumbers(segments)
         is_free = np.ones(slots.total, dtype=np.bool_)
         is_free[slots.of(addresses)[0]] = False
         for segment, first, behind in slots.ranges():
-            self._free.drop_segment(segment)
             for start, stop in _runs(is_free[first:behind]):
                 self._free.free(address_of(segment, start), stop - start)
         np.asarray(self._address_of)[: len(addresses)] = addresses

@@ -320,17 +320,15 @@ class Compaction:
             if middle < stop:
                 self._todo.appendleft((segment, middle, stop))
             self.num_seen += middle - start
-            frames += self._framed(self._table.records_in(segment, start, middle))
+            records = self._table.records_in(segment, start, middle)
+            for framed in checkpoint(self.sequence + 1, records, self._seed):
+                frames += framed
+                self.sequence += 1
             if len(frames) >= _COMPACTION_SLOTS * RECORD_BYTES:
                 self._write(frames)
                 frames = bytearray()
         if frames:
             self._write(frames)
-
-    def _framed(self, records: Records) -> bytes:
-        frames = list(checkpoint(self.sequence + 1, records, self._seed))
-        self.sequence += len(frames)
-        return b"".join(frames)
 
     def _write(self, frames: bytearray) -> None:
         self.size_bytes += write_all(self._ops, self.fd, frames, self.size_bytes)

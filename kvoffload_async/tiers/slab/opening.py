@@ -365,10 +365,9 @@ class OpenStore:
         """Return the catalog of the blocks that may be served; None if a key comes twice."""
         policy = create_policy(self.settings.capacity_bytes // self.manifest.slot_bytes)
         catalog = Catalog(policy, self.extent_slots)
-        for number, slots in self.table.slots().items():
-            catalog.add_segment(number, slots)
         addresses = recovery.scanned.units["address"][recovery.rows]
-        return catalog if catalog.fill(addresses, recovery.keys()) else None
+        is_filled = catalog.fill(self.table.slots(), addresses, recovery.keys())
+        return catalog if is_filled else None
 
     # -- the session ----------------------------------------------------------------------------
 

@@ -94,7 +94,6 @@ class SlabTier(AsyncTier):
         self._settings = settings
         self._create_policy = create_policy or settings.create_policy
         self._ops = ops or settings.ops or FileOps()
-        self._env: TierEnvironment | None = None
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
         self._pinned: dict[OffloadKey, list[SlotAddress]] = {}
@@ -135,7 +134,7 @@ class SlabTier(AsyncTier):
         try:
             self._transfers = Transfers(env, self._ops, store)
         except BaseException:
-            await env.io.run(Direction.METADATA, partial(self._close_store, store))
+            await self._env.io.run(Direction.METADATA, partial(self._close_store, store))
             raise
         self._store = store
         self._allocator = Allocator(store, store.budget, env)
@@ -175,7 +174,7 @@ class SlabTier(AsyncTier):
             stored = [
                 key for key, address in zip(missing, addresses, strict=True) if address is not None
             ]
-            self._environment().blocks_appeared(stored)
+            self._env.blocks_appeared(stored)
             raise
         finally:
             for key in missing:
@@ -239,7 +238,7 @@ class SlabTier(AsyncTier):
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove blocks; on disk, they are removed with the next append to the journal."""
-        if self._store is None or self._env is None:
+        if self._store is None:
             return
         gone, addresses = self._store.catalog.remove_unpinned(list(dict.fromkeys(keys)))
         if gone:
@@ -248,11 +247,10 @@ class SlabTier(AsyncTier):
 
     async def close(self) -> None:
         """Flush the journal, close all files, release the lock; idempotent."""
-        env, self._env = self._env, None
         store, self._store = self._store, None
-        if store is not None and env is not None:
+        if store is not None:
             await self._transfers.close()
-            await env.io.run(Direction.METADATA, partial(self._close_store, store))
+            await self._env.io.run(Direction.METADATA, partial(self._close_store, store))
 
     def gauges(self) -> Mapping[str, float]:
         """Return the numbers of blocks, free slots and bytes."""
@@ -389,8 +387,3 @@ class SlabTier(AsyncTier):
         if self._store is None:
             raise TierClosedError("the slab tier is not open")
         return self._store
-
-    def _environment(self) -> TierEnvironment:
-        if self._env is None:
-            raise TierClosedError("the slab tier is not open")
-        return self._env
