@@ -1,7 +1,6 @@
-"""Allocation of slots: growth up to the capacity, then eviction; and shrinking.
+"""Allocation of slots: growth up to the capacity, then eviction.
 
-If the disk is full below the capacity, the store stops growing or shrinks, and tries to grow again
-later.
+If the disk is full below the capacity, the store stops growing, and tries again later.
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
-from kvoffload_async.errors import TierError, TierFullError
 from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.ops import mapped
 from kvoffload_async.tiers.slab.addresses import SlotAddress
-from kvoffload_async.tiers.slab.layout import Budget
 from kvoffload_async.tiers.slab.opening import OpenStore
-from kvoffload_async.tiers.slab.records import keys_of
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -33,29 +29,20 @@ _LEAST_SHARE = 16
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def is_disk_full(error: TierError | None) -> bool:
-    """Return whether a block failed because the disk is full, not for lack of evictable blocks."""
-    return isinstance(error, TierFullError) and error.__cause__ is not None
-
-
 class Allocator:
     """Allocates the slots of one open store. Thread: loop."""
 
-    def __init__(self, store: OpenStore, budget: Budget, env: TierEnvironment) -> None:
+    def __init__(self, store: OpenStore, env: TierEnvironment) -> None:
         self._store = store
-        self._budget = budget
+        self._budget = store.budget
         self._env = env
-        self._resizing = asyncio.Lock()
+        self._growing = asyncio.Lock()
         self._limit_slots: int | None = None
         self._limited_until_s = 0.0
         self._is_grown = False
         """Whether the capacity has no space for another segment."""
         self.why_limited = ""
         """Why the last segment was not created; empty if it was."""
-        self.num_shrinks = 0
-        """Number of segments released because the disk was full."""
-        self._is_futile = False
-        """Whether the last released segment did not help."""
 
     async def claim(self, keys: Sequence[OffloadKey]) -> list[SlotAddress]:
         """Return ascending addresses for absent keys; if too few are free, only for the first keys.
@@ -72,54 +59,9 @@ class Allocator:
             self._env.blocks_evicted(victims)
         return addresses
 
-    async def shrink(self, seen: int) -> bool:
-        """Release a segment on a full disk; False if none is idle or the last one did not help.
-
-        After a release that did not help, nothing more is released until a store succeeds: a disk
-        or quota that still refuses must not empty the store.
-
-        Args:
-            seen: `num_shrinks` before the disk was full; a release since then suffices.
-        """
-        async with self._resizing:
-            if self._is_futile or self.num_shrinks != seen:
-                return not self._is_futile
-            store, catalog = self._store, self._store.catalog
-            idle = catalog.idle_segments()
-            if not idle:
-                return False
-            number, slots = idle[0], catalog.segments[idle[0]]
-            lost = store.table.records_in(number)
-            keys = keys_of(lost)
-            catalog.drop_segment(number, keys)
-            store.table.drop_segment(number)
-            self._env.blocks_evicted(keys)
-            try:
-                await self._env.io.run(Direction.STORE, partial(store.segments.remove, number))
-            except OSError as error:
-                logger.warning(
-                    "%s: a segment could not be removed: %s", self._store.folder, str(error)
-                )
-                self._add(number, slots)
-                store.journal.note_gone(lost)
-                return False
-            self._is_grown = False
-            self.num_shrinks += 1
-            self._limit(sum(catalog.segments.values()) + slots // 2)
-            logger.warning(
-                "%s: the disk is full below the capacity; %d blocks were dropped",
-                self._store.folder,
-                len(keys),
-            )
-            return True
-
-    def note_shrunk(self, *, has_helped: bool) -> None:
-        """Record whether any block could be stored since the last shrink."""
-        self._is_futile = not has_helped
-
     async def _grow(self, wanted: int) -> bool:
         """Add segments; False if no more can be added now."""
-        async with self._resizing:
+        async with self._growing:
             if self._store.catalog.num_free >= wanted:
                 return True  # another task has grown it meanwhile
             for _ in range(self._budget.stripes):
@@ -139,7 +81,9 @@ class Allocator:
             except OSError as error:
                 slots = self._smaller(slots, error)
             else:
-                self._add(number, slots)
+                self.why_limited = ""
+                self._store.table.add_segment(number, slots)
+                self._store.catalog.add_segment(number, slots)
                 return True
         return False
 
@@ -173,15 +117,7 @@ class Allocator:
             )
         least = self._budget.segment_slots // _LEAST_SHARE if present else 0
         slots = slots // 2 if is_full and slots // 2 > least else 0
-        self._limit(sum(present.values()) + slots)
+        self._limit_slots = sum(present.values()) + slots
+        self._limited_until_s = asyncio.get_running_loop().time() + _REGROW_S
         self.why_limited = str(error)
         return slots
-
-    def _limit(self, slots: int) -> None:
-        self._limit_slots = slots
-        self._limited_until_s = asyncio.get_running_loop().time() + _REGROW_S
-
-    def _add(self, number: int, slots: int) -> None:
-        self.why_limited = ""
-        self._store.table.add_segment(number, slots)
-        self._store.catalog.add_segment(number, slots)

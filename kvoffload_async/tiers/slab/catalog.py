@@ -24,7 +24,6 @@ from kvoffload_async.tiers.slab.addresses import (
     SlotNumbers,
     address_of,
     joined,
-    segment_of,
     swapped,
 )
 from kvoffload_async.types import OffloadKey
@@ -119,16 +118,6 @@ class FreeRuns:
         for begin in range(0, len(taken), self._extent):
             taken[begin : begin + self._extent] = sorted(taken[begin : begin + self._extent])
         return taken
-
-    def drop_segment(self, segment: int) -> int:
-        """Forget the free addresses of a segment; return their number."""
-        gone = [first for first in self._length_at if segment_of(first) == segment]
-        count = 0
-        for first in gone:
-            count += self._length_at[first]
-            self._remove(first)
-        self.num_free -= count
-        return count
 
     def _best_for(self, count: int) -> SlotAddress:
         """Return the start of the lowest run that is certainly long enough, or of a longest one.
@@ -278,21 +267,6 @@ class Catalog:
         np.asarray(self._address_of)[: len(addresses)] = addresses
         self._ranking.fill(len(addresses), portions)
         return len(self._ranking.map) == len(addresses)
-
-    def idle_segments(self) -> list[int]:
-        """Return the segments without pinned or claimed addresses, fewest blocks first."""
-        busy = set(map(segment_of, self._pins | self._claimed))
-        free = dict.fromkeys(self._slots, 0)
-        for first, count in self._free.runs():
-            free[segment_of(first)] += count
-        used = {n: self._slots[n] - free[n] for n in self._slots if n not in busy}
-        return sorted(used, key=lambda number: (used[number], number))
-
-    def drop_segment(self, segment: int, keys: Sequence[OffloadKey]) -> None:
-        """Remove an idle segment and its blocks, given by key."""
-        self._ranking.discard(keys)
-        self._free.drop_segment(segment)
-        del self._slots[segment]
 
     # -- blocks ---------------------------------------------------------------------------------
 

@@ -123,10 +123,6 @@ class RecordTable:
         """Add a segment without blocks."""
         self._parts[segment] = _Part(slots)
 
-    def drop_segment(self, segment: int) -> None:
-        """Forget a segment and its blocks."""
-        del self._parts[segment]
-
     def slots(self) -> dict[int, int]:
         """Return the number of slots of each segment."""
         return {segment: len(part.heads) for segment, part in list(self._parts.items())}
@@ -193,9 +189,8 @@ class RecordTable:
         return bool((heads >> np.uint32(16) & np.uint32(NEEDS_VERIFY)).any())
 
     def records_in(self, segment: int, start: int = 0, stop: int | None = None) -> Records:
-        """Return the records of the blocks in a range of slots; empty if the segment is gone."""
-        part = self._parts.get(segment)
-        return np.zeros(0, dtype=RECORD) if part is None else part.records(segment, start, stop)
+        """Return the records of the blocks in a range of slots."""
+        return self._parts[segment].records(segment, start, stop)
 
     def num_live(self) -> int:
         """Return the number of blocks."""

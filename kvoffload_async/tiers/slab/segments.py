@@ -111,21 +111,6 @@ class Segments:
             raise
         return number
 
-    def remove(self, number: int) -> None:
-        """Delete a segment that is not read or written.
-
-        Raises:
-            OSError: It could not be deleted, and stays open.
-        """
-        self._directory_identity.check()  # it could be another store's
-        segment = self._open.pop(number)  # first: `check` must not report it as deleted
-        try:
-            self._ops.unlink(self._path(number))
-        except OSError:
-            self._open[number] = segment
-            raise
-        self._close(segment)
-
     def close(self) -> None:
         """Close all files; idempotent."""
         with contextlib.ExitStack() as closing:
@@ -135,15 +120,11 @@ class Segments:
     def check(self, numbers: set[int]) -> None:
         """Check that these segment files still exist: writes to a deleted one would succeed.
 
-        Ignores segments removed by `remove`: only cancelled jobs can refer to them.
-
         Raises:
             OSError: One was deleted or replaced.
         """
         for number in numbers:
-            segment = self._open.get(number)
-            if segment is not None:
-                self._directory_identity.check_file(segment.fd, segment_name(number))
+            self._directory_identity.check_file(self._open[number].fd, segment_name(number))
 
     def sync(self, numbers: Iterable[int], failures_before: int | None = None) -> None:
         """Sync these segments to the device.

@@ -31,7 +31,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, unusable
 from kvoffload_async.tiers.slab.addresses import SlotAddress
-from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
+from kvoffload_async.tiers.slab.allocator import Allocator
 from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
 from kvoffload_async.tiers.slab.opening import OpenStore, SlabSettings
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
@@ -49,9 +49,6 @@ _SMALL_JOBS_BYTES = 64 << 20
 
 _OPENING_S = 1e-5
 """Opening time per block in the store, in seconds; about ten times the measured cost."""
-
-_SHRINKS = 8
-"""Maximum number of segments that one job releases when the disk is full."""
 
 
 class SlabTier(AsyncTier):
@@ -137,7 +134,7 @@ class SlabTier(AsyncTier):
             await self._env.io.run(Direction.METADATA, partial(self._close_store, store))
             raise
         self._store = store
-        self._allocator = Allocator(store, store.budget, env)
+        self._allocator = Allocator(store, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
         env.blocks_appeared(store.found_keys)
@@ -278,85 +275,45 @@ class SlabTier(AsyncTier):
     async def _store_absent(
         self, store: OpenStore, job: JobMetadata, indices: Sequence[int]
     ) -> BlockFailures:
-        """Write blocks; when the disk is full, shrink the store and retry."""
-        rows = job.block_ids.tolist()
+        """Write as many absent blocks as there are free addresses, head first."""
+        keys = job.keys
         failures: dict[int, TierError] = {
             index: TierUnavailableError(
-                f"the key has {len(job.keys[index])} bytes; at most {MAX_KEY_BYTES} are supported"
+                f"the key has {len(keys[index])} bytes; at most {MAX_KEY_BYTES} are supported"
             )
             for index in indices
-            if len(job.keys[index]) > MAX_KEY_BYTES
+            if len(keys[index]) > MAX_KEY_BYTES
         }
-        left = [index for index in indices if index not in failures] if failures else indices
-        allocator, seen = self._allocator, self._allocator.num_shrinks
-        failures |= await self._store_some(store, job.keys, rows, left)
-        if not failures:
-            return {}
-        for _ in range(_SHRINKS):
-            left = [index for index in left if is_disk_full(failures.get(index))]
-            if not left:
-                break
-            # Blocks written so far count as stored, so they must not be evicted now.
-            held = [address for address in store.catalog.find(job.keys) if address is not None]
-            store.catalog.pin(held)
-            try:
-                if not await allocator.shrink(seen):
-                    break
-                seen = allocator.num_shrinks
-                again = await self._store_some(store, job.keys, rows, left)
-            finally:
-                store.catalog.unpin(held)
-            allocator.note_shrunk(has_helped=not all(is_disk_full(again.get(i)) for i in left))
-            failures = {i: e for i, e in failures.items() if i not in left} | again
-        return failures
-
-    async def _store_some(
-        self,
-        store: OpenStore,
-        keys: Sequence[OffloadKey],
-        rows: Sequence[int],
-        indices: Sequence[int],
-    ) -> dict[int, TierError]:
-        """Write as many absent blocks as there are free addresses, head first."""
+        if failures:
+            indices = [index for index in indices if index not in failures]
         if not indices:
-            return {}
+            return failures
+        wanted: Sequence[OffloadKey] = keys
+        rows = job.block_ids.tolist()
         if len(indices) < len(keys):
-            keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
-        addresses = await self._allocator.claim(keys)
+            wanted, rows = [keys[index] for index in indices], [rows[index] for index in indices]
+        addresses = await self._allocator.claim(wanted)
         why = self._allocator.why_limited or "nothing to evict"
         unplaced = TierFullError(f"no free slot in {self._settings.root_dir}: {why}")
-        failures: dict[int, TierError] = dict.fromkeys(indices[len(addresses) :], unplaced)
+        failures |= dict.fromkeys(indices[len(addresses) :], unplaced)
         if not addresses:
             return failures
-        mine = keys[: len(addresses)]
-        batch = StoreBatch(store, Blocks(mine, addresses, rows[: len(addresses)]))
+        count = len(addresses)
+        batch = StoreBatch(store, Blocks(wanted[:count], addresses, rows[:count]))
         try:
             await self._transfers.store(batch)
-        except BaseException:
-            if batch.is_journalled:
-                self._take_in(store, batch, mine, addresses)
-            else:
-                store.catalog.release(addresses)
-            raise
-        self._take_in(store, batch, mine, addresses)
-        if len(batch.failures) < len(mine):
-            self._allocator.note_shrunk(has_helped=True)
-        for i, error in batch.failures.items():
-            failures[indices[i]] = error
+        finally:  # also if cancelled: journalled blocks are in the store
+            self._take_in(store, batch)
+        failures |= {indices[index]: error for index, error in batch.failures.items()}
         return failures
 
-    def _take_in(
-        self,
-        store: OpenStore,
-        batch: StoreBatch,
-        keys: Sequence[OffloadKey],
-        addresses: list[SlotAddress],
-    ) -> None:
+    def _take_in(self, store: OpenStore, batch: StoreBatch) -> None:
         """Add the written blocks of a batch to the catalog."""
-        bad = batch.failures
+        keys, addresses, _ = batch.blocks
+        bad = batch.failures if batch.is_journalled else batch.indices
         if bad:
             store.catalog.release([addresses[index] for index in bad])
-            good = [index for index in range(len(keys)) if index not in bad]
+            good = [index for index in batch.indices if index not in bad]
             keys, addresses = [keys[i] for i in good], [addresses[i] for i in good]
         store.catalog.admit(keys, addresses)
 
