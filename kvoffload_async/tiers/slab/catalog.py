@@ -234,6 +234,11 @@ class Catalog:
         address_of = self._address_of
         return [None if slot is None else address_of[slot] for slot in self._ranking.find(keys)]
 
+    def present(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, SlotAddress]:
+        """Return the present ones of these keys, with their addresses."""
+        found = zip(keys, self.find(keys), strict=True)
+        return {key: address for key, address in found if address is not None}
+
     # -- segments -------------------------------------------------------------------------------
 
     def add_segment(self, segment: int, slots: int) -> None:
@@ -359,18 +364,13 @@ class Catalog:
         for slot, address in zip(self._ranking.admit(keys), addresses, strict=True):
             address_of[slot] = address
 
-    def remove_unpinned(
-        self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[OffloadKey], list[SlotAddress]]:
-        """Forget blocks without pins, given by distinct keys; return those keys and addresses."""
-        gone = {
-            key: address
-            for key, address in zip(keys, self.find(keys), strict=True)
-            if address is not None and address not in self._pins
-        }
+    def remove_unpinned(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, SlotAddress]:
+        """Forget the blocks without pins; return them."""
+        found = self.present(keys)
+        gone = {key: address for key, address in found.items() if address not in self._pins}
         self._ranking.discard(list(gone))
         self._give_back(gone.values())
-        return list(gone), list(gone.values())
+        return gone
 
     def drop(self, key: OffloadKey, address: SlotAddress) -> None:
         """Forget a pinned block, if it still is at this address."""

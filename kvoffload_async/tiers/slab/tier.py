@@ -141,10 +141,7 @@ class SlabTier(AsyncTier):
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are stored."""
-        addresses = self._opened().catalog.find(keys)
-        return frozenset(
-            key for key, address in zip(keys, addresses, strict=True) if address is not None
-        )
+        return frozenset(self._opened().catalog.present(keys))
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Write the blocks that are not stored yet."""
@@ -167,11 +164,7 @@ class SlabTier(AsyncTier):
             return await self._store_absent(store, job, absent)
         except BaseException:
             # The job fails as a whole, but journalled blocks are in the store.
-            addresses = store.catalog.find(missing)
-            stored = [
-                key for key, address in zip(missing, addresses, strict=True) if address is not None
-            ]
-            self._env.blocks_appeared(stored)
+            self._env.blocks_appeared(list(store.catalog.present(missing)))
             raise
         finally:
             for key in missing:
@@ -216,8 +209,7 @@ class SlabTier(AsyncTier):
         """Keep blocks from being evicted."""
         if self._store is None:
             return
-        found = zip(keys, self._store.catalog.find(keys), strict=True)
-        present = {key: address for key, address in found if address is not None}
+        present = self._store.catalog.present(keys)
         self._store.catalog.pin(present.values())
         for key, address in present.items():
             self._pinned.setdefault(key, []).append(address)
@@ -237,9 +229,9 @@ class SlabTier(AsyncTier):
         """Remove blocks; on disk, they are removed with the next append to the journal."""
         if self._store is None:
             return
-        gone, addresses = self._store.catalog.remove_unpinned(list(dict.fromkeys(keys)))
+        gone = self._store.catalog.remove_unpinned(keys)
         if gone:
-            self._store.journal.note_removed(addresses)
+            self._store.journal.note_removed(list(gone.values()))
             self._env.blocks_evicted(gone)
 
     async def close(self) -> None:
