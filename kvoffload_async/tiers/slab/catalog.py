@@ -357,11 +357,8 @@ class Catalog:
     def admit(self, keys: Sequence[OffloadKey], addresses: Sequence[SlotAddress]) -> None:
         """Index blocks written to claimed addresses, ordered head to tail."""
         self._claimed.difference_update(addresses)
-        self._enter(keys[::-1], addresses[::-1])
-
-    def _enter(self, keys: Sequence[OffloadKey], addresses: Sequence[SlotAddress]) -> None:
         address_of = self._address_of
-        for slot, address in zip(self._ranking.admit(keys), addresses, strict=True):
+        for slot, address in zip(self._ranking.admit(keys[::-1]), addresses[::-1], strict=True):
             address_of[slot] = address
 
     def remove_unpinned(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, SlotAddress]:

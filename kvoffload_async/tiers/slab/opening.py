@@ -243,7 +243,9 @@ class OpenStore:
             )
             self.budget = recovery.budget
             warn_of_capacity(ops, settings.root_dir, settings.capacity_bytes, found.allocated_bytes)
-            self._remove_temps(found)
+            for name in found.temps:
+                with contextlib.suppress(FileNotFoundError):
+                    ops.unlink(f"{self.folder}/{name}")
             self._attach(found, recovery)
             self.catalog = self._take_in(recovery, create_policy)
             self.found_keys = self.catalog.keys()
@@ -326,11 +328,6 @@ class OpenStore:
         while found.segments:
             number, _ = found.segments.popitem()
             self._ops.unlink(f"{self.folder}/{segment_name(number)}")
-
-    def _remove_temps(self, found: Folder) -> None:
-        for name in found.temps:
-            with contextlib.suppress(FileNotFoundError):
-                self._ops.unlink(f"{self.folder}/{name}")
 
     def _attach(self, found: Folder, recovery: Recovery) -> None:
         """Open the segments; do not reuse numbers that the journal or a refused file has."""

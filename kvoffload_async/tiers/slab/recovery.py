@@ -160,6 +160,9 @@ def _uses(body: memoryview, num_segments: int, check: int, seed: int) -> dict[in
     return uses if xxhash.xxh3_64_intdigest(body[:end], seed) == check else {}
 
 
+_PORTION: Final = 1 << 12
+"""Blocks indexed per step; bounds how long a step holds the GIL."""
+
 _MAX_MANIFEST_BYTES = 1 << 20
 _TEMPS = {NEXT_JOURNAL, *(name + TEMP_SUFFIX for name in (MANIFEST, JOURNAL, SESSION))}
 
@@ -261,6 +264,30 @@ def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
     scanned.units["use"][mine] = np.maximum(known, ticks[index[exists]])
 
 
+def mark_suspect(scanned: Scan, rows: RecordRows, session: Session) -> bool:
+    """Mark the blocks that need verification in a journal's units; return whether it is trusted.
+
+    These are the blocks recorded before damage, and all blocks of an untrusted journal.
+    """
+    is_trusted = session.is_trusted(boot_id(), scanned.sequence)
+    suspect = rows[rows < scanned.damage_at] if is_trusted else rows
+    scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
+    return is_trusted
+
+
+def is_last_of_key(scanned: Scan, rows: RecordRows) -> npt.NDArray[np.bool_]:
+    """Return for each row whether its key is not recorded again in a later one.
+
+    Duplicates exist only after damage.
+    """
+    last: dict[OffloadKey, int] = {}
+    in_order = np.sort(rows)
+    for start in range(0, len(rows), _PORTION):
+        part = in_order[start : start + _PORTION]
+        last.update(zip(keys_of(picked(scanned.units, part)), part.tolist(), strict=True))
+    return np.isin(rows, np.fromiter(last.values(), dtype=np.int64))
+
+
 def by_use(scanned: Scan, rows: RecordRows) -> RecordRows:
     """Sort units of blocks by last use, least recent first."""
     ordered: RecordRows = rows[np.argsort(scanned.units["use"][rows], kind="stable")]
@@ -323,9 +350,6 @@ def replace_file(ops: FileOps, path: str, parts: Iterable[bytes]) -> None:
 
 logger = logging.getLogger(__name__)
 
-_PORTION: Final = 1 << 12
-"""Blocks indexed per step; bounds how long a step holds the GIL."""
-
 
 class Recovery:
     """Decides which blocks of one store may be served, after shrinking it to its capacity.
@@ -380,14 +404,12 @@ class Recovery:
         note_uses(scanned, rows, self.session)
         if self._fit(rows):
             rows = live_in(found, scanned, manifest)
-        is_trusted = self.session.is_trusted(boot_id(), scanned.sequence)
-        suspect = rows[rows < scanned.damage_at] if is_trusted else rows
-        scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
+        is_trusted = mark_suspect(scanned, rows, self.session)
         servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
         self.rows = by_use(scanned, rows[servable])
         self.gone = rows[~servable]
         self.needs_verify = scanned.is_damaged or not is_trusted
-        self._report(len(suspect), is_trusted=is_trusted)
+        self._report(len(rows), is_trusted=is_trusted)
 
     def records(self, rows: RecordRows) -> Records:
         """Return a copy of some of the units."""
@@ -410,16 +432,8 @@ class Recovery:
         return np.flatnonzero(is_row)
 
     def drop_doubles(self) -> None:
-        """Keep only the last record of each key.
-
-        Duplicates exist only after damage.
-        """
-        last: dict[OffloadKey, int] = {}
-        in_order = self.in_order()
-        for start in range(0, len(in_order), _PORTION):
-            part = in_order[start : start + _PORTION]
-            last.update(zip(keys_of(self.records(part)), part.tolist(), strict=True))
-        is_last = np.isin(self.rows, np.fromiter(last.values(), dtype=np.int64))
+        """Keep only the last record of each key."""
+        is_last = is_last_of_key(self.scanned, self.rows)
         self.gone = np.concatenate([self.gone, self.rows[~is_last]])
         self.rows = self.rows[is_last]
 
@@ -524,7 +538,7 @@ class Recovery:
         finally:
             self._ops.close(fd)
 
-    def _report(self, num_unverified: int, *, is_trusted: bool) -> None:
+    def _report(self, num_blocks: int, *, is_trusted: bool) -> None:
         scanned = self.scanned
         if scanned.is_damaged:
             logger.warning(
@@ -534,12 +548,12 @@ class Recovery:
                 scanned.lost_bytes,
                 scanned.num_gaps,
             )
-        if not is_trusted and num_unverified:
+        if not is_trusted and num_blocks:
             logger.warning(
                 "%s: the store was not closed before a machine crash, or its journal has "
                 "lost its end: its %d blocks are verified, and %d without a checksum are dropped",
                 self._folder,
-                num_unverified,
+                num_blocks,
                 len(self.gone),
             )
 

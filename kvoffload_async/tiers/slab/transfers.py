@@ -253,7 +253,8 @@ class Transfers:
         """
         # The check may run during the load, because the checksums of the blocks verify the bytes.
         now_s = self._loop.time()
-        unchecked = self._unchecked(batch.segments, now_s)
+        since_s, checked_s = now_s - _CHECK_S, self._checked_s
+        unchecked = {n for n in batch.segments if checked_s.get(n, -math.inf) <= since_s}
         checking = self._checks.begin(unchecked) if unchecked else None
         await self._copy(Direction.LOAD, batch)
         error = await checking if checking is not None else None
@@ -289,11 +290,6 @@ class Transfers:
         for call in (self._checks, self._flushes, self._notes, self._commits, self._compactions):
             await call.close()
         await self._block_io.close()
-
-    def _unchecked(self, segments: set[int], now_s: float) -> set[int]:
-        """Return the segments whose files were not checked recently."""
-        since_s, checked_s = now_s - _CHECK_S, self._checked_s
-        return {number for number in segments if checked_s.get(number, -math.inf) <= since_s}
 
     # -- payload --------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import holder_of
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
 from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, read_all
@@ -49,8 +48,10 @@ from kvoffload_async.tiers.slab.records import (
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
     by_use,
+    is_last_of_key,
     list_folder,
     live_in,
+    mark_suspect,
     note_uses,
     read_if_there,
     read_manifest,
@@ -160,21 +161,12 @@ def read_contents(ops: FileOps, folder: str) -> Contents:
     if manifest is not None:
         refuse_strange_segments(ops, folder, found, manifest)
         session = read_session(ops, folder, manifest.journal_seed)
-        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
         rows = live_in(found, scanned, manifest)
         note_uses(scanned, rows, session)
+        is_trusted = mark_suspect(scanned, rows, session)
         rows = by_use(scanned, rows)
-        live = scanned.units[rows]
-        live["flags"][(rows < scanned.damage_at) | (not is_trusted)] |= NEEDS_VERIFY
-        live = _last_of_each_key(live, rows)
+        live = scanned.units[rows[is_last_of_key(scanned, rows)]]
     return Contents(manifest, problem, found, scanned, len(journal), is_trusted, live)
-
-
-def _last_of_each_key(live: Records, rows: RecordRows) -> Records:
-    """Drop records of keys that are recorded again later; duplicates exist only after damage."""
-    in_order = np.argsort(rows)
-    last = dict(zip(keys_of(live[in_order]), in_order.tolist(), strict=True))
-    return live[np.array(sorted(last.values()), dtype=np.int64)]
 
 
 def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
