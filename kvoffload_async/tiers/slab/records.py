@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -221,7 +221,7 @@ def scan(data: bytes | bytearray | memoryview, seed: int) -> Scan:
     while position < num_units:
         count, found, skipped = _read_frame(view, position, sequence, seed)
         if not count:
-            position = _next_magic(units, position + 1)
+            position += 1
             continue
         if position > end:
             lost_units += position - end
@@ -266,18 +266,6 @@ def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tu
     hasher.update(view[start + RECORD_BYTES : stop])
     (check,) = _CHECK.unpack_from(view, start + _PREFIX.size)
     return (count, found, skipped) if hasher.intdigest() == check else (0, 0, 0)
-
-
-def _next_magic(units: npt.NDArray[Any], position: int) -> int:
-    """Return the first position at or after `position` where a frame may begin."""
-    step = 1 << 16
-    while position < len(units):
-        part = units[position : position + step].view(np.uint64).reshape(-1, RECORD_BYTES // 8)
-        hits = np.flatnonzero(part[:, 0] == np.frombuffer(_MAGIC, np.uint64)[0])
-        if len(hits):
-            return position + int(hits[0])
-        position += step
-    return len(units)
 
 
 def live_rows(scanned: Scan, segments: Mapping[int, int]) -> RecordRows:

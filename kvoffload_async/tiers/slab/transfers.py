@@ -86,11 +86,6 @@ class Batch:
         self.wants_digests = store.settings.verifies
         self.digests = bytearray()
 
-    @property
-    def segments(self) -> set[int]:
-        """The segments that contain its addresses."""
-        return {segment_of(run.address) for run in self.runs}
-
     def fail_with(self, errors: dict[int, int]) -> None:
         """Fail blocks, given by index and errno."""
         for index, code in errors.items():
@@ -254,7 +249,8 @@ class Transfers:
         # The check may run during the load, because the checksums of the blocks verify the bytes.
         now_s = self._loop.time()
         since_s, checked_s = now_s - _CHECK_S, self._checked_s
-        unchecked = {n for n in batch.segments if checked_s.get(n, -math.inf) <= since_s}
+        numbers = {segment_of(run.address) for run in batch.runs}
+        unchecked = {n for n in numbers if checked_s.get(n, -math.inf) <= since_s}
         checking = self._checks.begin(unchecked) if unchecked else None
         await self._copy(Direction.LOAD, batch)
         error = await checking if checking is not None else None
