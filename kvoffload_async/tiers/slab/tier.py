@@ -302,7 +302,7 @@ class SlabTier(AsyncTier):
     def _take_in(self, store: OpenStore, batch: StoreBatch) -> None:
         """Add the written blocks of a batch to the catalog."""
         keys, addresses, _ = batch.blocks
-        bad = batch.failures if batch.is_journalled else batch.indices
+        bad: Collection[int] = batch.failures if batch.is_journalled else batch.indices
         if bad:
             store.catalog.release([addresses[index] for index in bad])
             good = [index for index in batch.indices if index not in bad]
