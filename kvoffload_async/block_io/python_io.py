@@ -150,11 +150,7 @@ class _Batch:
         if idle_threads:
             share = -(-len(self._numbers) // (_SHARES * idle_threads))
             size = max(1, part_slots // _LEAST_SHARE, min(part_slots, share))
-        slot_bytes = self._mover.slot_bytes
-        self.parts.extend(
-            _Part(start, part, count * slot_bytes)
-            for start, count, part in _parts(runs, size, slot_bytes)
-        )
+        self.parts.extend(_parts(runs, size, self._mover.slot_bytes))
 
     def move(self) -> None:
         """Copy parts, up to `_CALL_BYTES`; may run in several threads. Thread: an I/O thread."""
@@ -207,17 +203,15 @@ class _Batch:
             self.digests[part] = self._digester.digests(self._keys[part], rows)
 
 
-def _parts(
-    runs: Sequence[Run], size: int, slot_bytes: int
-) -> Iterator[tuple[int, int, Sequence[Run]]]:
-    """Yield parts of at most `size` slots in one file: index of the first, count, runs."""
+def _parts(runs: Sequence[Run], size: int, slot_bytes: int) -> Iterator[_Part]:
+    """Yield parts of at most `size` slots in one file."""
     start = count = 0
     part: list[Run] = []
     for fd, first, length in runs:
         offset, left = first, length
         while left:
             if part and (count == size or part[0].fd != fd):
-                yield start, count, part
+                yield _Part(start, part, count * slot_bytes)
                 start, count, part = start + count, 0, []
             taken = min(left, size - count)
             part.append(Run(fd, offset, taken))
@@ -225,7 +219,7 @@ def _parts(
             left -= taken
             offset += taken * slot_bytes
     if part:
-        yield start, count, part
+        yield _Part(start, part, count * slot_bytes)
 
 
 class _Mover:

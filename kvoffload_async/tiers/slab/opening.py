@@ -342,12 +342,10 @@ class OpenStore:
 
     def _take_in(self, recovery: Recovery, create_policy: Callable[[int], CachePolicy]) -> Catalog:
         """Index the blocks that may be served, and open the journal for appending."""
-        catalog = self._filled(recovery, create_policy)
-        if catalog is None:
+        catalog, is_distinct = self._filled(recovery, create_policy)
+        if not is_distinct:
             recovery.drop_doubles()
-            catalog = self._filled(recovery, create_policy)
-        if catalog is None:
-            raise ValueError("two records of a key are left")
+            catalog, _ = self._filled(recovery, create_policy)
         scanned = recovery.scanned
         self.table.fill(scanned.units, recovery.in_order())
         self._vouches = self.journal.open(
@@ -358,13 +356,12 @@ class OpenStore:
 
     def _filled(
         self, recovery: Recovery, create_policy: Callable[[int], CachePolicy]
-    ) -> Catalog | None:
-        """Return the catalog of the blocks that may be served; None if a key comes twice."""
+    ) -> tuple[Catalog, bool]:
+        """Return the catalog of the servable blocks, and whether their keys are distinct."""
         policy = create_policy(self.settings.capacity_bytes // self.manifest.slot_bytes)
         catalog = Catalog(policy, self.extent_slots)
         addresses = recovery.scanned.units["address"][recovery.rows]
-        is_filled = catalog.fill(self.table.slots(), addresses, recovery.keys())
-        return catalog if is_filled else None
+        return catalog, catalog.fill(self.table.slots(), addresses, recovery.keys())
 
     # -- the session ----------------------------------------------------------------------------
 
@@ -393,7 +390,7 @@ class OpenStore:
         is_synced = self.settings.fsync
         if not (is_synced or self.settings.verifies):
             # Blocks without checksums cannot be verified after a power failure, so sync now.
-            self.segments.sync(self.segments.numbers)
+            self.segments.sync(self.table.slots())
             self.journal.sync()
             is_synced = True
         session = Session(

@@ -57,11 +57,6 @@ class Segments:
         self.sync_failures = 0
         """Number of failed syncs."""
 
-    @property
-    def numbers(self) -> list[int]:
-        """Numbers of the open segments."""
-        return list(self._open)
-
     # -- files ----------------------------------------------------------------------------------
 
     def attach(self, number: int) -> int:
