@@ -27,7 +27,8 @@ from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import ReqContext, make_offload_key
 

@@ -11,7 +11,8 @@ from facade.worlds import HIT, SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import Medium
 

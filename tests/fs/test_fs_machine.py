@@ -289,7 +289,7 @@ class FsMachine(RuleBasedStateMachine):
     @rule(instance=instances)
     def walk(self, instance):
         rescan(instance.harness)
-        instance.harness.tier._files.writer.sweep_leftover_temps()
+        instance.harness.tier._files.sweep_leftover_temps()
         if len(self.live) == 1:
             assert self.directory.counted_bytes() == self.directory.disk_bytes()
 

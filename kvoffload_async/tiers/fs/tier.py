@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.maintenance import StoreMaintenance
@@ -15,24 +13,12 @@ from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import (
     AsyncTier,
     Direction,
-    KVIdentity,
     TierBounds,
     TierCapabilities,
     TierEnvironment,
-    TierLocation,
 )
-from kvoffload_async.config import (
-    TierOptions,
-    one_of,
-    option,
-    or_none,
-    parse_bool,
-    parse_fraction,
-    parse_seconds,
-    parse_size_bytes,
-)
+from kvoffload_async.block_io.choice import create_file_io
 from kvoffload_async.errors import (
-    ConfigError,
     CorruptBlockError,
     TierClosedError,
     TierError,
@@ -43,21 +29,14 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable, warn_of_capacity
-from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
-from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
-from kvoffload_async.tiers.fs.namespace_init import Footprint
+from kvoffload_async.tiers.fs.layout import bucket_of
+from kvoffload_async.tiers.fs.namespace_init import enter_namespace
 from kvoffload_async.tiers.fs.native_files import NativeFiles
-from kvoffload_async.tiers.fs.operations import (
-    LOST_ROOM,
-    FileSettings,
-    LoadFailure,
-    StoreItem,
-    Verify,
-    failures_of,
-)
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings, unpin
+from kvoffload_async.tiers.fs.operations import LOST_ROOM, LoadFailure, StoreItem, failures_of
+from kvoffload_async.tiers.fs.settings import WAITS_FOR_DEVICE, FsSettings
+from kvoffload_async.tiers.fs.space import Space, unpin
 from kvoffload_async.tiers.fs.usage import Operation
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
@@ -70,74 +49,6 @@ _TURN_BYTES = 512 << 10
 """Bytes that a thread takes at a time: few enough for all threads to end at the same time."""
 _SHARE_BYTES = 1 << 20
 """Minimum bytes of a job per thread; below that, waking another thread does not pay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FsSettings(DiskSettings):
-    """The options of an `fs` tier, and the identity of its blocks.
-
-    Attributes:
-        io_threads: I/O threads of the tier.
-    """
-
-    verify: Verify = option(one_of(Verify), Verify.WHEN_PRESENT)
-    """Blocks that are served: only those with a valid checksum ("required"), those without an
-    invalid one ("when_present"), or all ("off")."""
-    capacity_bytes: int | None = option(or_none(parse_size_bytes), None)
-    """Maximum allocated disk space in bytes; None: unlimited."""
-    high_watermark: float = option(parse_fraction, 1.0)
-    """Fraction of the capacity above which blocks are evicted in the background."""
-    low_watermark: float = option(parse_fraction, 0.95)
-    """Fraction of the capacity at which background eviction stops."""
-    fsync: bool = option(parse_bool, default=False)
-    """Report a block as stored only after its bytes, checksum and name are on the device."""
-    rescan_interval_s: float = option(parse_seconds, 60.0)
-    """Minimum seconds between two scans of the directory for blocks that other processes have added
-    or removed; longer if scans would take more than 2 % of a core."""
-    trust_vllm_directory: bool = option(parse_bool, default=False, is_internal=True)
-    """Use the layout of vLLM's own tier, to share its directory."""
-    io_threads: int = 3
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
-        common = TierOptions.take(options)
-        settings = super().of(options, identity)
-        high, low, verify = settings.high_watermark, settings.low_watermark, settings.verify
-        if low > high:
-            raise ConfigError(
-                f"low_watermark: {low} is above high_watermark={high}; it must not be"
-            )
-        settings.check_verifies(str(verify), does=verify is not Verify.OFF)
-        loads = common.read_threads(waits_for_device=FsTier.waits_for_device)
-        return replace(
-            settings,
-            verify=verify if settings.integrity_key is None else Verify.REQUIRED,
-            io_threads=loads + common.n_write_threads,
-        )
-
-    @property
-    def space(self) -> SpaceSettings | None:
-        """The capacity and its watermarks; None without a capacity."""
-        if self.capacity_bytes is None:
-            return None
-        return SpaceSettings(self.capacity_bytes, self.high_watermark, self.low_watermark)
-
-    def locations(self, identity: KVIdentity) -> list[TierLocation]:
-        has_limit = self.capacity_bytes is not None and identity.block_bytes > 0
-        check = partial(self.check_room, identity.block_bytes) if has_limit else None
-        return [TierLocation(self.root_dir, self.capacity_bytes, check=check)]
-
-    def check_room(self, block_bytes: int, folder: os.stat_result) -> None:
-        """Raise ConfigError if the capacity is too small for a block in a folder."""
-        if self.capacity_bytes is not None:
-            Footprint.of(folder, block_bytes).check(self.capacity_bytes)
-
-    @property
-    def namespace(self) -> Namespace:
-        """The location of the blocks."""
-        return Namespace(
-            self.root_dir, self.run_config, self.rank, is_vllms=self.trust_vllm_directory
-        )
 
 
 class FsTier(AsyncTier):
@@ -156,7 +67,7 @@ class FsTier(AsyncTier):
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
         "faster: raise n_write_threads, use a faster disk, or slab",
     }
-    waits_for_device = True  # to create, open and write a file for each block
+    waits_for_device = WAITS_FOR_DEVICE
 
     def __init__(
         self,
@@ -173,7 +84,7 @@ class FsTier(AsyncTier):
             ops: The system calls, by default those of the settings; tests inject faults here.
         """
         # Without a capacity, blocks are not tracked.
-        has_account = settings.space is not None
+        has_account = settings.capacity_bytes is not None
         self.capabilities = TierCapabilities(
             exclusive=False,
             persistent=True,
@@ -212,35 +123,24 @@ class FsTier(AsyncTier):
             TierTimeoutError: A lock in it was not released in time.
             TierUnavailableError: Descriptors, memory or threads are exhausted.
         """
-        settings = self._settings
+        settings, capacity_bytes = self._settings, self._settings.capacity_bytes
         self._env = env
         self._row_bytes = env.kv_view.nbytes // len(env.kv_view)
         self._rows = env.kv_view.cast("B", (env.kv_view.nbytes,))
         namespace = settings.namespace
         writers = WriterRegistry(self._ops, namespace.folder)
-        file_settings = FileSettings(
-            block_bytes=self._row_bytes,
-            verify=settings.verify,
-            integrity_key=settings.integrity_key,
-            direct_io=settings.direct_io,
-            fsync=settings.fsync,
-            # vLLM's tier neither verifies what it reads nor marks that it reads.
-            reuses_inodes=not settings.trust_vllm_directory,
-            counts_bytes=settings.space is not None,
-        )
-        self._files = BlockFiles(self._ops, namespace, writers.writer_id, file_settings)
-        self._housekeeping = Housekeeping(
-            *(self._ops, namespace, writers, self._files), env, pinned=self._pins
+        self._files = files = BlockFiles(
+            self._ops, namespace, writers.writer_id, settings, self._row_bytes
         )
         try:
-            await env.io.run(Direction.METADATA, self._enter)
-            await env.io.run(Direction.METADATA, partial(self._housekeeping.enter, settings.verify))
-            self._root = await env.io.run(
-                Direction.METADATA, partial(DirectoryIdentity, self._ops, settings.root_dir)
+            self._root = await env.io.run(Direction.METADATA, self._enter)
+            self._housekeeping = Housekeeping(
+                files, writers, env, self._root.check, pinned=self._pins
             )
-            if settings.space is not None:
+            await env.io.run(Direction.METADATA, partial(enter_namespace, files, writers))
+            if capacity_bytes is not None:
                 self._space = await self._housekeeping.open_space(
-                    settings.space, self._create_policy, self._row_bytes
+                    capacity_bytes, self._create_policy
                 )
             await self._housekeeping.look_around()
             if self._space is not None and self._space.can_store:  # the count is complete
@@ -254,12 +154,13 @@ class FsTier(AsyncTier):
             raise unusable(settings.root_dir, error) from error
         self._calls = SerialExecutor("fs:store", self._run)
         if not settings.direct_io:
-            self._native = NativeFiles.create(
-                *(env, self._ops, namespace, self._files),
-                threads=settings.io_threads,
-                run_store=self._run_store,
+            digester, is_system = files.digester.digester, type(self._ops) is FileOps
+            file_io = create_file_io(
+                env, self._ops, digester, threads=settings.io_threads, is_system=is_system
             )
-        self._housekeeping.start(settings.rescan_interval_s, self._root.check)
+            if file_io is not None:
+                self._native = NativeFiles(file_io, files, self._run_store)
+        self._housekeeping.start()
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
@@ -459,12 +360,13 @@ class FsTier(AsyncTier):
 
     # -- the rest -------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
-        """Open the root, creating it if missing. Runs on an I/O thread."""
+    def _enter(self) -> DirectoryIdentity:
+        """Open the root, creating it if missing; return its identity. Runs on an I/O thread."""
         root_dir = self._settings.root_dir
         self._ops.enter(root_dir, self._settings.modes, sync=self._settings.fsync)
         self._has_entered = True
         warn_of_others(root_dir, self._ops.stat(root_dir))
+        return DirectoryIdentity(self._ops, root_dir)
 
     async def _write(self, items: Sequence[StoreItem], check: Callable[[], None]) -> None:
         """Store blocks; their results are filled in even if this raises."""
@@ -473,7 +375,7 @@ class FsTier(AsyncTier):
             left = await self._native.store(items)
 
         def store(turn: range) -> None:
-            self._files.writer.store(left[turn.start : turn.stop], self._row)
+            self._files.store(left[turn.start : turn.stop], self._row)
 
         if left:
             await self._spread(Direction.STORE, check, store, len(left))
