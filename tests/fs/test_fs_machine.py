@@ -311,7 +311,7 @@ class FsMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_set_aside_while_no_job_runs(self):
         for instance in self.live:
-            assert not instance.harness.tier._housekeeping._usage._own.running
+            assert not instance.harness.tier._housekeeping._usage._running
 
     def teardown(self):
         try:

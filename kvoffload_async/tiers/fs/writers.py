@@ -192,30 +192,22 @@ class WriterRegistry:
         except OSError:
             return is_silent
         try:
-            is_locked, is_certain = self._look_at_lock(fd)
-            if is_locked:
+            if not self._ops.lock(fd, wait=False):
                 return False
-            return (is_certain and self._is_of_this_boot(fd)) or is_silent
+            self._ops.unlock(fd)  # a concurrently forked child would keep the lock
+            return self._is_of_this_boot(fd) or is_silent
+        except OSError:  # no locks here, or the entry is unreadable
+            return is_silent
         finally:
             self._ops.close(fd)
 
-    def _look_at_lock(self, fd: int) -> tuple[bool, bool]:
-        """Return (whether the entry is locked, whether locks work here)."""
-        try:
-            if not self._ops.lock(fd, wait=False):
-                return True, True
-            self._ops.unlock(fd)  # a concurrently forked child would keep the lock
-        except OSError:
-            return False, False
-        return False, True
-
     def _is_of_this_boot(self, fd: int) -> bool:
-        """Return whether an entry has this boot's id; False if it is unreadable."""
+        """Return whether an entry has this boot's id; False if it is torn."""
         buffer = bytearray(_MAX_ENTRY_BYTES)
         try:
             count = self._ops.pread_into(fd, memoryview(buffer), 0)
             entry = json.loads(bytes(buffer[:count]))
-        except (OSError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             return False  # it may be half written
         return isinstance(entry, dict) and entry.get("boot_id") == self._boot_id
 
