@@ -38,10 +38,6 @@ class StoppedError(Exception):
     """A walk was stopped by its caller."""
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(slots=True)
 class Inventory:
     """Result of a walk.
@@ -66,7 +62,7 @@ def take_inventory(
     ops: FileOps,
     namespace: Namespace,
     roots: Iterable[str],
-    should_stop: Callable[[], bool] = _never,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Inventory:
     """Walk over folders and files of a namespace; entries removed meanwhile are skipped.
 

@@ -7,11 +7,9 @@ reason. The writer's id is part of the names of its temporary files.
 A writer is dead if its file can be locked and was written during this boot of this kernel: then the
 lock is reliable, independent of clocks. The lock of a writer on another host may be invisible (NFS
 without locking, Lustre with local locks), so that writer must also have missed its heartbeat for
-ten
-minutes: every tier touches its file once a minute. The same applies to filesystems without locks
-    and
-to unreadable files. All times are the filesystem's, so clocks of hosts are not compared. A file
-with a time in the future, as after a clock was set back, belongs to a dead writer if it is
+ten minutes: every tier touches its file once a minute. The same applies to filesystems without
+locks and to unreadable files. All times are the filesystem's, so clocks of hosts are not compared.
+A file with a time in the future, as after a clock was set back, belongs to a dead writer if it is
 unchanged for ten minutes. If the filesystem's clock is set forward, or a host was suspended, a
 living writer may be considered dead. Its next heartbeat finds the file missing, and it registers
 under a new id.
@@ -79,11 +77,8 @@ class WriterRegistry:
         """Create and lock this tier's entry."""
         with contextlib.suppress(FileExistsError):
             self._ops.mkdir_own(self._folder)
-        path = self._path(self.writer_id)
-        with contextlib.ExitStack() as entry:
-            # Waits for writers that are testing the lock: an unlocked entry would count as dead.
-            self._fd = self._lock(entry, path)
-            self._entry = entry.pop_all()
+        # Waits for writers that are testing the lock: an unlocked entry would count as dead.
+        self._fd = self._lock(self._path(self.writer_id))
         text = json.dumps({"boot_id": self._boot_id, "host": socket.gethostname()})
         self._ops.pwrite(self._fd, memoryview(text.encode()), 0)
 
@@ -161,14 +156,14 @@ class WriterRegistry:
             raise OSError(f"{self._path(self.writer_id)} is not registered")
         return self._ops.fstat(self._fd)  # works even if the file was deleted
 
-    def _lock(self, entry: contextlib.ExitStack, path: str) -> int:
-        """Create an entry, locked until `entry` is closed, or unlocked if locks are unsupported."""
+    def _lock(self, path: str) -> int:
+        """Create the entry, locked until `die`, or unlocked if locks are unsupported."""
         try:
-            return entry.enter_context(locked(self._ops, path, _NEW))
+            return self._entry.enter_context(locked(self._ops, path, _NEW))
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 fd = self._ops.open(path, os.O_RDWR)
-                entry.callback(self._ops.close, fd)
+                self._entry.callback(self._ops.close, fd)
                 return fd
             with contextlib.suppress(OSError):  # on an error it is swept when it is old
                 self._ops.unlink(path)
