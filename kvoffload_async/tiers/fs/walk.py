@@ -232,7 +232,7 @@ class NamespaceWalk:
     # -- inside ---------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> _Cycle:
-        _, dead = self._writers.others()
+        dead = self._writers.others().dead
         if self._usage is not None:
             self._usage.begin_walk()
         is_needed = self._usage is not None or dead

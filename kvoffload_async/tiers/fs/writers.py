@@ -30,6 +30,7 @@ import stat as stat_module
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from kvoffload_async.system_calls import REFUSALS
 from kvoffload_async.tiers.files.identity import boot_id
@@ -46,6 +47,14 @@ _ENTRY_START = b'{"boot_id": "'
 _NO_LOCKS = REFUSALS | {errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _MAX_ENTRY_BYTES = 4096
+
+
+class Writers(NamedTuple):
+    """Ids of writers by their state."""
+
+    living: set[str]
+    dead: set[str]
+
 
 _Ahead = tuple[str, float]
 """A writer and its file's time in the future; mapped to the time when it was first seen."""
@@ -108,26 +117,26 @@ class WriterRegistry:
         """Return the disk bytes of this tier's entry."""
         return disk_bytes(self._own_status())
 
-    def others(self) -> tuple[set[str], set[str]]:
-        """Return the ids of the other writers: (living, dead)."""
+    def others(self) -> Writers:
+        """Return the other writers."""
         return self.classify(self._own_status().st_mtime)
 
-    def classify(self, now_s: float) -> tuple[set[str], set[str]]:
-        """Return (living, dead) as of a given time; does not need a registration."""
-        living: set[str] = set()
-        dead: set[str] = set()
+    def classify(self, now_s: float) -> Writers:
+        """Return the other writers as of a given time; does not need a registration."""
+        found = Writers(set(), set())
         ahead, self._ahead = self._ahead, {}
         for path, status in self._ops.walk(self._folder):
             writer_id = path.rpartition("/")[2]
             if writer_id == self.writer_id or not _is_entry(path, status, self._folder):
                 continue
             is_silent = self._is_silent(writer_id, status.st_mtime, now_s, ahead)
-            (dead if self._is_dead(path, is_silent=is_silent) else living).add(writer_id)
-        return living, dead
+            is_dead = self._is_dead(path, is_silent=is_silent)
+            (found.dead if is_dead else found.living).add(writer_id)
+        return found
 
     def living(self) -> set[str]:
         """Return the ids of the other living writers."""
-        return self.others()[0]
+        return self.others().living
 
     def forget(self, writer_id: str) -> None:
         """Remove a dead writer's entry after its files were swept; ignore missing permissions."""
