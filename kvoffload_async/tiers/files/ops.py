@@ -135,6 +135,16 @@ def suitable_opener(root_fd: int) -> Opener:
 
 T = TypeVar("T")
 
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Yield a descriptor; close it at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 _KEPT_FOLDERS: Final = 4
 """A rename uses two folders, and a store that evicts alternates between two pairs."""
 
@@ -381,13 +391,11 @@ class Tree:
 
     def sync_entry(self, path: str) -> None:
         """Sync the entry of a directory in its parent to the device, unless it is a mount point."""
-        fd = os.open(path.rpartition("/")[0] or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with closing(os.open(path.rpartition("/")[0] or "/", flags)) as fd:
             if os.fstat(fd).st_dev == os.stat(path).st_dev:
                 with naming_refusal("fsync"):
                     os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def leave(self, root: str) -> None:
         """Undo one `enter`."""
@@ -503,12 +511,11 @@ class Tree:
             os.mkdir(name, mode & 0o777, dir_fd=folder_fd)
             if not mode & ~stat_module.S_IRWXU:
                 return
-            with contextlib.suppress(FileNotFoundError):  # others sweep empty folders
-                fd = os.open(name, _LIST_FLAGS, dir_fd=folder_fd)
-                try:
-                    give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
-                finally:
-                    os.close(fd)
+            with (
+                contextlib.suppress(FileNotFoundError),  # others sweep empty folders
+                closing(os.open(name, _LIST_FLAGS, dir_fd=folder_fd)) as fd,
+            ):
+                give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
 
         self.at(path, make)
 
@@ -544,11 +551,8 @@ class Tree:
 
     def entries(self, folder: str) -> list[Entry]:
         """Return paths and status of a folder's entries; skips those deleted meanwhile."""
-        fd = self.open_folder(folder, _LIST_FLAGS)
-        try:
+        with closing(self.open_folder(folder, _LIST_FLAGS)) as fd:
             return list(_entries(fd, folder))
-        finally:
-            os.close(fd)
 
     def walk(self, folder: str) -> Iterator[Entry]:
         """Yield every folder and file below a folder; skips those deleted meanwhile.
@@ -559,10 +563,8 @@ class Tree:
             fd = self.open_folder(folder, _LIST_FLAGS)
         except (FileNotFoundError, NotADirectoryError):
             return
-        try:
+        with closing(fd):
             yield from _walk(fd, folder, _MAX_DEPTH)
-        finally:
-            os.close(fd)
 
 
 def _stat(folder_fd: int, name: str) -> os.stat_result:
@@ -587,10 +589,8 @@ def _walk(fd: int, folder: str, depth: int) -> Iterator[Entry]:
                 inner_fd = os.open(path.rpartition("/")[2], _LIST_FLAGS, dir_fd=fd)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            try:
+            with closing(inner_fd):
                 yield from _walk(inner_fd, path, depth - 1)
-            finally:
-                os.close(inner_fd)
 
 
 _RENAME_NOREPLACE: Final = 1
@@ -675,6 +675,15 @@ class FileOps(Tree):
         with contextlib.suppress(FileNotFoundError):
             self.unlink(path)
 
+    @contextlib.contextmanager
+    def opened(self, path: str, flags: int) -> Iterator[int]:
+        """Yield a new descriptor of a path, see `open`; close it at the end."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
     def close(self, fd: int) -> None:
         """Close a descriptor; releases its lock also for a concurrently forked child."""
         if fd in _lockable:
@@ -726,15 +735,13 @@ class FileOps(Tree):
 
     def free_bytes(self, folder: str) -> int | None:
         """Return the space that this process may use on a folder's filesystem; None: unknown."""
-        fd = self.open_folder(folder)
-        try:
-            found = os.fstatvfs(fd)
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            return None
-        finally:
-            os.close(fd)
+        with closing(self.open_folder(folder)) as fd:
+            try:
+                found = os.fstatvfs(fd)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                return None
         return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def exists(self, path: str) -> bool:
@@ -820,11 +827,8 @@ class FileOps(Tree):
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
-            fd = self.open(path, os.O_RDWR)
-            try:
+            with self.opened(path, os.O_RDWR) as fd:
                 os.pwrite(fd, os.pread(fd, 1, 0), 0)
-            finally:
-                os.close(fd)
 
     def lock(self, fd: int, *, wait: bool) -> bool:
         """Take an exclusive advisory lock; False if it is taken and `wait` is false.
@@ -930,17 +934,15 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
     Raises:
         OSError: It cannot be read, or is too large for memory.
     """
-    fd = ops.open(path, os.O_RDONLY)
-    try:
+    with ops.opened(path, os.O_RDONLY) as fd:
         size_bytes = ops.fstat(fd).st_size
         if max_bytes is not None:
             size_bytes = min(size_bytes, max_bytes)
-        buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
+        try:
+            buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
+        except MemoryError as error:  # a sparse file can have any size
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
         return buffer[: read_all(ops, fd, buffer)]
-    except MemoryError as error:  # a sparse file can have any size
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
-    finally:
-        ops.close(fd)
 
 
 def read_given(
@@ -959,15 +961,13 @@ def read_given(
         OSError: It cannot be read, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
+    with closing(fd):
         found = os.fstat(fd)
         if not stat_module.S_ISREG(found.st_mode):
             raise NotRegularFileError(path)
         check(found)
         with os.fdopen(fd, "rb", closefd=False) as file:  # a network filesystem may read less
             return file.read(max_bytes)
-    finally:
-        os.close(fd)
 
 
 def sync_folder(ops: FileOps, folder: str) -> None:
@@ -976,11 +976,8 @@ def sync_folder(ops: FileOps, folder: str) -> None:
     Raises:
         OSError: Syncing failed.
     """
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ops.opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         ops.fsync(fd)
-    finally:
-        ops.close(fd)
 
 
 def disk_bytes(status: os.stat_result) -> int:
@@ -1018,8 +1015,5 @@ def names_in(ops: FileOps, folder: str) -> list[str]:
     Raises:
         OSError: The folder cannot be read.
     """
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ops.opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         return os.listdir(fd)
-    finally:
-        ops.close(fd)

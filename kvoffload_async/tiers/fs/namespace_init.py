@@ -102,11 +102,8 @@ def _write_config(files: BlockWriter) -> None:
         ops.make_folders(path.rpartition("/")[0])
         if ops.exists(path):
             return
-        fd = ops.open(temp, _CREATE)
-        try:
+        with ops.opened(temp, _CREATE) as fd:
             write_all(ops, fd, text.encode(), 0)
-        finally:
-            ops.close(fd)
         ops.rename(temp, path)
     except OSError as error:
         logger.warning("%s is not written: %s", path, str(error))
@@ -116,16 +113,16 @@ def _write_config(files: BlockWriter) -> None:
 def _require_attributes(files: BlockWriter) -> None:
     ops = files.ops
     probe = f"{files.namespace.folder}/probe.bin.{files.writer_id}.0{TEMP_SUFFIX}"
-    fd = ops.open(probe, _CREATE)
     try:
-        if why := _lack_of_attributes(ops, fd):
-            raise ConfigError(
-                f"verify: 'required' needs extended attributes, which {probe!r} cannot have "
-                f"({why}); use 'when_present', or another filesystem"
-            )
+        with ops.opened(probe, _CREATE) as fd:
+            why = _lack_of_attributes(ops, fd)
     finally:
-        ops.close(fd)
         files.discard_temp(probe)
+    if why:
+        raise ConfigError(
+            f"verify: 'required' needs extended attributes, which {probe!r} cannot have ({why}); "
+            "use 'when_present', or another filesystem"
+        )
 
 
 def _lack_of_attributes(ops: FileOps, fd: int) -> str:

@@ -259,13 +259,10 @@ class BlockWriter:
         if not self.digester.is_keyed:
             return False
         try:
-            fd = self.ops.open(path, os.O_RDONLY)
+            with self.ops.opened(path, os.O_RDONLY) as fd:
+                value = self.ops.get_xattr(fd, ATTRIBUTE)
         except FileNotFoundError:
             return True
-        try:
-            value = self.ops.get_xattr(fd, ATTRIBUTE)
-        finally:
-            self.ops.close(fd)
         return value is None or self.digester.origin_of(value) in _WORTHLESS
 
     # -- the victim -----------------------------------------------------------------------------
@@ -307,12 +304,9 @@ class BlockWriter:
             status = self.ops.stat(temp)
             if not stat_module.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 return False
-            fd = self.ops.open(temp, os.O_RDWR)
-            try:
+            with self.ops.opened(temp, os.O_RDWR) as fd:
                 value = self.ops.get_xattr(fd, ATTRIBUTE)
-                return value is not None and self.digester.origin_of(value) is Origin.OWN
-            finally:
-                self.ops.close(fd)
+            return value is not None and self.digester.origin_of(value) is Origin.OWN
         except PermissionError:
             return False
 

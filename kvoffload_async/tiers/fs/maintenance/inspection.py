@@ -475,14 +475,11 @@ class BlockChecker:
 
     def _check(self, block: FoundBlock) -> Outcome:
         try:
-            fd = self._ops.open(block.path, os.O_RDONLY)
-            try:
+            with self._ops.opened(block.path, os.O_RDONLY) as fd:
                 verdict, reason = self._classify(fd, block)
                 if verdict is Verdict.CORRUPT:
                     return self._corrupt(fd, block, reason)
                 return Outcome(block, verdict, reason)
-            finally:
-                self._ops.close(fd)
         except FileNotFoundError:
             return Outcome(block, Verdict.GONE)
         except MemoryError:  # a sparse file can have any length
