@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
 
 from kvoffload_async.abc.events import (
     BlockFailures,
@@ -140,9 +139,6 @@ def described(job: JobMetadata) -> str:
         f"{what} of {len(job.keys)} blocks for request {job.req_context.req_id} (job {job.job_id})"
     )
 
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _NO_WORK = (TierUnavailableError, TierBusyError)
 """Errors of blocks that do not show that the tier works: they failed with it, or never began."""
