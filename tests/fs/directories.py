@@ -19,6 +19,7 @@ from kvoffload_async.tiers.fs.settings import FsSettings
 from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.fs.usage import FILE_NAME, Usage, read_usage
 from kvoffload_async.tiers.fs.walk import Inventory, take_inventory
+from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
 
 BLOCK = 4096
@@ -83,7 +84,9 @@ class FsDirectory:
             trust_vllm_directory=not reuses_inodes,
             **options,
         )
-        return BlockFiles(ops or FileOps(), self.namespace, WRITER, settings, BLOCK)
+        writers = WriterRegistry(ops or FileOps(), str(self.folder))
+        writers.writer_id = WRITER
+        return BlockFiles(ops or FileOps(), self.namespace, writers, settings, BLOCK)
 
     def open(self, ops: FileOps | None = None, *, num_slots: int = 64, **options) -> TierHarness:
         return TierHarness(self.tier(ops, **options), num_slots, BLOCK)

@@ -22,7 +22,7 @@ from kvoffload_async.tiers.fs.namespace_init import enter_namespace
 from kvoffload_async.tiers.fs.space import Space
 from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
-from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
+from kvoffload_async.tiers.fs.writers import HEARTBEAT_S
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,6 @@ class Housekeeping:
     def __init__(
         self,
         files: BlockFiles,
-        writers: WriterRegistry,
         env: TierEnvironment,
         check_root: Callable[[], None],
         *,
@@ -65,14 +64,13 @@ class Housekeeping:
 
         Args:
             files: The block files.
-            writers: The namespace's writers.
             env: The tier's environment.
             check_root: Raises OSError if the root is not the directory that was opened.
             pinned: Blocks that must not be discarded.
         """
         self._files = files
         self._folder = files.namespace.folder
-        self._writers = writers
+        self._writers = files.writers
         self._env = env
         self._check_root = check_root
         self._pinned = pinned
@@ -82,7 +80,7 @@ class Housekeeping:
         self._space: Space | None = None
         self._registering = asyncio.Lock()
         self._num_registered = 1
-        self._walk = NamespaceWalk(files.ops, files.namespace, writers, None)
+        self._walk = NamespaceWalk(files.ops, files.namespace, files.writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
         self._unwanted: dict[OffloadKey, None] = {}
@@ -235,8 +233,8 @@ class Housekeeping:
         """Register and create the folders again, as at opening. Runs on an I/O thread."""
         self._check_root()
         self._writers.renew_id()
-        self._files.use_writer_id(self._writers.writer_id)
-        enter_namespace(self._files, self._writers)
+        self._files.forget_synced()
+        enter_namespace(self._files)
         if self._usage is not None:  # a writer must register before it joins the count
             self._usage.rename_writer(self._writers.writer_id)
 

@@ -25,7 +25,6 @@ from kvoffload_async.tiers.files.features import (
 from kvoffload_async.tiers.files.ops import FileOps, read_file, write_all
 from kvoffload_async.tiers.fs.layout import FOLDERS, TEMP_SUFFIX
 from kvoffload_async.tiers.fs.operations import Verify
-from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER, BlockWriter
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def check_namespace(ops: FileOps, folder: str, *, for_writing: bool) -> None:
         raise NewerFormatError(f"its {FILE_NAME} is not known to this release") from error
 
 
-def enter_namespace(files: BlockWriter, writers: WriterRegistry) -> None:
+def enter_namespace(files: BlockWriter) -> None:
     """Create the folders, and register.
 
     Raises:
@@ -78,7 +77,7 @@ def enter_namespace(files: BlockWriter, writers: WriterRegistry) -> None:
             f"root_dir: the blocks in {folder!r} are of a newer release: {error}; upgrade, or give "
             "another directory"
         ) from error
-    writers.register()  # before any other file: temporary ones name their writer
+    files.writers.register()  # before any other file: temporary ones name their writer
     _write_config(files)
     if not files.namespace.is_vllms:  # its 4096 times 256 folders are made when a block needs them
         paths = {f"{folder}/{name}" for name in FOLDERS}
@@ -96,7 +95,7 @@ def _write_config(files: BlockWriter) -> None:
     """Write the run configuration to a file, for information only; errors are logged."""
     ops, namespace = files.ops, files.namespace
     path = namespace.config_path
-    temp = f"{namespace.folder}/config.json.{files.writer_id}.0{TEMP_SUFFIX}"
+    temp = f"{namespace.folder}/config.json.{files.writers.writer_id}.0{TEMP_SUFFIX}"
     text = json.dumps(namespace.fields, indent=2, sort_keys=True)
     try:
         ops.make_folders(path.rpartition("/")[0])
@@ -112,7 +111,7 @@ def _write_config(files: BlockWriter) -> None:
 
 def _require_attributes(files: BlockWriter) -> None:
     ops = files.ops
-    probe = f"{files.namespace.folder}/probe.bin.{files.writer_id}.0{TEMP_SUFFIX}"
+    probe = f"{files.namespace.folder}/probe.bin.{files.writers.writer_id}.0{TEMP_SUFFIX}"
     try:
         with ops.opened(probe, _CREATE) as fd:
             why = _lack_of_attributes(ops, fd)

@@ -86,6 +86,7 @@ class LoadFailure:
     freed_bytes: int | None = None
 
 
+STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
 """Results after which a block may be retried once there is room."""
 

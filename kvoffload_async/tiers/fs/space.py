@@ -24,7 +24,13 @@ from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.known_blocks import KnownBlocks
-from kvoffload_async.tiers.fs.operations import DiskChange, StoreItem, StoreStatus, changes_of
+from kvoffload_async.tiers.fs.operations import (
+    STORED,
+    DiskChange,
+    StoreItem,
+    StoreStatus,
+    changes_of,
+)
 from kvoffload_async.tiers.fs.usage import Operation, Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 
@@ -32,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 _TRIM_BATCH = 256
 _SLICE_S = 5.0
 """Maximum time per call of `Space.trim`, so that the caller can send heartbeats."""
@@ -201,7 +206,7 @@ class Space:
         victims: list[OffloadKey] = []
         for item in plan.items:
             status = item.status
-            if status in _STORED:
+            if status in STORED:
                 kept.append(item.key)
             elif item.may_write or status is StoreStatus.ABSENT:
                 dropped.append(item.key)

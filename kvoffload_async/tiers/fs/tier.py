@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import ClassVar, TypeVar
 
@@ -99,12 +100,12 @@ class FsTier(AsyncTier):
         self._ops = ops or settings.ops or FileOps()
         self._env: TierEnvironment | None = None
         self._rows: memoryview | None = None
-        self._row_bytes = 0
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
         self._native: NativeFiles | None = None
         self._calls: SerialExecutor | None = None
-        self._has_entered = False
+        self._closing = AsyncExitStack()
+        """Undoes, at the end, what `open` has done so far."""
         self._pins: Counter[OffloadKey] = Counter()
 
     @classmethod
@@ -125,19 +126,16 @@ class FsTier(AsyncTier):
         """
         settings, capacity_bytes = self._settings, self._settings.capacity_bytes
         self._env = env
-        self._row_bytes = env.kv_view.nbytes // len(env.kv_view)
         self._rows = env.kv_view.cast("B", (env.kv_view.nbytes,))
-        namespace = settings.namespace
+        self._closing.callback(self._rows.release)
+        namespace, row_bytes = settings.namespace, env.kv_view.nbytes // len(env.kv_view)
         writers = WriterRegistry(self._ops, namespace.folder)
-        self._files = files = BlockFiles(
-            self._ops, namespace, writers.writer_id, settings, self._row_bytes
-        )
+        self._files = files = BlockFiles(self._ops, namespace, writers, settings, row_bytes)
         try:
             self._root = await env.io.run(Direction.METADATA, self._enter)
-            self._housekeeping = Housekeeping(
-                files, writers, env, self._root.check, pinned=self._pins
-            )
-            await env.io.run(Direction.METADATA, partial(enter_namespace, files, writers))
+            self._housekeeping = Housekeeping(files, env, self._root.check, pinned=self._pins)
+            self._closing.push_async_callback(self._housekeeping.leave)
+            await env.io.run(Direction.METADATA, partial(enter_namespace, files))
             if capacity_bytes is not None:
                 self._space = await self._housekeeping.open_space(
                     capacity_bytes, self._create_policy
@@ -153,6 +151,7 @@ class FsTier(AsyncTier):
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
         self._calls = SerialExecutor("fs:store", self._run)
+        self._closing.push_async_callback(self._calls.close)
         if not settings.direct_io:
             digester, is_system = files.digester.digester, type(self._ops) is FileOps
             file_io = create_file_io(
@@ -160,6 +159,7 @@ class FsTier(AsyncTier):
             )
             if file_io is not None:
                 self._native = NativeFiles(file_io, files, self._run_store)
+                self._closing.push_async_callback(self._native.close)
         self._housekeeping.start()
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -250,26 +250,11 @@ class FsTier(AsyncTier):
 
     async def close(self) -> None:
         """Stop housekeeping, release reservations, unregister; idempotent."""
-        housekeeping, self._housekeeping = self._housekeeping, None
-        native, self._native = self._native, None
-        calls, self._calls = self._calls, None
+        self._housekeeping = self._native = self._calls = None
         try:
-            try:
-                if native is not None:
-                    await native.close()
-                if calls is not None:
-                    await calls.close()
-            finally:
-                if housekeeping is not None:
-                    await housekeeping.leave()
+            await self._closing.aclose()
         finally:
-            if self._has_entered:
-                self._has_entered = False
-                self._ops.leave(self._settings.root_dir)
-            self._env = None
-            rows, self._rows = self._rows, None
-            if rows is not None:
-                rows.release()
+            self._env = self._rows = None
 
     def gauges(self) -> Mapping[str, float]:
         """Return the usage by all processes and the capacity; empty without a capacity."""
@@ -364,7 +349,7 @@ class FsTier(AsyncTier):
         """Open the root, creating it if missing; return its identity. Runs on an I/O thread."""
         root_dir = self._settings.root_dir
         self._ops.enter(root_dir, self._settings.modes, sync=self._settings.fsync)
-        self._has_entered = True
+        self._closing.callback(self._ops.leave, root_dir)
         warn_of_others(root_dir, self._ops.stat(root_dir))
         return DirectoryIdentity(self._ops, root_dir)
 
@@ -389,7 +374,8 @@ class FsTier(AsyncTier):
     ) -> None:
         """Run a call over `range(count)` in small ranges, on one or several threads."""
         io = self._opened().io
-        by_turn = max(1, _TURN_BYTES // self._row_bytes)
+        row_bytes = self._files.block_bytes
+        by_turn = max(1, _TURN_BYTES // row_bytes)
         turns = iter(range(0, count, by_turn))
 
         def work() -> None:
@@ -397,13 +383,14 @@ class FsTier(AsyncTier):
             for first in turns:  # shared iterator: a free thread takes the next range
                 call(range(first, min(first + by_turn, count)))
 
-        threads = min(self._settings.io_threads, count, count * self._row_bytes // _SHARE_BYTES)
+        threads = min(self._settings.io_threads, count, count * row_bytes // _SHARE_BYTES)
         await io.run(direction, work, helpers=max(0, threads - 1))
 
     def _row(self, slot: int) -> memoryview:
         if self._rows is None:
             raise TierClosedError("the fs tier is not open")
-        return self._rows[slot * self._row_bytes : (slot + 1) * self._row_bytes]
+        row_bytes = self._files.block_bytes
+        return self._rows[slot * row_bytes : (slot + 1) * row_bytes]
 
     def _opened(self) -> TierEnvironment:
         if self._env is None:

@@ -29,8 +29,9 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     Origin,
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.operations import StoreItem, StoreStatus, Verify
+from kvoffload_async.tiers.fs.operations import STORED, StoreItem, StoreStatus, Verify
 from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,6 @@ _TRIES = 8
 """Maximum attempts to write to a folder that others keep removing."""
 
 _WORTHLESS = {Origin.OTHER_KEY, Origin.UNKNOWN}
-_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
 # ENOSPC is not included: on a full disk the store fails.
 _NO_XATTR = REFUSALS | {errno.EOPNOTSUPP, errno.E2BIG}
@@ -59,7 +59,7 @@ class BlockWriter:
         namespace: Location of the files.
         settings: How the files are written and read.
         block_bytes: Length of every file.
-        writer_id: Part of every temporary file's name.
+        writers: The writers of the namespace; this one's id is part of its temporary files' names.
         digester: Computes the values of checksum attributes.
         digest_cache: Cached checksum attributes.
         lacks_attributes: Whether a checksum attribute could not be set.
@@ -70,7 +70,7 @@ class BlockWriter:
         self,
         ops: FileOps,
         namespace: Namespace,
-        writer_id: str,
+        writers: WriterRegistry,
         settings: FsSettings,
         block_bytes: int,
     ) -> None:
@@ -78,7 +78,7 @@ class BlockWriter:
         self.namespace = namespace
         self.settings = settings
         self.block_bytes = block_bytes
-        self.writer_id = writer_id
+        self.writers = writers
         layout = namespace.layout_of(block_bytes)
         self.digester = AttributeDigester(layout, settings.integrity_key)
         self.digest_cache = DigestCache()
@@ -109,7 +109,7 @@ class BlockWriter:
         """With `fsync`, wait until the names of stored blocks are durable."""
         folders: dict[str, list[StoreItem]] = {}
         for item in items if self.settings.fsync else ():
-            if item.status in _STORED:
+            if item.status in STORED:
                 path = self.namespace.get_file_name(item.key)
                 folders.setdefault(path.rpartition("/")[0], []).append(item)
         for folder, stored in folders.items():
@@ -146,9 +146,8 @@ class BlockWriter:
             with contextlib.suppress(FileExistsError):
                 self.ops.mkdir_own(folder)
 
-    def use_writer_id(self, writer_id: str) -> None:
-        """Use another writer's id for new temporary files, after the folders were removed."""
-        self.writer_id = writer_id
+    def forget_synced(self) -> None:
+        """Sync all folders again, because they may have been removed."""
         self._synced.clear()
 
     def _take_back(self, item: StoreItem) -> None:
@@ -203,7 +202,7 @@ class BlockWriter:
 
         A name is the block's, the middle part, a number and `TEMP_SUFFIX`. Thread-safe.
         """
-        return f".{self.writer_id}.", next(self._serials)
+        return f".{self.writers.writer_id}.", next(self._serials)
 
     def _temp_of(self, path: str) -> str:
         stem, serial = self.temp_names()
