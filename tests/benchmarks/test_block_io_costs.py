@@ -45,8 +45,7 @@ ENVIRONMENT = {"python": "0", "native": "require"}
 
 
 def fs(root: Path, **options) -> FsTier:
-    settings = FsSettings(root_dir=str(root), run_config=FIELDS, **options)
-    return FsTier(settings, partial(create_policy, "lru"))
+    return FsTier(FsSettings(root_dir=str(root), run_config=FIELDS, **options))
 
 
 def slab(root: Path) -> SlabTier:

@@ -67,15 +67,13 @@ class ReplayWorld(World):
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="kvoffload-replay-"))
-        policy = partial(create_policy, "lru")
         self.fs = FsTier(
             FsSettings(
                 root_dir=str(self.folder / "fs"),
                 run_config=FIELDS,
                 capacity_bytes=FS_BYTES,
                 rescan_interval_s=RESCAN_S,
-            ),
-            policy,
+            )
         )
         self.slab = SlabTier(
             SlabSettings(
@@ -84,7 +82,7 @@ class ReplayWorld(World):
                 capacity_bytes=SLAB_BYTES,
                 segment_bytes=4 * KIB,
             ),
-            policy,
+            partial(create_policy, "lru"),
         )
         self.example = ExampleTier()
         super().__init__(

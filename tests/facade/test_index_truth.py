@@ -37,7 +37,7 @@ def small_slab(folder):
 def small_fs(folder):
     capacity_bytes = 26 * KIB + 4 * 12 * KIB
     settings = FsSettings(root_dir=str(folder), run_config=FIELDS, capacity_bytes=capacity_bytes)
-    return FsTier(settings, POLICY)
+    return FsTier(settings)
 
 
 def churn(harness):

@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from faulty_files import FileCall
 
 from kvoffload_async.block_io.choice import implementation
-from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import DEADLINE_S, ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
@@ -60,10 +58,10 @@ class FsDirectory:
                 high_watermark=high,
                 trust_vllm_directory=self.namespace.is_vllms,
                 low_watermark=low,
+                eviction_policy=policy,
+                ops=ops,
                 **settings,
-            ),
-            partial(create_policy, policy),
-            ops,
+            )
         )
 
     def files(

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import OffloadError
@@ -91,9 +90,7 @@ class Housekeeping:
         self._next_step_s = 0.0
         self._next_look_s = 0.0
 
-    async def open_space(
-        self, capacity_bytes: int, create_policy: Callable[[int], CachePolicy]
-    ) -> Space:
+    async def open_space(self, capacity_bytes: int) -> Space:
         """Join the shared count.
 
         Raises:
@@ -114,7 +111,7 @@ class Housekeeping:
         self._usage = usage
         self._walk = NamespaceWalk(files.ops, files.namespace, self._writers, usage)
         self._space = Space(
-            create_policy(min(capacity_bytes // block_bytes, MAX_NUMBERS)),
+            files.settings.create_policy(min(capacity_bytes // block_bytes, MAX_NUMBERS)),
             usage,
             files,
             self._env,

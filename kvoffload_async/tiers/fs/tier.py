@@ -10,7 +10,6 @@ from typing import ClassVar, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import (
     AsyncTier,
     Direction,
@@ -70,20 +69,8 @@ class FsTier(AsyncTier):
     }
     waits_for_device = WAITS_FOR_DEVICE
 
-    def __init__(
-        self,
-        settings: FsSettings,
-        create_policy: Callable[[int], CachePolicy] | None = None,
-        ops: FileOps | None = None,
-    ) -> None:
-        """Create the tier; does no I/O before `open`.
-
-        Args:
-            settings: See `FsSettings`.
-            create_policy: Creates the eviction policy for a given number of blocks; by default
-                that of the settings.
-            ops: The system calls, by default those of the settings; tests inject faults here.
-        """
+    def __init__(self, settings: FsSettings) -> None:
+        """Create the tier; does no I/O before `open`."""
         # Without a capacity, blocks are not tracked.
         has_account = settings.capacity_bytes is not None
         self.capabilities = TierCapabilities(
@@ -96,8 +83,7 @@ class FsTier(AsyncTier):
         )
         self.bounds = TierBounds()
         self._settings = settings
-        self._create_policy = create_policy or settings.create_policy
-        self._ops = ops or settings.ops or FileOps()
+        self._ops = settings.ops or FileOps()
         self._env: TierEnvironment | None = None
         self._rows: memoryview | None = None
         self._housekeeping: Housekeeping | None = None
@@ -137,9 +123,7 @@ class FsTier(AsyncTier):
             self._closing.push_async_callback(self._housekeeping.leave)
             await env.io.run(Direction.METADATA, partial(enter_namespace, files))
             if capacity_bytes is not None:
-                self._space = await self._housekeeping.open_space(
-                    capacity_bytes, self._create_policy
-                )
+                self._space = await self._housekeeping.open_space(capacity_bytes)
             await self._housekeeping.look_around()
             if self._space is not None and self._space.can_store:  # the count is complete
                 sizes = self._space.gauges()
