@@ -136,15 +136,12 @@ class Housekeeping:
             self._run_periodically(), name="fs:housekeeping"
         )
 
-    async def look_for_blocks(self, count: int) -> bool:
+    async def look_for_blocks(self, space: Space, count: int) -> bool:
         """Walk for a moment in search of `count` evictable blocks, unless that was just done.
 
         Returns:
             Whether a walk was made since the call.
         """
-        space = self._space
-        if space is None:
-            return False
         walks = self._walks
         async with self._walking:
             if self._walks != walks:
@@ -155,8 +152,7 @@ class Housekeeping:
                 return False
             try:
                 await self._walk_for(
-                    _OPENING_S,
-                    lambda step: space.can_evict(count) or step.ends_cycle,
+                    _OPENING_S, lambda step: space.can_evict(count) or step.ends_cycle
                 )
             except (OSError, OffloadError) as error:
                 logger.warning("%s: looking for room failed: %s", self._folder, str(error))

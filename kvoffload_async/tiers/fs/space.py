@@ -248,7 +248,14 @@ class Space:
         keys = [item.key for item in items]
         granted, num_new = 0, self._policy.find(keys).count(None)
         if num_new:
-            granted = await self._begin(plan, num_new, run_io, squeeze=squeeze)
+            limit_bytes = 0 if squeeze else self._limit_bytes
+
+            def begin() -> None:  # noted in the plan also if the wait for it is cancelled
+                plan.operation = self._usage.begin(self._block_bytes, num_new, limit_bytes)
+
+            await run_io(begin)
+        if plan.operation is not None:
+            granted = plan.operation.reserved_bytes // self._block_bytes
         new: list[StoreItem] = []
         # Looked up again: another job may have stored it.
         for item, slot in zip(items, self._policy.find(keys), strict=True):
@@ -266,16 +273,6 @@ class Space:
         for item, victim in zip(coming[roomy:], victims, strict=True):
             item.victim = victim
         plan.items += coming
-
-    async def _begin(self, plan: Plan, count: int, run_io: RunIo, *, squeeze: bool) -> int:
-        """Begin the operation of a plan for new blocks; return for how many there is free room."""
-
-        def begin() -> None:
-            limit_bytes = 0 if squeeze else self._limit_bytes
-            plan.operation = self._usage.begin(self._block_bytes, count, limit_bytes)
-
-        await run_io(begin)
-        return 0 if plan.operation is None else plan.operation.reserved_bytes // self._block_bytes
 
     # -- background eviction ----------------------------------------------------------------
 

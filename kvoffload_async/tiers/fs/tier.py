@@ -71,13 +71,11 @@ class FsTier(AsyncTier):
 
     def __init__(self, settings: FsSettings) -> None:
         """Create the tier; does no I/O before `open`."""
-        # Without a capacity, blocks are not tracked.
-        has_account = settings.capacity_bytes is not None
         self.capabilities = TierCapabilities(
             exclusive=False,
             persistent=True,
             locality=settings.locality,
-            announces_removals=has_account,
+            announces_removals=settings.capacity_bytes is not None,  # else none are tracked
             pins=True,
             discards=True,
         )
@@ -296,7 +294,7 @@ class FsTier(AsyncTier):
                 again += plan.unplaced
             elif plan.unplaced and not has_looked and self._housekeeping is not None:
                 has_looked = True
-                if await self._housekeeping.look_for_blocks(len(plan.unplaced)):
+                if await self._housekeeping.look_for_blocks(space, len(plan.unplaced)):
                     again += plan.unplaced
             items = [item.again() for item in again]
             if not items:
