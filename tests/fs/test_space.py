@@ -216,11 +216,6 @@ def test_it_does_not_look_again_at_once(directory, caplog):
         assert housekeeping._walks == before + 1
 
 
-def test_without_a_capacity_there_is_nothing_to_look_for(directory):
-    with directory.open() as harness:
-        assert not harness.run(harness.tier._housekeeping.look_for_blocks(harness.tier._space, 1))
-
-
 @pytest.mark.usefixtures("folders_on_disk")
 def test_the_growth_of_a_crowded_folder_is_counted_by_the_next_walk(directory):
     """Hashes that count: all blocks lie in one folder, which grows."""
