@@ -15,11 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvoffload_async.abc.events import (
-    BlockFailures,
-    JobFinished,
-    JobOverdue,
-)
+from kvoffload_async.abc.events import BlockFailures, JobFinished, JobOverdue
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import (

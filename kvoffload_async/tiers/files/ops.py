@@ -26,6 +26,7 @@ import functools
 import logging
 import os
 import stat as stat_module
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
@@ -61,30 +62,17 @@ _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-]
+_syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-class _OpenHow(ctypes.Structure):
-    _fields_ = (
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    )
-
-
-_HOW_BYTES: Final = ctypes.sizeof(_OpenHow)
+_HOW: Final = struct.Struct("=QQQ")
+"""`open_how`: flags, mode, resolve."""
 
 
 @functools.cache
-def _how(flags: int) -> _OpenHow:
-    """Return the `open_how` for these flags; cached, because it is never modified."""
-    return _OpenHow(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
+def _how(flags: int) -> bytes:
+    """Return the `open_how` for these flags."""
+    return _HOW.pack(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
 
 
 def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
@@ -92,9 +80,9 @@ def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
     encoded = os.fsencode(name)
     if b"\0" in encoded:
         raise ValueError("embedded null byte")
-    how = ctypes.byref(_how(flags | os.O_CLOEXEC))
+    how = _how(flags | os.O_CLOEXEC)
     while True:
-        fd: int = _syscall(_OPENAT2, root_fd, encoded, how, _HOW_BYTES)
+        fd: int = _syscall(_OPENAT2, root_fd, encoded, how, _HOW.size)
         if fd >= 0:
             return fd
         code = ctypes.get_errno()
