@@ -64,7 +64,6 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 
-
 _HOW: Final = struct.Struct("=QQQ")
 """`open_how`: flags, mode, resolve."""
 
