@@ -69,7 +69,6 @@ NUM_BUCKETS: Final = REST + 1
 
 _MAGIC: Final = b"kvo.use\n"
 _HEADER: Final = struct.Struct("<8sIIQQQI4xQQIHH")
-_START: Final = struct.Struct("<8sIIQ")
 _WRITER: Final = struct.Struct("<24sQQI4xQQIHH")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKSUM_AT: Final = 32
@@ -285,7 +284,7 @@ def parsed(content: memoryview) -> Usage | None:
         slot = content[at : at + SLOT_BYTES]
         if len(slot) < SLOT_BYTES:
             break
-        magic, version, features, sequence = _START.unpack_from(slot)
+        magic, version, features, sequence, *_ = _HEADER.unpack_from(slot)
         if magic != _MAGIC or version < VERSION:
             continue
         if version > VERSION or features:
