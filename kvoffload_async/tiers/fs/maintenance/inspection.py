@@ -294,14 +294,52 @@ async def inspect_namespace(
     io: MaintenanceIo, namespace: FoundNamespace
 ) -> tuple[Inspection, Scan]:
     """Inspect a namespace with a walk; changes nothing."""
-    before = await io.run(_count, io.ops, namespace.folder)
+    _, before = await io.run(_count, io.ops, namespace.folder)
     scan = await scan_namespace(io, namespace)
     # After the walk: the writers of all temporary files found have registered by now.
     writers = await io.run(
         lambda: judge_writers(WriterRegistry(io.ops, namespace.folder), time.time())
     )
-    after = await io.run(_count, io.ops, namespace.folder)
-    return _inspection(namespace, scan, writers, before, after), scan
+    is_counted, usage = await io.run(_count, io.ops, namespace.folder)
+    temps = sort_temps(scan.temps, writers)
+    disk_bytes = scan.total_bytes - sum(temp.disk_bytes for temp in temps.living)
+    tolerance_bytes = _tolerance_bytes(scan, writers, before, usage)
+    problems = [f"cannot be walked: {reason}" for reason in scan.unreadable]
+    if temps.dead:
+        problems.append(f"{len(temps.dead)} temporary files of dead writers")
+    if is_counted and usage is None:
+        problems.append("the count of bytes is unreadable")
+    elif usage is not None and not usage.is_complete:
+        problems.append("the count of bytes is not complete yet: no walk has seen everything")
+    elif usage is not None and abs(usage.settled_bytes - disk_bytes) > tolerance_bytes:
+        problems.append(f"{usage.settled_bytes} bytes are counted and {disk_bytes} are on disk")
+    times_s = [block.modified_s for block in scan.blocks]
+    model = namespace.fields.get("model_name")
+    inspection = Inspection(
+        name=namespace.name,
+        model=model if isinstance(model, str) else None,
+        has_manifest=namespace.has_manifest,
+        block_bytes=namespace.block_bytes,
+        blocks=len(scan.blocks),
+        block_length_bytes=sum(block.length_bytes for block in scan.blocks),
+        block_disk_bytes=sum(block.disk_bytes for block in scan.blocks),
+        disk_bytes=disk_bytes,
+        counted_bytes=None if usage is None else usage.settled_bytes,
+        reserved_bytes=0 if usage is None else usage.reserved_bytes,
+        count_tolerance_bytes=tolerance_bytes,
+        living_writers=len(writers.living),
+        dead_writers=len(writers.dead),
+        temps_of_living=len(temps.living),
+        temps_of_dead=len(temps.dead),
+        temps_foreign=len(temps.foreign),
+        temp_bytes=sum(temp.disk_bytes for temp in scan.temps),
+        unknown_files=len(scan.unknown_files),
+        unknown_file_bytes=sum(file.disk_bytes for file in scan.unknown_files),
+        oldest_s=min(times_s, default=None),
+        newest_s=max(times_s, default=None),
+        problems=tuple(problems),
+    )
+    return inspection, scan
 
 
 def judge_writers(registry: WriterRegistry, now_s: float) -> Writers:
@@ -329,54 +367,6 @@ def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
     with contextlib.suppress(OSError):
         return True, read_usage(ops, folder)
     return False, None
-
-
-def _inspection(
-    namespace: FoundNamespace,
-    scan: Scan,
-    writers: Writers,
-    before: tuple[bool, Usage | None],
-    after: tuple[bool, Usage | None],
-) -> Inspection:
-    temps = sort_temps(scan.temps, writers)
-    disk_bytes = scan.total_bytes - sum(temp.disk_bytes for temp in temps.living)
-    is_counted, usage = after
-    tolerance_bytes = _tolerance_bytes(scan, writers, before[1], usage)
-    problems = [f"cannot be walked: {reason}" for reason in scan.unreadable]
-    if temps.dead:
-        problems.append(f"{len(temps.dead)} temporary files of dead writers")
-    if is_counted and usage is None:
-        problems.append("the count of bytes is unreadable")
-    elif usage is not None and not usage.is_complete:
-        problems.append("the count of bytes is not complete yet: no walk has seen everything")
-    elif usage is not None and abs(usage.settled_bytes - disk_bytes) > tolerance_bytes:
-        problems.append(f"{usage.settled_bytes} bytes are counted and {disk_bytes} are on disk")
-    times_s = [block.modified_s for block in scan.blocks]
-    model = namespace.fields.get("model_name")
-    return Inspection(
-        name=namespace.name,
-        model=model if isinstance(model, str) else None,
-        has_manifest=namespace.has_manifest,
-        block_bytes=namespace.block_bytes,
-        blocks=len(scan.blocks),
-        block_length_bytes=sum(block.length_bytes for block in scan.blocks),
-        block_disk_bytes=sum(block.disk_bytes for block in scan.blocks),
-        disk_bytes=disk_bytes,
-        counted_bytes=None if usage is None else usage.settled_bytes,
-        reserved_bytes=0 if usage is None else usage.reserved_bytes,
-        count_tolerance_bytes=tolerance_bytes,
-        living_writers=len(writers.living),
-        dead_writers=len(writers.dead),
-        temps_of_living=len(temps.living),
-        temps_of_dead=len(temps.dead),
-        temps_foreign=len(temps.foreign),
-        temp_bytes=sum(temp.disk_bytes for temp in scan.temps),
-        unknown_files=len(scan.unknown_files),
-        unknown_file_bytes=sum(file.disk_bytes for file in scan.unknown_files),
-        oldest_s=min(times_s, default=None),
-        newest_s=max(times_s, default=None),
-        problems=tuple(problems),
-    )
 
 
 _ENTRY_BYTES = 4096
