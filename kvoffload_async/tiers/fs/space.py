@@ -192,7 +192,34 @@ class Space:
         """
         plan = Plan()
         try:
-            await self._fill(plan, items, run_io, squeeze=squeeze)
+            keys = [item.key for item in items]
+            granted, num_new = 0, self._policy.find(keys).count(None)
+            if num_new:
+                limit_bytes = 0 if squeeze else self._limit_bytes
+
+                def begin() -> None:  # noted in the plan also if the wait for it is cancelled
+                    plan.operation = self._usage.begin(self._block_bytes, num_new, limit_bytes)
+
+                await run_io(begin)
+            if plan.operation is not None:
+                granted = plan.operation.reserved_bytes // self._block_bytes
+            new: list[StoreItem] = []
+            # Looked up again: another job may have stored it.
+            for item, slot in zip(items, self._policy.find(keys), strict=True):
+                item.may_write = slot is None
+                (new if item.may_write else plan.items).append(item)
+            roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
+            # Without a complete count, the room of a victim cannot be used.
+            count = self._num_idle(min(len(new), num_new) - roomy) if self.can_evict(1) else 0
+            coming = new[: roomy + count]
+            victims = self._evict([item.key for item in coming], count)
+            if not victims:
+                del coming[roomy:]
+            plan.unplaced = new[len(coming) :]
+            self.blocks.admit([item.key for item in coming])
+            for item, victim in zip(coming[roomy:], victims, strict=True):
+                item.victim = victim
+            plan.items += coming
         except BaseException:
             await self.account(plan, run_io)
             raise
@@ -241,38 +268,6 @@ class Space:
             await run_io(self._usage.report)
         except (OSError, OffloadError) as error:
             logger.warning("the shared count was not updated: %s", str(error))
-
-    async def _fill(
-        self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool
-    ) -> None:
-        keys = [item.key for item in items]
-        granted, num_new = 0, self._policy.find(keys).count(None)
-        if num_new:
-            limit_bytes = 0 if squeeze else self._limit_bytes
-
-            def begin() -> None:  # noted in the plan also if the wait for it is cancelled
-                plan.operation = self._usage.begin(self._block_bytes, num_new, limit_bytes)
-
-            await run_io(begin)
-        if plan.operation is not None:
-            granted = plan.operation.reserved_bytes // self._block_bytes
-        new: list[StoreItem] = []
-        # Looked up again: another job may have stored it.
-        for item, slot in zip(items, self._policy.find(keys), strict=True):
-            item.may_write = slot is None
-            (new if item.may_write else plan.items).append(item)
-        roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
-        # Without a complete count, the room of a victim cannot be used.
-        count = self._num_idle(min(len(new), num_new) - roomy) if self.can_evict(1) else 0
-        coming = new[: roomy + count]
-        victims = self._evict([item.key for item in coming], count)
-        if not victims:
-            del coming[roomy:]
-        plan.unplaced = new[len(coming) :]
-        self.blocks.admit([item.key for item in coming])
-        for item, victim in zip(coming[roomy:], victims, strict=True):
-            item.victim = victim
-        plan.items += coming
 
     # -- background eviction ----------------------------------------------------------------
 
