@@ -390,6 +390,6 @@ def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:
             case StartJob(job):
                 actor.start_job(job)
             case StartProbe(generation, keys, chains):
-                actor.start_probe(generation, keys, chains)
+                actor.probes.start(generation, keys, chains)
             case TouchBlocks(keys):
                 actor.touch(keys)

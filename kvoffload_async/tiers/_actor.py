@@ -14,13 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
 
-from kvoffload_async.abc.events import (
-    BlockFailures,
-    JobFinished,
-    JobOverdue,
-)
+from kvoffload_async.abc.events import BlockFailures, JobFinished, JobOverdue
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import (
@@ -43,10 +38,8 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.tiers._environment import (
-    ENDS_LOOP,
     ActorEnvironment,
     Watch,
-    as_guarded,
     error_of,
     guarded,
     log_trace,
@@ -143,9 +136,6 @@ def described(job: JobMetadata) -> str:
     )
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _NO_WORK = (TierUnavailableError, TierBusyError)
 """Errors of blocks that do not show that the tier works: they failed with it, or never began."""
 _CANCEL_GRACE_S = 0.2
@@ -222,7 +212,8 @@ class TierActor:
         """Jobs before their deadline, in order of acceptance, which is that of the deadlines."""
         self._next_deadline: asyncio.TimerHandle | None = None
         self._reconciler = Reconciler(name, tier, env.announcements, env.post)
-        self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
+        self.probes = Probes(name, tier, env.post, probe_timeout_s, clock)
+        """The existence probes of the tier."""
         self._log = JobLog(name, tier.remedies)
         self._closing = False
         self._closing_tier: asyncio.Task[Exception | None] | None = None
@@ -275,15 +266,6 @@ class TierActor:
         if error is not None:
             self._finish_unrun(run, error)
 
-    def start_probe(
-        self,
-        generation: int,
-        keys: Sequence[OffloadKey],
-        chains: Sequence[Sequence[OffloadKey]] = (),
-    ) -> None:
-        """Probe the tier for keys; answered exactly once, at the timeout at the latest."""
-        self._probes.start(generation, keys, chains)
-
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks to the tier."""
         try:
@@ -305,7 +287,7 @@ class TierActor:
         """
         self._closing = True
         self._reconciler.close()
-        self._probes.close()
+        self.probes.close()
         loop = self._loop
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
@@ -336,7 +318,7 @@ class TierActor:
         runs = (*self._loads.running.values(), *self._stores.running.values())
         return [
             *(run.task for run in runs if run.task),
-            *self._probes.tasks,
+            *self.probes.tasks,
             *self._reconciler.tasks,
         ]
 
@@ -394,10 +376,7 @@ class TierActor:
         run.watch = self._env.announcements.begin(
             run.job.keys, includes_stores=run.side is self._loads
         )
-        try:
-            failures = await operation(run.job) if run.job.keys else {}
-        except ENDS_LOOP as error:
-            raise as_guarded(error) from error
+        failures = await guarded(operation, run.job) if run.job.keys else {}
         self._finish(run, *validate_result(failures, len(run.job.keys)))
 
     def _job_ended(self, run: _Run, task: asyncio.Task[None]) -> None:

@@ -31,8 +31,6 @@ from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailable
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, KeyMap
 from kvoffload_async.types import OffloadKey
 
-ENDS_LOOP = (SystemExit, KeyboardInterrupt)
-"""Exceptions that asyncio raises out of the loop instead of storing them in the task."""
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -43,13 +41,8 @@ async def guarded(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs:
     """Await a tier's operation; convert exceptions that would end the loop."""
     try:
         return await operation(*args, **kwargs)
-    except ENDS_LOOP as error:
-        raise as_guarded(error) from error
-
-
-def as_guarded(error: BaseException) -> TierUnavailableError:
-    """Return the error that replaces a tier's SystemExit or KeyboardInterrupt."""
-    return TierUnavailableError(f"a tier raised {text_of(error)}")
+    except (SystemExit, KeyboardInterrupt) as error:  # asyncio raises them out of the loop
+        raise TierUnavailableError(f"a tier raised {text_of(error)}") from error
 
 
 def log_trace(error: BaseException) -> None:

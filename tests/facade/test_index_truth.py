@@ -11,7 +11,8 @@ from facade.worlds import HIT, MISS, k, ks
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, key_of
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import ReqContext
 
@@ -36,7 +37,7 @@ def small_slab(folder):
 def small_fs(folder):
     capacity_bytes = 26 * KIB + 4 * 12 * KIB
     settings = FsSettings(root_dir=str(folder), run_config=FIELDS, capacity_bytes=capacity_bytes)
-    return FsTier(settings, POLICY)
+    return FsTier(settings)
 
 
 def churn(harness):

@@ -12,6 +12,16 @@ from kvoffload_async.tiers.fs.walk import Step
 K = [key_of(number) for number in range(400)]
 
 
+class Unheard:
+    """An environment in which nobody hears of the blocks of a tier."""
+
+    def blocks_appeared(self, keys):
+        pass
+
+    def blocks_evicted(self, keys):
+        pass
+
+
 def room_for(num_blocks: int) -> int:
     """Return a capacity: 4 KiB a block, 20 KiB for the count and the entry of the writer."""
     return 20 * KIB + num_blocks * 4 * KIB

@@ -44,7 +44,7 @@ class World:
         self.runner.run_ready()
 
     def probe(self, generation, numbers=(1,)):
-        self.runner.call_soon(self.actor.start_probe, generation, [key_of(n) for n in numbers])
+        self.runner.call_soon(self.actor.probes.start, generation, [key_of(n) for n in numbers])
         self.runner.run_ready()
 
     def finish_job(self, index=0, *args, **kwargs):

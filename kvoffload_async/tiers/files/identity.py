@@ -53,10 +53,10 @@ class DirectoryIdentity:
             OSError: The status cannot be read.
         """
         try:
-            found = self._find()
+            found = self._ops.leads_to(self._path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._lost("it was deleted") from error
-        if found != self._identity:
+        if (found.st_dev, found.st_ino) != self._identity:
             raise self._lost("it is another directory or filesystem now")
         for fd, name in self._watched:
             self.check_file(fd, name)
@@ -82,10 +82,6 @@ class DirectoryIdentity:
                 unchecked.clear()
 
         return check
-
-    def _find(self) -> tuple[int, int]:
-        status = self._ops.leads_to(self._path)
-        return status.st_dev, status.st_ino
 
     def _lost(self, why: str) -> LostDirectoryError:
         return LostDirectoryError(

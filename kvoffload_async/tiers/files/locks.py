@@ -217,11 +217,8 @@ def holder_of(ops: FileOps, path: str) -> str | None:
     Raises:
         OSError: The file cannot be opened or read.
     """
-    fd = ops.open(path, os.O_RDONLY)
-    try:
+    with ops.opened(path, os.O_RDONLY) as fd:
         return _holder(ops, fd) if ops.is_locked(fd) else None
-    finally:
-        ops.close(fd)
 
 
 def _holder(ops: FileOps, fd: int) -> str:

@@ -26,6 +26,7 @@ import functools
 import logging
 import os
 import stat as stat_module
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
@@ -61,30 +62,16 @@ _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-]
+_syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = (
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    )
-
-
-_HOW_BYTES: Final = ctypes.sizeof(_OpenHow)
+_HOW: Final = struct.Struct("=QQQ")
+"""`open_how`: flags, mode, resolve."""
 
 
 @functools.cache
-def _how(flags: int) -> _OpenHow:
-    """Return the `open_how` for these flags; cached, because it is never modified."""
-    return _OpenHow(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
+def _how(flags: int) -> bytes:
+    """Return the `open_how` for these flags."""
+    return _HOW.pack(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
 
 
 def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
@@ -92,9 +79,9 @@ def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
     encoded = os.fsencode(name)
     if b"\0" in encoded:
         raise ValueError("embedded null byte")
-    how = ctypes.byref(_how(flags | os.O_CLOEXEC))
+    how = _how(flags | os.O_CLOEXEC)
     while True:
-        fd: int = _syscall(_OPENAT2, root_fd, encoded, how, _HOW_BYTES)
+        fd: int = _syscall(_OPENAT2, root_fd, encoded, how, _HOW.size)
         if fd >= 0:
             return fd
         code = ctypes.get_errno()
@@ -134,6 +121,16 @@ def suitable_opener(root_fd: int) -> Opener:
 
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Yield a descriptor; close it at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
 
 _KEPT_FOLDERS: Final = 4
 """A rename uses two folders, and a store that evicts alternates between two pairs."""
@@ -381,13 +378,11 @@ class Tree:
 
     def sync_entry(self, path: str) -> None:
         """Sync the entry of a directory in its parent to the device, unless it is a mount point."""
-        fd = os.open(path.rpartition("/")[0] or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with closing(os.open(path.rpartition("/")[0] or "/", flags)) as fd:
             if os.fstat(fd).st_dev == os.stat(path).st_dev:
                 with naming_refusal("fsync"):
                     os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def leave(self, root: str) -> None:
         """Undo one `enter`."""
@@ -503,12 +498,11 @@ class Tree:
             os.mkdir(name, mode & 0o777, dir_fd=folder_fd)
             if not mode & ~stat_module.S_IRWXU:
                 return
-            with contextlib.suppress(FileNotFoundError):  # others sweep empty folders
-                fd = os.open(name, _LIST_FLAGS, dir_fd=folder_fd)
-                try:
-                    give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
-                finally:
-                    os.close(fd)
+            with (
+                contextlib.suppress(FileNotFoundError),  # others sweep empty folders
+                closing(os.open(name, _LIST_FLAGS, dir_fd=folder_fd)) as fd,
+            ):
+                give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
 
         self.at(path, make)
 
@@ -544,11 +538,8 @@ class Tree:
 
     def entries(self, folder: str) -> list[Entry]:
         """Return paths and status of a folder's entries; skips those deleted meanwhile."""
-        fd = self.open_folder(folder, _LIST_FLAGS)
-        try:
+        with closing(self.open_folder(folder, _LIST_FLAGS)) as fd:
             return list(_entries(fd, folder))
-        finally:
-            os.close(fd)
 
     def walk(self, folder: str) -> Iterator[Entry]:
         """Yield every folder and file below a folder; skips those deleted meanwhile.
@@ -559,10 +550,8 @@ class Tree:
             fd = self.open_folder(folder, _LIST_FLAGS)
         except (FileNotFoundError, NotADirectoryError):
             return
-        try:
+        with closing(fd):
             yield from _walk(fd, folder, _MAX_DEPTH)
-        finally:
-            os.close(fd)
 
 
 def _stat(folder_fd: int, name: str) -> os.stat_result:
@@ -587,10 +576,8 @@ def _walk(fd: int, folder: str, depth: int) -> Iterator[Entry]:
                 inner_fd = os.open(path.rpartition("/")[2], _LIST_FLAGS, dir_fd=fd)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            try:
+            with closing(inner_fd):
                 yield from _walk(inner_fd, path, depth - 1)
-            finally:
-                os.close(inner_fd)
 
 
 _RENAME_NOREPLACE: Final = 1
@@ -675,6 +662,15 @@ class FileOps(Tree):
         with contextlib.suppress(FileNotFoundError):
             self.unlink(path)
 
+    @contextlib.contextmanager
+    def opened(self, path: str, flags: int) -> Iterator[int]:
+        """Yield a new descriptor of a path, see `open`; close it at the end."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
     def close(self, fd: int) -> None:
         """Close a descriptor; releases its lock also for a concurrently forked child."""
         if fd in _lockable:
@@ -726,15 +722,13 @@ class FileOps(Tree):
 
     def free_bytes(self, folder: str) -> int | None:
         """Return the space that this process may use on a folder's filesystem; None: unknown."""
-        fd = self.open_folder(folder)
-        try:
-            found = os.fstatvfs(fd)
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            return None
-        finally:
-            os.close(fd)
+        with closing(self.open_folder(folder)) as fd:
+            try:
+                found = os.fstatvfs(fd)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                return None
         return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def exists(self, path: str) -> bool:
@@ -820,11 +814,8 @@ class FileOps(Tree):
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
-            fd = self.open(path, os.O_RDWR)
-            try:
+            with self.opened(path, os.O_RDWR) as fd:
                 os.pwrite(fd, os.pread(fd, 1, 0), 0)
-            finally:
-                os.close(fd)
 
     def lock(self, fd: int, *, wait: bool) -> bool:
         """Take an exclusive advisory lock; False if it is taken and `wait` is false.
@@ -930,17 +921,15 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
     Raises:
         OSError: It cannot be read, or is too large for memory.
     """
-    fd = ops.open(path, os.O_RDONLY)
-    try:
+    with ops.opened(path, os.O_RDONLY) as fd:
         size_bytes = ops.fstat(fd).st_size
         if max_bytes is not None:
             size_bytes = min(size_bytes, max_bytes)
-        buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
+        try:
+            buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
+        except MemoryError as error:  # a sparse file can have any size
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
         return buffer[: read_all(ops, fd, buffer)]
-    except MemoryError as error:  # a sparse file can have any size
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
-    finally:
-        ops.close(fd)
 
 
 def read_given(
@@ -959,15 +948,13 @@ def read_given(
         OSError: It cannot be read, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
+    with closing(fd):
         found = os.fstat(fd)
         if not stat_module.S_ISREG(found.st_mode):
             raise NotRegularFileError(path)
         check(found)
         with os.fdopen(fd, "rb", closefd=False) as file:  # a network filesystem may read less
             return file.read(max_bytes)
-    finally:
-        os.close(fd)
 
 
 def sync_folder(ops: FileOps, folder: str) -> None:
@@ -976,11 +963,8 @@ def sync_folder(ops: FileOps, folder: str) -> None:
     Raises:
         OSError: Syncing failed.
     """
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ops.opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         ops.fsync(fd)
-    finally:
-        ops.close(fd)
 
 
 def disk_bytes(status: os.stat_result) -> int:
@@ -1018,8 +1002,5 @@ def names_in(ops: FileOps, folder: str) -> list[str]:
     Raises:
         OSError: The folder cannot be read.
     """
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ops.opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         return os.listdir(fd)
-    finally:
-        ops.close(fd)

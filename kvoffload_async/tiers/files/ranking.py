@@ -41,11 +41,6 @@ class KeyRanking:
         """Maps key to slot; read-only."""
         return self._table.map
 
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return self.policy.name
-
     def __len__(self) -> int:
         return self.capacity_blocks - self._free.count
 

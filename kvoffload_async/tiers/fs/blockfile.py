@@ -12,21 +12,10 @@ import stat as stat_module
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
-from kvoffload_async.tiers.files.ops import (
-    DirectIo,
-    FileOps,
-    NotRegularFileError,
-    disk_bytes,
-    mapped,
-)
-from kvoffload_async.tiers.fs.digest_attribute import (
-    ATTRIBUTE,
-    AttributeDigester,
-    DigestCache,
-    Origin,
-)
-from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
-from kvoffload_async.tiers.fs.operations import DiskChange, FileSettings, LoadFailure, Verify
+from kvoffload_async.tiers.files.ops import NotRegularFileError, disk_bytes, mapped
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, Origin
+from kvoffload_async.tiers.fs.layout import bucket_of
+from kvoffload_async.tiers.fs.operations import DiskChange, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey, block_text
 
@@ -42,33 +31,8 @@ _INCOMPARABLE = {
 """Origins whose checksums cannot be compared here, with the reason."""
 
 
-class BlockFiles:
-    """The block files of one namespace.
-
-    Attributes:
-        settings: How the files are written and read.
-        writer: Writes the files.
-        digester: Computes the values of their checksum attributes.
-        digest_cache: Cached checksum attributes.
-    """
-
-    def __init__(
-        self, ops: FileOps, namespace: Namespace, writer_id: str, settings: FileSettings
-    ) -> None:
-        """Use a namespace's files; `writer_id` is part of every temporary file's name."""
-        self._ops = ops
-        self._namespace = namespace
-        self.settings = settings
-        self._direct = DirectIo(wanted=settings.direct_io, where=namespace.folder)
-        layout = namespace.layout_of(settings.block_bytes)
-        self.digester = AttributeDigester(layout, settings.integrity_key)
-        self.digest_cache = DigestCache()
-        self.writer = BlockWriter(
-            *(ops, namespace, writer_id, settings),
-            direct=self._direct,
-            digester=self.digester,
-            digest_cache=self.digest_cache,
-        )
+class BlockFiles(BlockWriter):
+    """The block files of one namespace, which `BlockWriter` writes."""
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -76,7 +40,7 @@ class BlockFiles:
         self, items: Iterable[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
         """Load blocks one by one; failures are appended, and do not affect other blocks."""
-        path_of, recall = self._namespace.get_file_name, self.digest_cache.recall
+        path_of, recall = self.namespace.get_file_name, self.digest_cache.recall
         # Everything that needs no file comes first: the less work between two system calls,
         # the less the threads wait for the GIL.
         for index, key, row, path, digest in [
@@ -100,7 +64,7 @@ class BlockFiles:
     ) -> tuple[TierError, int | None] | None:
         """Load a block; return the error and the bytes freed by deleting the file, or None."""
         try:
-            fd = self._ops.open(path, os.O_RDONLY | direct)
+            fd = self.ops.open(path, os.O_RDONLY | direct)
         except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
             return BlockMissingError(f"{block_text(key)} is not stored"), 0
         except PermissionError:  # owned by another user
@@ -113,7 +77,7 @@ class BlockFiles:
                 return bad, self._remove_bad(fd, path)
             return None if bad is None else (bad, None)
         finally:
-            self._ops.close(fd)
+            self.ops.close(fd)
 
     def _reads_as(
         self, fd: int, key: OffloadKey, row: memoryview, digest: bytes, direct: int
@@ -124,13 +88,13 @@ class BlockFiles:
         another process may have stored different bytes for the same key.
         """
         buffers = (row,) if direct else (row, _SPARE)
-        count = self._ops.preadv(fd, buffers, 0)
+        count = self.ops.preadv(fd, buffers, 0)
         return count == len(row) and self.digester.attribute_value(key, row) == digest
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
         """Read a block into the row; return the reason not to serve it, or None."""
         # Read before the bytes, so that a file overwritten meanwhile does not match.
-        digest = self._ops.get_xattr(fd, ATTRIBUTE)
+        digest = self.ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
             return BlockMissingError(f"{block_text(key)} has a checksum {why}")  # the file stays
         if self.settings.verify is Verify.OFF:
@@ -138,14 +102,14 @@ class BlockFiles:
         lacks_digest = digest is None and self.settings.verify is Verify.REQUIRED
         # An incomplete file is corrupt, and a direct read past its end would be misaligned.
         if direct or lacks_digest:
-            size_bytes = self._ops.fstat(fd).st_size
+            size_bytes = self.ops.fstat(fd).st_size
             if size_bytes != len(row):
                 return CorruptBlockError(
                     f"{block_text(key)} has {size_bytes} bytes instead of {len(row)}"
                 )
         if lacks_digest:
             return BlockMissingError(f"{block_text(key)} has no checksum, and one is required")
-        done = self._fill(fd, row, beyond=not direct)
+        done = self._read_row(fd, row, beyond=not direct)
         if done != len(row):
             how = "ends" if done < len(row) else "goes on"
             return CorruptBlockError(f"{block_text(key)} {how} after {min(done, len(row))} bytes")
@@ -155,16 +119,16 @@ class BlockFiles:
             self.digest_cache.remember(key, digest)
         return None
 
-    def _fill(self, fd: int, row: memoryview, *, beyond: bool) -> int:
+    def _read_row(self, fd: int, row: memoryview, *, beyond: bool) -> int:
         """Read a file into the row; return its number of bytes, at most one more than the row.
 
         With `beyond`, one more byte is requested to detect a file that is too long. That is free,
         while a stat is a system call.
         """
         spare = (_SPARE,) if beyond else ()
-        done = self._ops.preadv(fd, (row, *spare), 0)
+        done = self.ops.preadv(fd, (row, *spare), 0)
         while 0 < done < len(row):
-            count = self._ops.preadv(fd, (row[done:], *spare), done)
+            count = self.ops.preadv(fd, (row[done:], *spare), done)
             if not count:
                 break
             done += count
@@ -173,9 +137,9 @@ class BlockFiles:
     def _remove_bad(self, fd: int, path: str) -> int | None:
         """Delete a corrupt file, unless its path names another file now; see `LoadFailure`."""
         try:
-            status = self._ops.fstat(fd)
-            if os.path.samestat(status, self._ops.stat(path)):
-                self._ops.unlink(path)
+            status = self.ops.fstat(fd)
+            if os.path.samestat(status, self.ops.stat(path)):
+                self.ops.unlink(path)
                 return disk_bytes(status)
         except FileNotFoundError:
             return 0
@@ -191,7 +155,7 @@ class BlockFiles:
         found = set()
         for key in keys:
             with contextlib.suppress(OSError):
-                if self._ops.has_file(self._namespace.get_file_name(key)):
+                if self.ops.has_file(self.namespace.get_file_name(key)):
                     found.add(key)
         return frozenset(found)
 
@@ -199,12 +163,12 @@ class BlockFiles:
         """Delete blocks' files; errors are logged."""
         changes: list[DiskChange] = []
         for key in keys:
-            path = self._namespace.get_file_name(key)
+            path = self.namespace.get_file_name(key)
             try:
-                status = self._ops.stat(path)
+                status = self.ops.stat(path)
                 if not stat_module.S_ISREG(status.st_mode):
                     continue  # not a block
-                self._ops.unlink(path)
+                self.ops.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:

@@ -12,20 +12,16 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
-from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.namespace_init import Footprint, enter_namespace
-from kvoffload_async.tiers.fs.operations import Verify
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings, Trimming
+from kvoffload_async.tiers.fs.namespace_init import enter_namespace
+from kvoffload_async.tiers.fs.space import Space
 from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
-from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
+from kvoffload_async.tiers.fs.writers import HEARTBEAT_S
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -52,39 +48,38 @@ _MOST_DISCARDS = 65_536
 """Maximum number of blocks that wait for their removal; further ones are kept."""
 
 
-def _unchecked() -> None:
-    """Check nothing, until the root's check is set."""
-
-
 class Housekeeping:
     """Maintains a namespace. Call from the event loop's thread unless documented otherwise."""
 
     def __init__(
         self,
-        ops: FileOps,
-        namespace: Namespace,
-        writers: WriterRegistry,
         files: BlockFiles,
         env: TierEnvironment,
+        check_root: Callable[[], None],
         *,
         pinned: Container[OffloadKey],
     ) -> None:
-        self._ops = ops
-        self._namespace = namespace
-        self._writers = writers
+        """Start before `enter`.
+
+        Args:
+            files: The block files.
+            env: The tier's environment.
+            check_root: Raises OSError if the root is not the directory that was opened.
+            pinned: Blocks that must not be discarded.
+        """
         self._files = files
+        self._folder = files.namespace.folder
+        self._writers = files.writers
         self._env = env
+        self._check_root = check_root
         self._pinned = pinned
-        self._errors = ErrorLog(logger, f"{namespace.folder}: housekeeping")
+        self._errors = ErrorLog(logger, f"{self._folder}: housekeeping")
         """Unexpected ones: without heartbeats, other writers would assume this one dead."""
         self._usage: UsageFile | None = None
         self._space: Space | None = None
-        self._trimming: Trimming | None = None
-        self._verify = Verify.OFF
-        self._check_root: Callable[[], None] = _unchecked
         self._registering = asyncio.Lock()
         self._num_registered = 1
-        self._walk = NamespaceWalk(ops, namespace, writers, None)
+        self._walk = NamespaceWalk(files.ops, files.namespace, files.writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
         self._unwanted: dict[OffloadKey, None] = {}
@@ -95,56 +90,33 @@ class Housekeeping:
         self._next_step_s = 0.0
         self._next_look_s = 0.0
 
-    def enter(self, verify: Verify) -> None:
-        """Create the folders, and register.
-
-        Raises:
-            OSError: The directory cannot be created or written.
-            ConfigError: The filesystem lacks a feature that `verify` requires, or a newer release
-                has changed the directory's format.
-
-        Runs on an I/O thread.
-        """
-        self._verify = verify
-        enter_namespace(self._ops, self._namespace, self._writers, self._files.writer, verify)
-
-    async def open_space(
-        self,
-        settings: SpaceSettings,
-        create_policy: Callable[[int], CachePolicy],
-        row_bytes: int,
-    ) -> Space:
+    async def open_space(self, capacity_bytes: int) -> Space:
         """Join the shared count.
 
         Raises:
             ConfigError: The capacity is less than one block, or the count's format is newer.
             OSError: The count's file cannot be used.
         """
-        status = await self._run(partial(self._ops.stat, self._namespace.folder))
-        footprint = Footprint.of(status, row_bytes)
-        footprint.check(settings.capacity_bytes)
-        block_bytes = footprint.block_bytes
+        files = self._files
+        status = await self._run(partial(files.ops.stat, self._folder))
+        block_bytes = files.settings.allocated_bytes(files.block_bytes, status)
         usage = UsageFile(
-            self._ops,
-            self._namespace.folder,
+            files.ops,
+            self._folder,
             self._writers.writer_id,
             self._writers.living,
-            leftover_bytes=lambda: len(self._files.writer.leftover_temps) * block_bytes,
+            leftover_bytes=lambda: len(files.leftover_temps) * block_bytes,
         )
         await self._run(lambda: usage.open(self._writers.entry_bytes()))
         self._usage = usage
-        self._walk = NamespaceWalk(self._ops, self._namespace, self._writers, usage)
+        self._walk = NamespaceWalk(files.ops, files.namespace, self._writers, usage)
         self._space = Space(
-            settings,
-            create_policy(min(settings.capacity_bytes // block_bytes, MAX_NUMBERS)),
+            files.settings.create_policy(min(capacity_bytes // block_bytes, MAX_NUMBERS)),
             usage,
-            self._files,
+            files,
+            self._env,
+            capacity_bytes=capacity_bytes,
             block_bytes=block_bytes,
-            announce_found=self._env.blocks_appeared,
-            announce_gone=self._env.blocks_evicted,
-        )
-        self._trimming = Trimming(
-            usage, self._space, self._run, self._namespace.folder, settings.capacity_bytes
         )
         return self._space
 
@@ -158,27 +130,18 @@ class Housekeeping:
             await self._walk_for(_OPENING_S, lambda step: step.ends_cycle)
         await self._trim()
 
-    def start(self, rescan_interval_s: float, check_root: Callable[[], None]) -> None:
-        """Start housekeeping in the background.
-
-        Args:
-            rescan_interval_s: Minimum seconds between two cycles of walks.
-            check_root: Raises OSError if the root is not the directory that was opened.
-        """
-        self._check_root = check_root
+    def start(self) -> None:
+        """Start housekeeping in the background."""
         self._task = asyncio.get_running_loop().create_task(
-            self._run_periodically(rescan_interval_s), name="fs:housekeeping"
+            self._run_periodically(), name="fs:housekeeping"
         )
 
-    async def look_for_blocks(self, count: int) -> bool:
+    async def look_for_blocks(self, space: Space, count: int) -> bool:
         """Walk for a moment in search of `count` evictable blocks, unless that was just done.
 
         Returns:
             Whether a walk was made since the call.
         """
-        space = self._space
-        if space is None:
-            return False
         walks = self._walks
         async with self._walking:
             if self._walks != walks:
@@ -189,13 +152,10 @@ class Housekeeping:
                 return False
             try:
                 await self._walk_for(
-                    _OPENING_S,
-                    lambda step: space.can_evict(count) or step.ends_cycle,
+                    _OPENING_S, lambda step: space.can_evict(count) or step.ends_cycle
                 )
             except (OSError, OffloadError) as error:
-                logger.warning(
-                    "%s: looking for room failed: %s", self._namespace.folder, str(error)
-                )
+                logger.warning("%s: looking for room failed: %s", self._folder, str(error))
                 return False
             self._next_look_s = loop.time() + _REST * (loop.time() - begun_s)
             return True
@@ -215,7 +175,7 @@ class Housekeeping:
         if (num_kept := sum(key not in waiting for key in keys)) > 0:
             logger.warning(
                 "%s: %d blocks are not removed, because %d others wait for it; ask again later",
-                *(self._namespace.folder, num_kept, len(waiting)),
+                *(self._folder, num_kept, len(waiting)),
             )
         if waiting and self._discarding is None:
             task = asyncio.get_running_loop().create_task(self._discard(), name="fs:discard")
@@ -266,8 +226,8 @@ class Housekeeping:
         """Register and create the folders again, as at opening. Runs on an I/O thread."""
         self._check_root()
         self._writers.renew_id()
-        self._files.writer.rename(self._writers.writer_id)
-        self.enter(self._verify)
+        self._files.forget_synced()
+        enter_namespace(self._files)
         if self._usage is not None:  # a writer must register before it joins the count
             self._usage.rename_writer(self._writers.writer_id)
 
@@ -286,15 +246,16 @@ class Housekeeping:
 
     def _unregister(self) -> None:
         try:
-            self._files.writer.sweep_leftover_temps()
+            self._files.sweep_leftover_temps()
         except OSError:
             self._writers.die()  # the next start finds this writer dead, and sweeps its files
             raise
         self._writers.unregister()
 
-    async def _run_periodically(self, rescan_interval_s: float) -> None:
+    async def _run_periodically(self) -> None:
         """Send heartbeats, and walk in small steps."""
         loop = asyncio.get_running_loop()
+        rescan_interval_s = self._files.settings.rescan_interval_s
         tick_s = min(HEARTBEAT_S, rescan_interval_s)
         tick_at_s = loop.time() + tick_s
         while True:
@@ -312,7 +273,7 @@ class Housekeeping:
                     await self._trim()
             except (OSError, OffloadError) as error:
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
-                logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
+                logger.warning("%s: housekeeping failed: %s", self._folder, str(error))
             except Exception as error:  # noqa: BLE001 - see the attribute
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 self._errors.note(error)
@@ -325,7 +286,7 @@ class Housekeeping:
         """
         await self._beat()
         try:
-            await self._run(self._files.writer.sweep_leftover_temps)
+            await self._run(self._files.sweep_leftover_temps)
         finally:
             await self._trim()
 
@@ -339,8 +300,7 @@ class Housekeeping:
                     try:
                         await self._remove(keys)
                     except (OSError, OffloadError) as error:
-                        folder = self._namespace.folder
-                        logger.warning("%s: blocks were not removed: %s", folder, str(error))
+                        logger.warning("%s: blocks were not removed: %s", self._folder, str(error))
         finally:
             self._discarding = None
 
@@ -396,7 +356,7 @@ class Housekeeping:
                 space.blocks.end_walk()
         self._rest(begun_s, step.cpu_s)
         if step.error is not None:
-            logger.warning("%s: a part is unreadable: %s", self._namespace.folder, str(step.error))
+            logger.warning("%s: a part is unreadable: %s", self._folder, str(step.error))
         return step
 
     async def _learn(self, space: Space, step: Step) -> float:
@@ -436,5 +396,5 @@ class Housekeeping:
         self._next_step_s = now_s + max(rest_s, _LEAST_REST_S)
 
     async def _trim(self) -> None:
-        if self._trimming is not None:
-            await self._trimming.trim()
+        if self._space is not None:
+            await self._space.trim(self._run)

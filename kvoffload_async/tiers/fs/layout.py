@@ -25,10 +25,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvoffload_async.tiers.files.ops import disk_bytes, safe_name
-from kvoffload_async.types import (
-    OffloadKey,
-    make_offload_key,
-)
+from kvoffload_async.types import OffloadKey, make_offload_key
 
 _DIGEST_DIGITS = 12
 BLOCK_SUFFIX = ".bin"

@@ -1,4 +1,4 @@
-"""Settings, arguments and results of operations on block files."""
+"""Arguments and results of operations on block files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload_async.errors import TierError, TierFullError
-from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.fs.layout import bucket_of
 from kvoffload_async.types import OffloadKey
 
@@ -21,31 +20,6 @@ class Verify(enum.StrEnum):
     """Those with a valid checksum or none."""
     OFF = "off"
     """Those of the right length, unless another key or a newer release made their checksum."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSettings:
-    """How the files of a namespace are written and read.
-
-    Attributes:
-        block_bytes: Length of every file.
-        verify: See `Verify`.
-        integrity_key: Key of the checksums; requires `verify` to be `REQUIRED`.
-        direct_io: Bypass the page cache where supported.
-        fsync: Wait for the device before a file is published.
-        reuses_inodes: Whether a victim's inode may be overwritten, provided that no process reads
-            this namespace without verifying: such a reader could read the new bytes under the old
-            name.
-        counts_bytes: Whether stores report their disk usage, which costs system calls.
-    """
-
-    block_bytes: int
-    verify: Verify = Verify.WHEN_PRESENT
-    integrity_key: IntegrityKey | None = None
-    direct_io: bool = False
-    fsync: bool = False
-    reuses_inodes: bool = False
-    counts_bytes: bool = True
 
 
 class StoreStatus(enum.Enum):
@@ -112,6 +86,7 @@ class LoadFailure:
     freed_bytes: int | None = None
 
 
+STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
 """Results after which a block may be retried once there is room."""
 

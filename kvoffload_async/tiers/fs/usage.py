@@ -69,7 +69,6 @@ NUM_BUCKETS: Final = REST + 1
 
 _MAGIC: Final = b"kvo.use\n"
 _HEADER: Final = struct.Struct("<8sIIQQQI4xQQIHH")
-_START: Final = struct.Struct("<8sIIQ")
 _WRITER: Final = struct.Struct("<24sQQI4xQQIHH")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKSUM_AT: Final = 32
@@ -285,7 +284,7 @@ def parsed(content: memoryview) -> Usage | None:
         slot = content[at : at + SLOT_BYTES]
         if len(slot) < SLOT_BYTES:
             break
-        magic, version, features, sequence = _START.unpack_from(slot)
+        magic, version, features, sequence, *_ = _HEADER.unpack_from(slot)
         if magic != _MAGIC or version < VERSION:
             continue
         if version > VERSION or features:
@@ -331,91 +330,14 @@ class Operation:
     changes: Sequence[DiskChange] = ()
 
 
-class UnreportedUsage:
-    """This writer's operations and disk changes, to be merged into the shared count.
-
-    Methods for jobs do not wait for a change of the file, so nothing is lost if one hangs.
-    """
-
-    def __init__(self, writer_id: str, leftover_bytes: Callable[[], int]) -> None:
-        """Start without operations; for `leftover_bytes`, see `UsageFile`."""
-        self._leftover_bytes = leftover_bytes
-        self.running: set[Operation] = set()
-        self.writer_id = writer_id
-        self._ids = [writer_id]
-        """Ids that the entry may have: that of the last change, and those to use since."""
-        self._num_changes = 0
-        self._ended: list[Operation] = []
-        self._reporting: list[Operation] = []
-        """Operations of the last change if it failed; it may have been made nevertheless."""
-        self._mutex = threading.Lock()
-
-    def begin(self, operation: Operation) -> None:
-        """Begin an operation."""
-        with self._mutex:
-            self.running.add(operation)
-
-    def end(self, operation: Operation) -> None:
-        """End an operation, to be counted with the next change of the file."""
-        with self._mutex:
-            self.running.discard(operation)
-            self._ended.append(operation)
-
-    def withdraw(self, operation: Operation) -> None:
-        """Withdraw an operation that could not be published; the next change releases its room."""
-        with self._mutex:
-            self.running.discard(operation)
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether the file has everything that ended before this call."""
-        return not (self._ended or self._reporting)
-
-    def rename(self, writer_id: str) -> None:
-        """Use another id from the next change on; operations are kept."""
-        self._ids.append(writer_id)
-
-    def begin_change(self, usage: Usage) -> WriterCount:
-        """Count all ended operations; return this writer's entry, after removing the former one.
-
-        Determines whether a failed last change was made.
-
-        Call with the file's lock held.
-        """
-        ids = self._ids.copy()
-        self.writer_id = ids[-1]
-        former = next((usage.writers[i] for i in reversed(ids) if i in usage.writers), None)
-        entry = former or WriterCount()
-        if entry.num_changes == (self._num_changes + 1) % WRAP:
-            self._num_changes += 1
-            self._reporting = []
-        with self._mutex:
-            # Together: room that is released counts until the change made in it does.
-            self._reporting, self._ended = self._reporting + self._ended, []
-            running = list(self.running)
-        for operation in self._reporting:
-            usage.change(operation.changes, operation.before)
-        for writer_id in ids:
-            usage.writers.pop(writer_id, None)
-        return WriterCount(
-            sum([operation.reserved_bytes for operation in running]) + self._leftover_bytes(),
-            sum([operation.moving_bytes for operation in running]),
-            (self._num_changes + 1) % WRAP,
-            entry.walk,
-        )
-
-    def end_change(self) -> None:
-        """Record that the change was made. Call with the file's lock held."""
-        self._num_changes += 1
-        self._reporting = []
-        del self._ids[: self._ids.index(self.writer_id)]
-
-
 T = TypeVar("T")
 
 
 class UsageFile:
-    """The shared count's file.
+    """The shared count's file, and this writer's operations, which its next change has to count.
+
+    A job does not wait for a change of the file to end an operation, so nothing is lost if one
+    hangs.
 
     Attributes:
         is_complete: Whether the total was known, and this writer registered, at the last change.
@@ -451,14 +373,24 @@ class UsageFile:
         self._ops = ops
         self._path = f"{namespace_folder}/{FILE_NAME}"
         self._living = living
+        self._leftover_bytes = leftover_bytes
         self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
         self._is_open = False
-        # Under its lock:
+        self._mutex = threading.Lock()
+        # Under the mutex:
+        self._running: set[Operation] = set()
+        self._ended: list[Operation] = []
+        # Under the file's lock:
         self._buffer = memoryview(bytearray(FILE_BYTES))
+        self._writer_id = writer_id
+        self._ids = [writer_id]
+        """Ids that the entry may have: that of the last change, and those to use since."""
         self._entry = WriterCount()
         self._entry_bytes = 0
+        self._num_changes = 0
+        self._reporting: list[Operation] = []
+        """Operations of the last change if it failed; it may have been made nevertheless."""
         self._dead: frozenset[str] = frozenset()
-        self._own = UnreportedUsage(writer_id, leftover_bytes)
 
     def open(self, entry_bytes: int = 0) -> None:
         """Join the count, creating it if missing.
@@ -485,7 +417,7 @@ class UsageFile:
             return
 
         def leave(usage: Usage) -> None:
-            usage.writers.pop(self._own.writer_id, None)
+            usage.writers.pop(self._writer_id, None)
             usage.change([(REST, -self._entry_bytes)], usage.marks)
 
         try:
@@ -495,11 +427,8 @@ class UsageFile:
             self._file.close()
 
     def rename_writer(self, writer_id: str) -> None:
-        """Use another id; reservations are kept.
-
-        The next change replaces the entry.
-        """
-        self._own.rename(writer_id)
+        """Use another id from the next change on; reservations are kept."""
+        self._ids.append(writer_id)
 
     # -- what a job changes ---------------------------------------------------------------------
 
@@ -507,7 +436,8 @@ class UsageFile:
         """Begin an operation on up to `count` blocks, and publish it.
 
         Room is reserved for as many new blocks as the capacity allows; the operation may move or
-        remove existing blocks in the number of the others.
+        remove existing blocks in the number of the others. If it cannot be published, the next
+        change releases its room.
         """
         operation = Operation()
 
@@ -517,14 +447,16 @@ class UsageFile:
             operation.reserved_bytes = granted * unit_bytes
             operation.moving_bytes = (count - granted) * unit_bytes
             operation.before = usage.marks
-            self._own.begin(operation)
+            with self._mutex:
+                self._running.add(operation)
             self._entry.reserved_bytes += operation.reserved_bytes
             self._entry.moving_bytes += operation.moving_bytes
 
         try:
             self._change(begin)
         except BaseException:
-            self._own.withdraw(operation)
+            with self._mutex:
+                self._running.discard(operation)
             raise
         return operation
 
@@ -534,7 +466,9 @@ class UsageFile:
         Does no I/O, so that a job may call it on any thread.
         """
         operation.changes = changes
-        self._own.end(operation)
+        with self._mutex:
+            self._running.discard(operation)
+            self._ended.append(operation)
 
     def report(self) -> None:
         """Count what has ended, unless another change has done so.
@@ -542,7 +476,7 @@ class UsageFile:
         Raises:
             OSError: The file could not be changed; the next change catches up.
         """
-        if not self._own.is_reported:
+        if self._ended or self._reporting:
             self.read()
 
     def read(self) -> Usage:
@@ -575,10 +509,10 @@ class UsageFile:
     # -- inside ---------------------------------------------------------------------------------
 
     def _counts_in(self, usage: Usage) -> bool:
-        return usage.is_complete and self._own.writer_id in usage.writers
+        return usage.is_complete and self._writer_id in usage.writers
 
     def _dead_in(self, usage: Usage) -> Collection[str]:
-        return usage.writers.keys() - {*self._living(), self._own.writer_id}
+        return usage.writers.keys() - {*self._living(), self._writer_id}
 
     def _enter(self, usage: Usage) -> None:
         """Add this writer's entry to the count, if there is a free one."""
@@ -586,7 +520,34 @@ class UsageFile:
             for dead in self._dead_in(usage):
                 usage.remove_dead(dead)
         if len(usage.writers) < MAX_WRITERS:
-            usage.writers[self._own.writer_id] = self._entry
+            usage.writers[self._writer_id] = self._entry
+
+    def _merge(self, usage: Usage) -> WriterCount:
+        """Count all ended operations; return this writer's entry, after removing the former one.
+
+        Determines whether a failed last change was made.
+        """
+        ids = self._ids.copy()
+        self._writer_id = ids[-1]
+        former = next((usage.writers[i] for i in reversed(ids) if i in usage.writers), None)
+        entry = former or WriterCount()
+        if entry.num_changes == (self._num_changes + 1) % WRAP:
+            self._num_changes += 1
+            self._reporting = []
+        with self._mutex:
+            # Together: room that is released counts until the change made in it does.
+            self._reporting, self._ended = self._reporting + self._ended, []
+            running = list(self._running)
+        for operation in self._reporting:
+            usage.change(operation.changes, operation.before)
+        for writer_id in ids:
+            usage.writers.pop(writer_id, None)
+        return WriterCount(
+            sum([operation.reserved_bytes for operation in running]) + self._leftover_bytes(),
+            sum([operation.moving_bytes for operation in running]),
+            (self._num_changes + 1) % WRAP,
+            entry.walk,
+        )
 
     def _change(self, call: Callable[[Usage], T]) -> T:
         """Change the count under its lock, including this writer's pending changes."""
@@ -596,14 +557,16 @@ class UsageFile:
             content = self._buffer[: read_all(self._ops, fd, self._buffer)]
             found = parsed(content)
             usage = found or Usage()
-            self._entry = self._own.begin_change(usage)
+            self._entry = self._merge(usage)
             self._enter(usage)
             result = call(usage)
             if found is None:  # allocates the file before it is counted
                 write_all(self._ops, fd, bytes(FILE_BYTES), 0)
             usage.sequence += 1
             write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
-            self._own.end_change()
+            self._num_changes += 1
+            self._reporting = []
+            del self._ids[: self._ids.index(self._writer_id)]
             self.is_complete = self._counts_in(usage)
             self.total_bytes, self.marks = usage.total_bytes, usage.marks
             return result

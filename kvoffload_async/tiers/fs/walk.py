@@ -38,10 +38,6 @@ class StoppedError(Exception):
     """A walk was stopped by its caller."""
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(slots=True)
 class Inventory:
     """Result of a walk.
@@ -66,7 +62,7 @@ def take_inventory(
     ops: FileOps,
     namespace: Namespace,
     roots: Iterable[str],
-    should_stop: Callable[[], bool] = _never,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Inventory:
     """Walk over folders and files of a namespace; entries removed meanwhile are skipped.
 
@@ -236,7 +232,7 @@ class NamespaceWalk:
     # -- inside ---------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> _Cycle:
-        _, dead = self._writers.others()
+        dead = self._writers.others().dead
         if self._usage is not None:
             self._usage.begin_walk()
         is_needed = self._usage is not None or dead

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
@@ -23,7 +23,7 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigest
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
 from kvoffload_async.tiers.fs.usage import Usage, read_usage
 from kvoffload_async.tiers.fs.walk import writer_of
-from kvoffload_async.tiers.fs.writers import WriterRegistry
+from kvoffload_async.tiers.fs.writers import WriterRegistry, Writers
 from kvoffload_async.types import OffloadKey
 
 _FOLDER: Final = re.compile(
@@ -212,21 +212,12 @@ def _found(entries: Callable[[], Iterable[Entry]]) -> tuple[list[Entry], OSError
     return found, None
 
 
-@dataclass(frozen=True, slots=True)
-class Writers:
-    """The ids of a namespace's writers."""
-
-    living: frozenset[str] = frozenset()
-    dead: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Temps:
+class Temps(NamedTuple):
     """Temporary files, grouped by the state of their writer."""
 
-    living: tuple[FoundFile, ...]
-    dead: tuple[FoundFile, ...]
-    foreign: tuple[FoundFile, ...]
+    living: list[FoundFile]
+    dead: list[FoundFile]
+    foreign: list[FoundFile]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,54 +294,16 @@ async def inspect_namespace(
     io: MaintenanceIo, namespace: FoundNamespace
 ) -> tuple[Inspection, Scan]:
     """Inspect a namespace with a walk; changes nothing."""
-    before = await io.run(_count, io.ops, namespace.folder)
+    _, before = await io.run(_count, io.ops, namespace.folder)
     scan = await scan_namespace(io, namespace)
     # After the walk: the writers of all temporary files found have registered by now.
-    writers = await io.run(judge_writers, io.ops, namespace.folder)
-    after = await io.run(_count, io.ops, namespace.folder)
-    return _inspection(namespace, scan, writers, before, after), scan
-
-
-def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writers:
-    """Return the writers; `now_s` defaults to this host's clock. Thread-safe."""
-    registry = WriterRegistry(ops, folder)
-    try:
-        living, dead = registry.classify(time.time() if now_s is None else now_s)
-    except OSError:
-        return Writers()
-    return Writers(frozenset(living), frozenset(dead))
-
-
-def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
-    """Group temporary files by the state of their writer."""
-    by_owner: dict[str, list[FoundFile]] = {"living": [], "dead": [], "foreign": []}
-    for temp in temps:
-        writer = writer_of(temp.path)
-        if writer in writers.living:
-            by_owner["living"].append(temp)
-        else:
-            by_owner["dead" if writer in writers.dead else "foreign"].append(temp)
-    return Temps(**{owner: tuple(files) for owner, files in by_owner.items()})
-
-
-def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
-    """Return (whether there is a shared count, its content). Thread-safe."""
-    with contextlib.suppress(OSError):
-        return True, read_usage(ops, folder)
-    return False, None
-
-
-def _inspection(
-    namespace: FoundNamespace,
-    scan: Scan,
-    writers: Writers,
-    before: tuple[bool, Usage | None],
-    after: tuple[bool, Usage | None],
-) -> Inspection:
+    writers = await io.run(
+        lambda: judge_writers(WriterRegistry(io.ops, namespace.folder), time.time())
+    )
+    is_counted, usage = await io.run(_count, io.ops, namespace.folder)
     temps = sort_temps(scan.temps, writers)
     disk_bytes = scan.total_bytes - sum(temp.disk_bytes for temp in temps.living)
-    is_counted, usage = after
-    tolerance_bytes = _tolerance_bytes(scan, writers, before[1], usage)
+    tolerance_bytes = _tolerance_bytes(scan, writers, before, usage)
     problems = [f"cannot be walked: {reason}" for reason in scan.unreadable]
     if temps.dead:
         problems.append(f"{len(temps.dead)} temporary files of dead writers")
@@ -362,7 +315,7 @@ def _inspection(
         problems.append(f"{usage.settled_bytes} bytes are counted and {disk_bytes} are on disk")
     times_s = [block.modified_s for block in scan.blocks]
     model = namespace.fields.get("model_name")
-    return Inspection(
+    inspection = Inspection(
         name=namespace.name,
         model=model if isinstance(model, str) else None,
         has_manifest=namespace.has_manifest,
@@ -386,6 +339,34 @@ def _inspection(
         newest_s=max(times_s, default=None),
         problems=tuple(problems),
     )
+    return inspection, scan
+
+
+def judge_writers(registry: WriterRegistry, now_s: float) -> Writers:
+    """Return the writers other than the registry's own; none if they cannot be listed."""
+    try:
+        return registry.classify(now_s)
+    except OSError:
+        return Writers(set(), set())
+
+
+def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
+    """Group temporary files by the state of their writer."""
+    found = Temps([], [], [])
+    for temp in temps:
+        writer = writer_of(temp.path)
+        if writer in writers.living:
+            found.living.append(temp)
+        else:
+            (found.dead if writer in writers.dead else found.foreign).append(temp)
+    return found
+
+
+def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
+    """Return (whether there is a shared count, its content). Thread-safe."""
+    with contextlib.suppress(OSError):
+        return True, read_usage(ops, folder)
+    return False, None
 
 
 _ENTRY_BYTES = 4096
@@ -439,26 +420,8 @@ class Outcome:
         return BadBlock(self.block.path, self.reason)
 
 
-async def verify_blocks(
-    io: MaintenanceIo,
-    namespace: FoundNamespace,
-    blocks: Sequence[FoundBlock],
-    key: IntegrityKey | None = None,
-    *,
-    remove_corrupt: bool = False,
-) -> AsyncGenerator[Outcome, None]:
-    """Read and verify blocks in parallel; optionally remove corrupt ones."""
-    checker = BlockChecker(io.ops, namespace, blocks, key, remove_corrupt=remove_corrupt)
-    io.control.expect(sum(block.length_bytes for block in blocks))
-    async with aclosing(io.share_out(_batches(blocks), checker.check)) as checked:
-        async for batch, outcomes in checked:
-            io.control.advance(sum(block.length_bytes for block in batch))
-            for outcome in outcomes:
-                yield outcome
-
-
 class BlockChecker:
-    """Verifies single files. Thread-safe."""
+    """Reads and verifies blocks; optionally removes corrupt ones."""
 
     def __init__(
         self,
@@ -469,7 +432,7 @@ class BlockChecker:
         *,
         remove_corrupt: bool = False,
     ) -> None:
-        """Determine the block length from the manifest or, without one, from most of `blocks`.
+        """Determine the length of a block from the manifest or, without one, from most blocks.
 
         Args:
             ops: The system calls.
@@ -481,33 +444,38 @@ class BlockChecker:
         self._key = key
         self._ops = ops
         self._namespace = namespace
+        self._blocks = blocks
         self._remove_corrupt = remove_corrupt
         self._block_bytes = namespace.block_bytes
         lengths = Counter(block.length_bytes for block in blocks).most_common(1)
         self._usual_bytes = lengths[0][0] if lengths else 0
 
+    async def outcomes(self, io: MaintenanceIo) -> AsyncGenerator[Outcome, None]:
+        """Check all blocks, in parallel."""
+        io.control.expect(sum(block.length_bytes for block in self._blocks))
+        async with aclosing(io.share_out(_batches(self._blocks), self.check)) as checked:
+            async for batch, outcomes in checked:
+                io.control.advance(sum(block.length_bytes for block in batch))
+                for outcome in outcomes:
+                    yield outcome
+
     def check(self, blocks: Sequence[FoundBlock]) -> list[Outcome]:
-        """Verify blocks one by one; a failure does not affect other blocks."""
+        """Verify blocks one by one; a failure does not affect other blocks. Thread-safe."""
         return [self._check(block) for block in blocks]
 
     def _check(self, block: FoundBlock) -> Outcome:
         try:
-            fd = self._ops.open(block.path, os.O_RDONLY)
+            with self._ops.opened(block.path, os.O_RDONLY) as fd:
+                verdict, reason = self._classify(fd, block)
+                if verdict is Verdict.CORRUPT:
+                    return self._corrupt(fd, block, reason)
+                return Outcome(block, verdict, reason)
         except FileNotFoundError:
             return Outcome(block, Verdict.GONE)
+        except MemoryError:  # a sparse file can have any length
+            return Outcome(block, Verdict.UNREADABLE, "more bytes than fit into memory")
         except OSError as error:
             return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
-        try:
-            verdict, reason = self._classify(fd, block)
-            if verdict is not Verdict.CORRUPT:
-                return Outcome(block, verdict, reason)
-            return self._corrupt(fd, block, reason)
-        except FileNotFoundError:
-            return Outcome(block, Verdict.GONE)
-        except (OSError, MemoryError) as error:
-            return Outcome(block, Verdict.UNREADABLE, _why(error))
-        finally:
-            self._ops.close(fd)
 
     def _classify(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
         length = self._ops.fstat(fd).st_size
@@ -546,12 +514,6 @@ class BlockChecker:
             reason = f"{reason}, and cannot be removed: {error.strerror or error}"
             return Outcome(block, Verdict.CORRUPT, reason)
         return Outcome(block, Verdict.CORRUPT, reason, is_removed=True)
-
-
-def _why(error: OSError | MemoryError) -> str:
-    if isinstance(error, MemoryError):  # a sparse file can have any length
-        return "more bytes than fit into memory"
-    return error.strerror or str(error)
 
 
 def _batches(blocks: Sequence[FoundBlock]) -> Iterator[Sequence[FoundBlock]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import PurePath
 from typing import ClassVar, Self
 
 from kvoffload_async.abc.maintenance import (
@@ -37,22 +38,21 @@ from kvoffload_async.tiers.files.maintenance import (
 )
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
 from kvoffload_async.tiers.fs.maintenance.inspection import (
+    BlockChecker,
     FoundFile,
     FoundNamespace,
     Outcome,
     Scan,
-    Writers,
     find_namespaces,
     inspect_namespace,
     judge_writers,
     scan_namespace,
     sort_temps,
-    verify_blocks,
 )
 from kvoffload_async.tiers.fs.namespace_init import check_namespace
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, writer_of
-from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, remove_entry
+from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, Writers, remove_entry
 
 
 @dataclass
@@ -116,10 +116,9 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         self._writers = writers
 
     def other_writers(self) -> Writers:
-        """Return the living and dead writers."""
-        writers = judge_writers(self._ops, self._namespace.folder, self._now_s())
-        own_id = {self._writers.writer_id} if self._writers else set()
-        return Writers(writers.living - own_id, writers.dead - own_id)
+        """Return the other writers."""
+        registry = self._writers or WriterRegistry(self._ops, self._namespace.folder)
+        return judge_writers(registry, self._now_s())
 
     def sweep(self, scan: Scan, writers: Writers) -> None:
         """Remove unused files, entries and folders."""
@@ -208,11 +207,10 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         """Remove empty folders in vLLM's layout, deepest first; writers create them again."""
         if not self._namespace.is_vllms:
             return
-        occupied: set[str] = set()
         files = (*scan.blocks, *scan.temps, *scan.unknown_files)
-        for path in (*(file.path for file in files), *scan.other_folders):
-            if path not in self._gone:
-                _add_parents(occupied, path)
+        left = {*(file.path for file in files), *scan.other_folders} - self._gone
+        folders = {path.rpartition("/")[0] for path in left}
+        occupied = folders.union(str(above) for path in folders for above in PurePath(path).parents)
         for folder in sorted(set(scan.folders) - occupied, reverse=True):
             with contextlib.suppress(OSError):  # it is in use again
                 removal = Removal(folder, "empty", disk_bytes(self._ops.stat(folder)))
@@ -261,13 +259,6 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
             usage.close()
 
 
-def _add_parents(folders: set[str], path: str) -> None:
-    parent = path.rpartition("/")[0]
-    while parent and parent not in folders:
-        folders.add(parent)
-        parent = parent.rpartition("/")[0]
-
-
 class FsMaintenance(FolderMaintenance):
     """Inspects and cleans a namespace; works while tiers are open on it."""
 
@@ -303,7 +294,8 @@ class FsMaintenance(FolderMaintenance):
         if refusal := await self._refusal(io, for_writing=False):
             yield Problem(refusal)
             blocks = []
-        async with aclosing(verify_blocks(io, self._namespace, blocks, self._key)) as outcomes:
+        checker = BlockChecker(self._ops, self._namespace, blocks, self._key)
+        async with aclosing(checker.outcomes(io)) as outcomes:
             async for outcome in outcomes:
                 if problem := verified.count(outcome.verdict, outcome.bad):
                     yield problem
@@ -324,9 +316,22 @@ class FsMaintenance(FolderMaintenance):
             return
         try:
             await io.run(cleanup.register)
-            async with aclosing(self._clean_up(io, cleanup, options)) as findings:
-                async for finding in findings:
-                    yield finding
+            scan = await scan_namespace(io, self._namespace)
+            for reason in scan.unreadable:
+                cleanup.fail(reason)
+            writers = await io.run(cleanup.other_writers)
+            blocks = scan.blocks if options.corrupt else []
+            checker = BlockChecker(
+                *(self._ops, self._namespace, blocks, self._key),
+                remove_corrupt=not options.dry_run,
+            )
+            async with aclosing(checker.outcomes(io)) as outcomes:
+                async for outcome in outcomes:
+                    cleanup.take_in(outcome)
+                    for finding in cleanup.take_findings():
+                        yield finding
+            if not io.control.should_stop():
+                await io.run(cleanup.sweep, scan, writers)
         finally:
             await io.run(cleanup.unregister)
         for finding in cleanup.take_findings():
@@ -341,24 +346,3 @@ class FsMaintenance(FolderMaintenance):
         except NewerFormatError as error:
             return f"it is of a newer release: {error}"
         return None
-
-    async def _clean_up(
-        self, io: MaintenanceIo, cleanup: NamespaceCleanup, options: GcOptions
-    ) -> Findings:
-        scan = await scan_namespace(io, self._namespace)
-        for reason in scan.unreadable:
-            cleanup.fail(reason)
-        writers = await io.run(cleanup.other_writers)
-        if options.corrupt:
-            checks = verify_blocks(
-                io, self._namespace, scan.blocks, self._key, remove_corrupt=not options.dry_run
-            )
-            async with aclosing(checks) as outcomes:
-                async for outcome in outcomes:
-                    cleanup.take_in(outcome)
-                    for finding in cleanup.take_findings():
-                        yield finding
-        if not io.control.should_stop():
-            await io.run(cleanup.sweep, scan, writers)
-        for finding in cleanup.take_findings():
-            yield finding
