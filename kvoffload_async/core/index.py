@@ -29,6 +29,7 @@ from itertools import islice, repeat
 from typing import Any, Final
 
 from kvoffload_async.core.ledger import StartProbe
+from kvoffload_async.statistics import BreakEvenStatistics
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext, get_offload_group_idx
 
@@ -575,10 +576,17 @@ class CostGatedIndex(KeyIndex):
         """Key that the nearer tiers have not resolved -> the requests for which it comes first."""
         self._explorer: Hashable = None
 
-    @property
-    def needed_blocks(self) -> float:
-        """Number of blocks that a request must miss; infinity if no number suffices."""
-        return self._needed_blocks
+    def statistics(self) -> BreakEvenStatistics | None:
+        """Return the break-even point; None if it is not measured. Thread-safe."""
+        measured, needed = self.break_even, self._needed_blocks
+        if measured is None:
+            return None
+        return BreakEvenStatistics(
+            needed_blocks=None if math.isinf(needed) else int(needed),
+            latency_s=measured.latency_s,
+            blocks_per_s=measured.blocks_per_s,
+            explorations=measured.explorations,
+        )
 
     def lookup_many(
         self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
-from kvoffload_async.core.counters import PlannerCounters
+from kvoffload_async.core.counters import Figures, FigureSet, PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
-from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch, Verdict
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import TIER_FIGURES, TierState
 from kvoffload_async.errors import StateError
+from kvoffload_async.statistics import PlannerStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
     JobId,
@@ -38,6 +39,14 @@ _MISS: Final = LookupResult.MISS
 _RETRY: Final = LookupResult.RETRY
 _KEYS_AT_ONCE: Final = 256
 """Maximum number of keys per batch of a lookup; limits the keys looked up beyond a miss."""
+
+
+class Snapshot(NamedTuple):
+    """Immutable copy of the figures of a planner, its primary and its tiers."""
+
+    primary: Figures
+    planner: Figures
+    tiers: tuple[Figures, ...]
 
 
 class Planner:
@@ -330,6 +339,21 @@ class Planner:
         records = (record for tier in self.tiers for record in tier.jobs.orphaned())
         return {record.job.job_id: record for record in records}
 
+    # -- statistics -----------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Copy the figures of the primary, the planner and the tiers."""
+        tiers = []
+        for tier, queue in zip(self.tiers, self.cascades.queues, strict=True):
+            tiers.append(TIER_FIGURES.take(tier, queue.count))
+        planned = PLANNER_FIGURES.take(self, len(self.requests))
+        return Snapshot(PRIMARY_FIGURES.take(self.primary), planned, tuple(tiers))
+
+    def statistics(self, taken: Figures) -> PlannerStatistics:
+        """Return the statistics of the planner from its figures. Thread-safe."""
+        decision_seconds = self.counters.decision_seconds.read()
+        return PlannerStatistics(**PLANNER_FIGURES.named(taken), decision_seconds=decision_seconds)
+
     # -- reset ----------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
@@ -611,3 +635,9 @@ class Planner:
             del self._newest[request.ctx.req_id]
         for tier in self.tiers:
             tier.finish_request(request.ctx)
+
+
+PLANNER_FIGURES: Final = FigureSet(
+    PlannerCounters, {"retained_blocks": "room.named_blocks"}, "requests"
+)
+"""Copies the figures of a `Planner`, with the number of its requests."""

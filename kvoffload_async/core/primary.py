@@ -32,10 +32,11 @@ from kvoffload_async.core.admission import (
     prefix_test,
     those_before,
 )
-from kvoffload_async.core.counters import PrimaryCounters
+from kvoffload_async.core.counters import Figures, FigureSet, PrimaryCounters
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import OnResolved
 from kvoffload_async.errors import InvariantError, StateError
+from kvoffload_async.statistics import PrimaryStatistics, SlotStatistics
 from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
 from kvoffload_async.tables.lists import FreeNumbers, NumberLists
@@ -1122,3 +1123,21 @@ class Primary(ResidentBlocks):
             self.on_write_ended(keys)
         if self.decided is not None:
             self.decided(keys)
+
+
+PRIMARY_FIGURES: Final = FigureSet(
+    PrimaryCounters,
+    {
+        "slots": "counts",
+        "load_pins": "loading.num_pins",
+        "events_dropped": "event_log.dropped",
+    },
+)
+"""Copies the figures of a `Primary`."""
+
+
+def read_primary(taken: Figures, row_bytes: int) -> PrimaryStatistics:
+    """Return the statistics of a primary from its figures; `row_bytes` is 0 without memory."""
+    figures = PRIMARY_FIGURES.named(taken)
+    slots = SlotStatistics(**figures.pop("slots"))
+    return PrimaryStatistics(**figures, slots=slots, row_bytes=row_bytes)

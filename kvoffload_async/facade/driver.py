@@ -6,17 +6,23 @@ everything down.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import logging
 import math
+import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.config import WriteBack, one_of, parse_generation
+from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.planner import Planner, Snapshot
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
+from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.losses import LossWarnings
 from kvoffload_async.facade.primary import (
@@ -29,11 +35,11 @@ from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier, t
 from kvoffload_async.facade.timelines import Explaining
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
-from kvoffload_async.runtime.readings import (
-    OwnerSteps,
-    read_planner,
+from kvoffload_async.statistics import (
+    HistogramStatistics,
+    OffloadingStatistics,
+    RuntimeStatistics,
 )
-from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     OffloadingEvent,
@@ -44,6 +50,48 @@ from kvoffload_async.types import (
 from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
+
+
+class OwnerSteps:
+    """Measures the time that the begin and end of each step take on the owner's thread.
+
+    The end of a step publishes a snapshot of the planner's figures by one assignment, so other
+    threads read a consistent snapshot without waiting.
+
+    Not thread-safe, except `published` and `durations`; call only from the owner's thread.
+
+    Attributes:
+        durations: Durations of the steps.
+    """
+
+    def __init__(self, clock: Callable[[], float], planner: Planner) -> None:
+        self._clock = clock
+        self._planner = planner
+        self.durations = Histogram()
+        self._step_s = 0.0
+        self.publish()
+
+    def began(self, since_s: float) -> None:
+        """Record the duration of the step's begin, which started at `since_s`, in seconds."""
+        self._owner = threading.get_ident()
+        self._step_s += self._clock() - since_s
+
+    def ended(self, since_s: float) -> None:
+        """Record the duration of the step's end, which started at `since_s`; then publish."""
+        self.durations.observe(self._step_s + self._clock() - since_s)
+        self._step_s = 0.0
+        self.publish()
+
+    def publish(self) -> None:
+        """Publish a snapshot for other threads."""
+        self._owner = threading.get_ident()
+        self._published = self._planner.snapshot()
+
+    def published(self) -> Snapshot:
+        """Return the latest snapshot; on the owner's thread, take a new one."""
+        if threading.get_ident() == self._owner:
+            self.publish()
+        return self._published
 
 
 class PlannerDriver(Explaining):
@@ -124,6 +172,7 @@ class PlannerDriver(Explaining):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())
         self._steps = OwnerSteps(clock, self.planner)
+        self._block_io = _block_io()
         self._polled_this_step = self._polled_for_stores = False
         self._closed = False
         self._closing: Closing[None] = Closing()
@@ -237,13 +286,20 @@ class PlannerDriver(Explaining):
 
         Thread-safe. Other threads than the owner's get the values at the end of the last step.
         """
-        steps, bridge = self._steps, self._bridge
-        published = steps.published()
+        published, bridge = self._steps.published(), self._bridge
+        version, python = _versions()
         return OffloadingStatistics(
             primary=self._primary.primary_stats(published.primary),
             tiers=self._tiers.stats(published.tiers),
-            planner=read_planner(published.planner),
-            runtime=steps.read() if bridge is None else steps.read(bridge.lag, bridge.wake_ups),
+            planner=self.planner.statistics(published.planner),
+            runtime=RuntimeStatistics(
+                version=version,
+                python=python,
+                block_io=self._block_io,
+                loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
+                step_seconds=self._steps.durations.read(),
+                wake_ups=0 if bridge is None else bridge.wake_ups,
+            ),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -378,3 +434,17 @@ def planner_text(planner: Planner) -> str:
         tiers_text(tiers),
     ]
     return ", ".join(parts)
+
+
+def _block_io() -> str:
+    """Return the name of the block I/O implementation; "python" if its setting is invalid."""
+    try:
+        return implementation().name
+    except ConfigError:
+        return "python"
+
+
+@functools.cache
+def _versions() -> tuple[str, str]:
+    """Return the versions of this package and the interpreter; cached."""
+    return importlib.metadata.version("kvoffload-async"), platform.python_version()
