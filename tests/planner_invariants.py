@@ -315,9 +315,9 @@ def fingerprint(primary: Primary) -> Hashable:
     return (
         tuple(sorted(primary.resident())),
         tuple(primary.ranked()),
-        tuple(primary.pool.free_slots()),
-        frozenset(primary.pool.retained_slots()),
-        frozenset(primary.loads().items()),
+        tuple(primary.pool.unused),
+        frozenset(primary.pool.holds),
+        frozenset(primary.loading.total().items()),
     )
 
 
@@ -570,7 +570,7 @@ def nothing_is_in_use(rest: Rest) -> Iterator[str]:
         if state is not BlockState.IDLE:
             yield f"block {key.hex()} is {state.name}"
     if primary.counts["held"]:
-        yield f"slots {primary.pool.retained_slots()} are held"
+        yield f"slots {list(primary.pool.holds)} are held"
     if rest.planner.room.named:
         yield f"{rest.planner.room.named} slots are named by tickets and promotions"
 

@@ -390,19 +390,6 @@ class Cascades:
 
     # -- stored blocks --------------------------------------------------------------------------
 
-    def offer(
-        self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
-    ) -> None:
-        """Send the blocks that a tier admits; undecided ones are decided by `end_request`."""
-        if self.admission is not None:
-            offered = len(keys)
-            is_final = request.is_finished
-            keys, undecided = self.admission.split(index, request.ctx, keys, is_final=is_final)
-            request.undecided_blocks.setdefault(index, {}).update(dict.fromkeys(undecided))
-            self._decline(index, request.ctx, offered - len(keys) - len(undecided))
-        if keys:
-            self.send(index, request, keys, now_s)
-
     def end_request(self, request: RequestState, now_s: float) -> None:
         """Decide on a request's undecided blocks; call before the primary closes the request."""
         if self.admission is None:
@@ -422,9 +409,32 @@ class Cascades:
         self.defer(index, keys, now_s)
 
     def send(
-        self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
+        self,
+        index: int,
+        request: RequestState,
+        keys: Sequence[OffloadKey],
+        now_s: float,
+        *,
+        admits_all: bool = False,
     ) -> None:
-        """Cascade the longest prefix of readable keys that the tier takes now; queue the rest."""
+        """Cascade the longest prefix of readable keys that a tier takes now; queue the rest.
+
+        Args:
+            index: The tier.
+            request: The request.
+            keys: The keys.
+            now_s: Time of the step, in seconds.
+            admits_all: Whether to store all blocks; otherwise only those that the tier admits,
+                and `end_request` decides about the undecided ones.
+        """
+        if self.admission is not None and not admits_all:
+            offered = len(keys)
+            is_final = request.is_finished
+            keys, undecided = self.admission.split(index, request.ctx, keys, is_final=is_final)
+            request.undecided_blocks.setdefault(index, {}).update(dict.fromkeys(undecided))
+            self._decline(index, request.ctx, offered - len(keys) - len(undecided))
+            if not keys:
+                return
         queue = self.queues[index]
         taken = keys[:0]
         if not queue.count:  # new blocks must not overtake the pending ones
@@ -586,7 +596,7 @@ class Cascades:
     ) -> None:
         if keys:
             for index in request.request_level_tiers:
-                self.send(index, request, keys, now_s)
+                self.send(index, request, keys, now_s, admits_all=True)
 
     def _send_pending_to(self, index: int, most: int, now_s: float) -> None:
         queue = self.queues[index]

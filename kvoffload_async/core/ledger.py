@@ -117,7 +117,7 @@ class Ledger:
         self,
         slot_bytes: int,
         on_result: Callable[[JobMetadata, JobResult], object],
-        on_release: Callable[[JobRecord], object],
+        on_release: Callable[[JobMetadata], object],
     ) -> None:
         """Create an empty ledger.
 
@@ -266,7 +266,7 @@ class Ledger:
         del self._records[event.job_id]
         self.orphaned_count -= 1
         self.released.append(record)
-        self._on_release(record)
+        self._on_release(record.job)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
         """Ignore the event: the job already has its result."""

@@ -269,7 +269,7 @@ class Planner:
             return
         if success:
             for index in range(len(self.tiers)):
-                self.cascades.offer(index, request, written, self.now_s)
+                self.cascades.send(index, request, written, self.now_s)
         request.writing.difference_update(written)
         if request.is_finished:
             self._end_if_done(request)
@@ -570,7 +570,7 @@ class Planner:
         self.counters.deferrals_expired += request.defer(self.now_s, self.deferral_s, counts=counts)
         return not request.is_expired
 
-    def _room_for_store(self, count: int, *, is_whole: bool) -> int:
+    def _room_for_store(self, count: int, is_whole: bool) -> int:
         """Return how many of `count` slots a store may take; see `Room.room_for_store`."""
         waiting = zip(self.cascades.queues, self.tiers, strict=True)
         pending = [tier.cascading_blocks + queue.count for queue, tier in waiting]

@@ -23,7 +23,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import (
@@ -105,7 +105,7 @@ class Loads:
         self.num_pins = 0
 
     def total(self) -> Counter[OffloadKey]:
-        """Return how many loads pin each block."""
+        """Return how many loads pin each block. For invariants and inspection."""
         return sum(self._loads.values(), Counter())
 
 
@@ -249,14 +249,6 @@ class SlotPool:
             self._states[slot] = _HELD
         every = reversed(range(self.num_slots))
         self.unused.reset(slot for slot in every if slot not in self.holds)
-
-    def free_slots(self) -> list[int]:
-        """Return the free slots. For invariants and inspection."""
-        return list(self.unused)
-
-    def retained_slots(self) -> list[int]:
-        """Return the held slots. For invariants and inspection."""
-        return list(self.holds)
 
     def _expect(self, slot: int, state: int) -> None:
         if self._states[slot] != state:
@@ -575,12 +567,9 @@ class ResidentBlocks:
         self._policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
-class Allowed(Protocol):
-    """Bounds a store, for the sake of requests that wait for room."""
-
-    def __call__(self, count: int, *, is_whole: bool) -> int:
-        """Return how many of `count` slots a store may take, which takes all or none if whole."""
-        ...
+Allowed = Callable[[int, bool], int]
+"""Returns how many of a number of slots a store may take while requests wait for room; the flag says
+whether it takes all or none."""
 
 
 class BlockState(enum.Enum):
@@ -744,9 +733,7 @@ class Primary(ResidentBlocks):
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
         if wanted and allowed is not None:
-            wanted, left_out = self._cut(
-                wanted, ctx, allowed(len(wanted), is_whole=not self._accept_prefix)
-            )
+            wanted, left_out = self._cut(wanted, ctx, allowed(len(wanted), not self._accept_prefix))
         if self._accept_prefix and len(wanted) > self.pool.unused.count:
             used = self._recency.used_by(ctx)
             is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
@@ -759,7 +746,7 @@ class Primary(ResidentBlocks):
         if left_out and not wanted:
             self.counters.refused_stores += 1
             return None
-        granted = self._reserve_excluding(unpinned, wanted, ctx, is_own_prefix)
+        granted = self._reserve(wanted, ctx, is_own_prefix, unpinned)
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -806,18 +793,8 @@ class Primary(ResidentBlocks):
             last = max(positions.values()) + 1
             keys = sorted(keys, key=lambda key: positions.get(key, last))
             offered = sorted(wanted, key=lambda key: positions.get(key, last))
-        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
         is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
-        key_of, skipped = self._blocks.key_of, list(unpinned)
-
-        def may_evict(slot: int) -> bool:
-            if not is_evictable(slot) or slot in unpinned:
-                return False
-            if not is_own_prefix(key_of(slot)):
-                return True
-            skipped.append(slot)
-            return False
-
+        may_evict, skipped = self._eviction_test(is_own_prefix, unpinned)
         free = self.pool.unused.count if self.may_decline else None
         declined = self._policy.declines(ctx, keys, offered, free, may_evict)
         self._policy.released(skipped)
@@ -971,42 +948,29 @@ class Primary(ResidentBlocks):
         """Number of blocks that requests are writing."""
         return len(self._writers)
 
-    def loads(self) -> Counter[OffloadKey]:
-        """Return how many loads pin each key. For invariants and inspection."""
-        return self.loading.total()
-
     # -- internal -------------------------------------------------------------------------------
-
-    def _reserve_excluding(
-        self,
-        unpinned: Collection[int],
-        missing: Sequence[OffloadKey],
-        writer: ReqContext,
-        is_own_prefix: Callable[[OffloadKey], bool] | None,
-    ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Call `_reserve` while the blocks in the slots `unpinned` are pinned temporarily."""
-        if not unpinned:
-            return self._reserve(missing, writer, is_own_prefix)
-        room_made = self.room_made
-        self._hold(unpinned)
-        try:
-            return self._reserve(missing, writer, is_own_prefix)
-        finally:
-            self._unhold(unpinned)
-            self.room_made = room_made  # no room was made: the blocks had been evictable
 
     def _reserve(
         self,
         missing: Sequence[OffloadKey],
         writer: ReqContext | None,
         is_own_prefix: Callable[[OffloadKey], bool] | None = None,
+        unpinned: Collection[int] = (),
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Reserve slots; return them and the evicted keys, or None if there is no room.
 
-        Keys for which `is_own_prefix` is true are not evicted.
+        Keys for which `is_own_prefix` is true are not evicted, nor blocks in the slots `unpinned`.
         """
         if not missing:
             return [], []
+        if unpinned:
+            room_made = self.room_made
+            self._hold(unpinned)
+            try:
+                return self._reserve(missing, writer, is_own_prefix)
+            finally:
+                self._unhold(unpinned)
+                self.room_made = room_made  # no room was made: the blocks had been evictable
         if len(missing) > self.room:
             return None
         deficit = max(0, len(missing) - self.pool.unused.count)
@@ -1052,7 +1016,10 @@ class Primary(ResidentBlocks):
         """
         is_evictable = self._is_evictable_first if self._protected else self._is_evictable
         if is_own_prefix is not None:
-            return self._evict_excluding_prefix(missing, deficit, is_evictable, is_own_prefix)
+            may_evict, skipped = self._eviction_test(is_own_prefix)
+            victims = self._policy.make_room(missing, deficit, may_evict)
+            self._policy.released(skipped)
+            return victims
         victims = self._policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
             # The policy has proposed every slot, so `_protected_slots` is complete.
@@ -1060,28 +1027,30 @@ class Primary(ResidentBlocks):
             victims = self._policy.make_room(missing, deficit, is_evictable)
         return victims
 
-    def _evict_excluding_prefix(
-        self,
-        missing: Sequence[OffloadKey],
-        deficit: int,
-        is_evictable: Callable[[int], bool],
-        is_own_prefix: Callable[[OffloadKey], bool],
-    ) -> list[int] | None:
-        """Choose slots to evict, but none whose key satisfies `is_own_prefix`."""
-        skipped: list[int] = []
-        key_of = self._blocks.key_of
+    def _eviction_test(
+        self, is_own_prefix: Callable[[OffloadKey], bool], unpinned: Collection[int] = ()
+    ) -> tuple[Callable[[int], bool], list[int]]:
+        """Return a test that excludes blocks whose keys satisfy `is_own_prefix`.
+
+        Args:
+            is_own_prefix: Whether a block is not to be evicted.
+            unpinned: Slots of further such blocks.
+
+        Returns:
+            The test, and a list of the evictable slots that it excludes; release them afterwards.
+        """
+        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
+        key_of, skipped = self._blocks.key_of, list(unpinned)
 
         def may_evict(slot: int) -> bool:
-            if not is_evictable(slot):
+            if not is_evictable(slot) or slot in unpinned:
                 return False
             if not is_own_prefix(key_of(slot)):
                 return True
             skipped.append(slot)
             return False
 
-        victims = self._policy.make_room(missing, deficit, may_evict)
-        self._policy.released(skipped)
-        return victims
+        return may_evict, skipped
 
     def _is_evictable_first(self, slot: int) -> bool:
         """Return whether the block in a slot is evictable; add a protected one to the last."""

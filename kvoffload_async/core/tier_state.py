@@ -25,7 +25,6 @@ from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealt
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, KeyIndex
 from kvoffload_async.core.ledger import (
     JobAbandoned,
-    JobRecord,
     JobState,
     Launched,
     Ledger,
@@ -131,7 +130,7 @@ class TierState:
         self.index = index
         self.lookup_many: Callable[..., list[LookupResult]] = index.lookup_many
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
-        self.jobs = Ledger(slot_bytes, self._note_result, self._note_release)
+        self.jobs = Ledger(slot_bytes, self._note_result, self._free)
         self.health = TierHealth(breaker or BreakerSettings())
         self.medium = medium
         self.locality = locality
@@ -459,9 +458,6 @@ class TierState:
             self.backpressure.store_ended(result.transfer_time or 0.0, num_bytes, now_s)
         else:
             self.backpressure.store_failed(now_s)
-
-    def _note_release(self, record: JobRecord) -> None:
-        self._free(record.job)
 
     def _free(self, job: JobMetadata) -> None:
         """Record that the copy of a job has ended."""

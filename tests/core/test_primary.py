@@ -277,11 +277,11 @@ def test_pinning_what_is_not_readable_changes_nothing(bad):
 def test_a_load_may_name_a_key_twice():
     rig = Rig(names="ab")
     assert rig.primary.prepare_load(rig.ctx, ks("aba")) == [0, 1, 0]
-    assert rig.primary.loads() == {k("a"): 2, k("b"): 1}
+    assert rig.primary.loading.total() == {k("a"): 2, k("b"): 1}
     rig.primary.complete_load(rig.ctx, ks("ab"))
     assert rig.states("ab") == [BlockState.PINNED, BlockState.IDLE]
     rig.primary.complete_load(rig.ctx, ks("a"))
-    assert rig.primary.loads() == {}
+    assert rig.primary.loading.total() == {}
 
 
 def test_completing_a_load_that_was_not_prepared_is_misuse():
@@ -328,7 +328,7 @@ def test_a_reset_forgets_blocks_pins_writes_and_offers_but_not_requests():
     rig.primary.reset()
     assert rig.primary.counts["free"] == rig.primary.num_slots == 4
     assert rig.events() == [(ks("ab"), True, False)]
-    assert rig.primary.loads() == {}
+    assert rig.primary.loading.total() == {}
     assert rig.offer("a") is not None
 
 

@@ -222,7 +222,7 @@ class PrimaryMachine(RuleBasedStateMachine):
             return
         assert {key: refs for key, _, refs in self.primary.resident()} == self.refs
         slots = [slot for _, slot, _ in self.primary.resident()]
-        free = self.primary.pool.free_slots()
+        free = list(self.primary.pool.unused)
         assert sorted(slots + free + self.held) == list(range(self.num_slots))
         assert sum(self.primary.counts.values()) == self.num_slots
         assert self.primary.counts["held"] == len(self.held)

@@ -151,7 +151,7 @@ def damage_p10(world):
 
 
 def damage_p13_absent(world):
-    world.primary.policy.admit(ks("?"), world.primary.pool.free_slots()[:1])
+    world.primary.policy.admit(ks("?"), list(world.primary.pool.unused)[:1])
 
 
 def damage_p13_unranked(world):
@@ -197,7 +197,7 @@ def damage_p23_unreadable(world):
 
 
 def damage_p23_free(world):
-    free = next(iter(world.primary.pool.free_slots()))
+    free = next(iter(world.primary.pool.unused))
     world.planner.cascades.queues[0]._oldest_first.append([free])
 
 

@@ -148,7 +148,7 @@ class Host:
         self._see_whole_grants()
         if not setting.writes_back:
             self.planner.cascades.defer = lambda index, keys, now_s: 0
-            self.planner.cascades.send = lambda index, request, keys, now_s: None
+            self.planner.cascades.send = lambda *_, **_options: None
         self.now_s = 0.0
         self.failures, self.resets = setting.failures, setting.resets
         self.requests: list[ReqContext | None] = [None] * len(setting.runs)
