@@ -95,11 +95,7 @@ def counters_add_up(planner: Planner) -> Iterator[str]:
             of_primary.lookups,
             of_primary.hits + of_primary.pending_hits + of_primary.misses,
         ),
-        (
-            "pins of loads",
-            planner.primary.loading.num_pins,
-            planner.primary.loading.total().total(),
-        ),
+        ("pins of loads", loading.num_pins, loading.total().total()),
     ]
     for tier in planner.tiers:
         of, name = tier.counters, tier.name

@@ -568,8 +568,9 @@ class ResidentBlocks:
 
 
 Allowed = Callable[[int, bool], int]
-"""Returns how many of a number of slots a store may take while requests wait for room; the flag says
-whether it takes all or none."""
+"""Returns how many of a number of slots a store may take while requests wait for room.
+
+The flag says whether it takes all or none."""
 
 
 class BlockState(enum.Enum):
