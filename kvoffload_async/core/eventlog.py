@@ -24,6 +24,8 @@ class EventLog:
 
     Attributes:
         entries: The collected events, not yet numbered.
+        medium: Medium of the blocks.
+        locality: Locality of the medium.
         ownership: See `OffloadingEvent`; applies to events that are taken from now on.
         dropped: Number of dropped events.
         dropped_keys: Number of keys in the dropped events.
@@ -58,8 +60,8 @@ class EventLog:
         self.ownership = ownership
         self.dropped = 0
         self.dropped_keys = 0
-        self._medium = medium
-        self._locality = locality
+        self.medium = medium
+        self.locality = locality
         self._enabled = enabled
         self._announces_removals = announces_removals
         self.announced = KeyMap() if enabled and remembers else None
@@ -126,9 +128,9 @@ class EventLog:
             events.append(
                 OffloadingEvent(
                     current,
-                    self._medium,
+                    self.medium,
                     removed,
-                    locality=self._locality,
+                    locality=self.locality,
                     ownership=self.ownership,
                     metadata_only=metadata_only,
                     removal_expected=self._announces_removals and not removed,

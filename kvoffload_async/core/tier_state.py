@@ -47,7 +47,6 @@ from kvoffload_async.types import (
     JobResult,
     Locality,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadKey,
     ReqContext,
@@ -108,8 +107,6 @@ class TierState:
         events: EventLog,
         *,
         breaker: BreakerSettings | None = None,
-        medium: Medium = Medium.STORAGE,
-        locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,
         remedies: Remedies | None = None,
     ) -> None:
@@ -119,10 +116,8 @@ class TierState:
             name: For messages and metrics.
             index: Index of the tier's contents; this object takes ownership.
             slot_bytes: Bytes per slot.
-            events: Log to which changes of the tier's contents are added.
+            events: Log to which changes of the tier's contents are added; knows medium and locality.
             breaker: Thresholds for suspending a failing tier, in each direction.
-            medium: Storage medium of the tier.
-            locality: Whether the tier is local or remote.
             backpressure: Drops cascades to the tier while it is slow.
             remedies: The tier's remedies, for log lines.
         """
@@ -132,8 +127,7 @@ class TierState:
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
         self.jobs = Ledger(slot_bytes, self._note_result, self._free)
         self.health = TierHealth(breaker or BreakerSettings())
-        self.medium = medium
-        self.locality = locality
+        self.medium, self.locality = events.medium, events.locality or Locality.LOCAL
         self.backpressure = backpressure
         self.remedies: Remedies = remedies or {}
         self.cascading_blocks = self.promotion_slots = 0

@@ -142,8 +142,6 @@ class ExternalLink:
             AskedIndex(self._lookup, self._ended.append),
             slot_bytes,
             EventLog(manager.medium, manager.locality, enabled=False, ownership=name),
-            medium=manager.medium,
-            locality=manager.locality,
             backpressure=manager.backpressure_detector,
             remedies=manager.remedies,
         )

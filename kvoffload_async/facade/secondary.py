@@ -99,8 +99,6 @@ def create_state(
         index,
         slot_bytes,
         events,
-        medium=capabilities.medium,
-        locality=capabilities.locality,
         backpressure=backpressure,
         remedies=check_remedies(tier.remedies, type(tier)),
     )

@@ -27,8 +27,7 @@ class Chain:
             "far",
             self.index,
             1,
-            EventLog(Medium.STORAGE, enabled=False),
-            locality=Locality.REMOTE,
+            EventLog(Medium.STORAGE, Locality.REMOTE, enabled=False),
         )
         self.told = []
         self.index.watch(self.told.extend)
