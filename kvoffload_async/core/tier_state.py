@@ -45,7 +45,6 @@ from kvoffload_async.types import (
     JobId,
     JobMetadata,
     JobResult,
-    Locality,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -116,7 +115,8 @@ class TierState:
             name: For messages and metrics.
             index: Index of the tier's contents; this object takes ownership.
             slot_bytes: Bytes per slot.
-            events: Log to which changes of the tier's contents are added; knows medium and locality.
+            events: Log to which changes of the tier's contents are added; its medium and locality
+                are the tier's.
             breaker: Thresholds for suspending a failing tier, in each direction.
             backpressure: Drops cascades to the tier while it is slow.
             remedies: The tier's remedies, for log lines.
@@ -127,7 +127,7 @@ class TierState:
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
         self.jobs = Ledger(slot_bytes, self._note_result, self._free)
         self.health = TierHealth(breaker or BreakerSettings())
-        self.medium, self.locality = events.medium, events.locality or Locality.LOCAL
+        self.medium, self.locality = events.medium, events.locality
         self.backpressure = backpressure
         self.remedies: Remedies = remedies or {}
         self.cascading_blocks = self.promotion_slots = 0
