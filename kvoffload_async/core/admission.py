@@ -15,9 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Final, Protocol
 
-from kvoffload_async.tables.arrays import integers
-from kvoffload_async.tables.keymap import KeyTable
-from kvoffload_async.tables.lists import FreeNumbers, NumberLists
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import OffloadKey, ReqContext, get_offload_group_idx
 
 
@@ -189,7 +187,11 @@ class Admission:
 
 
 class AdmissionFilter:
-    """Admits a key at its `threshold`-th offer; remembers at most `tracked_keys` keys."""
+    """Admits a key at its `threshold`-th offer; remembers `tracked_keys` keys or more.
+
+    Two tables rotate, so that at most twice `tracked_keys` are remembered: keys are counted in the
+    new one, which becomes the old one when it is full.
+    """
 
     def __init__(self, threshold: int, tracked_keys: int = 64_000) -> None:
         self.threshold = threshold
@@ -202,29 +204,17 @@ class AdmissionFilter:
         return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
 
     def offered(self, keys: Sequence[OffloadKey]) -> None:
-        """Count one offer of each key; at capacity, stop tracking the least recently offered."""
-        for key, count in zip(keys, self._counts_with(keys), strict=True):
-            number = self._table.get(key)
-            if number is not None:
-                self._oldest_first.remove([number])
-            else:
-                if not self._free.count:
-                    oldest = [next(self._oldest_first.walk())]
-                    self._oldest_first.remove(oldest)
-                    self._table.remove(oldest)
-                    self._free.give_back(oldest)
-                (number,) = self._free.take(1)
-                self._table.add([key], [number])
-            self._oldest_first.append([number])
-            self._counts[number] = count
+        """Count one offer of each key."""
+        keys = keys[-self.tracked_keys :]
+        counts = self._counts_with(keys)
+        if len(self._new) + len(keys) > self.tracked_keys:
+            self._old, self._new = self._new, KeyMap(self.tracked_keys)
+        self._new.update(keys, counts)
 
     def clear(self) -> None:
         """Forget every offer."""
-        self._table = KeyTable(self.tracked_keys)
-        self._free = FreeNumbers(self.tracked_keys)
-        self._oldest_first = NumberLists(self.tracked_keys)
-        self._counts = integers(self.tracked_keys)
+        self._new, self._old = KeyMap(self.tracked_keys), KeyMap(self.tracked_keys)
 
     def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
-        counts = self._counts
-        return [1 if n is None else counts[n] + 1 for n in self._table.find(keys)]
+        found = zip(self._new.find(keys), self._old.find(keys), strict=True)
+        return [(new or old or 0) + 1 for new, old in found]

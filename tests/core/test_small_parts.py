@@ -74,9 +74,23 @@ def test_offers_are_counted_and_the_oldest_forgotten():
     admission.offered(ks("ab"))
     assert admission.admitted(ks("ab")) == ks("ab")
     admission.offered(ks("c"))
-    assert admission.admitted(ks("abc")) == ks("bc")
+    assert admission.admitted(ks("abc")) == ks("abc")
+    admission.offered(ks("cd"))
+    assert admission.admitted(ks("abcd")) == ks("cd")
+    admission.offered(ks("efg"))
+    assert admission.admitted(ks("abcdefg")) == ks("cdfg"), "no more than twice as many are known"
     admission.clear()
-    assert admission.admitted(ks("abc")) == []
+    assert admission.admitted(ks("cdfg")) == []
+
+
+def test_the_latest_offers_are_known_and_twice_as_many_at_most():
+    admission = AdmissionFilter(3, tracked_keys=10)
+    for number in range(100):
+        admission.offered(ks([number]))
+        admission.offered(ks([number]))
+        known = admission.admitted(ks(range(100)))
+        assert known[-10:] == ks(range(max(0, number - 9), number + 1))
+        assert len(known) <= 20
 
 
 # -- event log ----------------------------------------------------------------------------------
