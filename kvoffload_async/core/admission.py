@@ -11,12 +11,15 @@ a batch of several groups is not cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import OffloadKey, ReqContext, get_offload_group_idx
+
+if TYPE_CHECKING:
+    from kvoffload_async.policies.reuse import ReuseModel
 
 
 def longest_fitting_prefix(
@@ -78,30 +81,6 @@ _KEPT_PER_REQUEST: Final = 0.999
 """Part of the counts of stored blocks that a request keeps."""
 
 
-class ReuseEstimates(Protocol):
-    """What is known of the reuse of blocks; `policies.reuse.ReuseModel`."""
-
-    def prompt(self, positions: dict[OffloadKey, int], keys: Sequence[OffloadKey]) -> Any:  # noqa: ANN401
-        """Describe a request's prompt."""
-        ...
-
-    def classes(self, keys: Sequence[OffloadKey], prompt: Any) -> list[int]:  # noqa: ANN401
-        """Return the class that each block gets if the request uses it now."""
-        ...
-
-    def may_become(self, kind: int, prompt: Any) -> Iterable[int]:  # noqa: ANN401
-        """Return the other classes that a block may have when its request ends."""
-        ...
-
-    def record(self, keys: Sequence[OffloadKey], prompt: Any, is_cached: Sequence[bool]) -> Any:  # noqa: ANN401
-        """Record a request's uses."""
-        ...
-
-    def reuse_within(self, kind: int, num_requests: float) -> float:
-        """Return the probability that a block just used is used again within so many requests."""
-        ...
-
-
 class Admission:
     """Decides for the tiers that store only blocks that are likely to be used again.
 
@@ -109,7 +88,7 @@ class Admission:
     """
 
     def __init__(
-        self, estimates: ReuseEstimates, capacities: Sequence[float | None], *, feeds: bool
+        self, estimates: ReuseModel, capacities: Sequence[float | None], *, feeds: bool
     ) -> None:
         """Start without writes.
 
