@@ -544,7 +544,7 @@ class CostGatedIndex(KeyIndex):
         break_even: Measures the number of blocks from which a load pays; None: only the configured
             minimum applies.
         has_decided: Whether the answers for a request have changed at the end of the last step.
-        unknown: Request -> keys that a nearer tier has not resolved yet. Read-only.
+        unknown: Request -> keys, at least one, that a nearer tier has not resolved yet. Read-only.
     """
 
     def __init__(
@@ -570,10 +570,6 @@ class CostGatedIndex(KeyIndex):
         self._deferred: dict[Hashable, dict[OffloadKey, None]] = {}
         """Undecided request -> its keys answered with RETRY, which have to be looked up again. A
         decided request stays until the end of the step."""
-        self._news: dict[Hashable, None] = {}
-        """Requests in `unknown` whose keys the next `resolve` must look up in the nearer tiers."""
-        self._blocked: dict[OffloadKey, dict[Hashable, None]] = {}
-        """Key that the nearer tiers have not resolved -> the requests for which it comes first."""
         self._explorer: Hashable = None
 
     def statistics(self) -> BreakEvenStatistics | None:
@@ -612,43 +608,27 @@ class CostGatedIndex(KeyIndex):
         """Record keys of a request that a nearer tier has not resolved yet."""
         if not keys or request in self._worthwhile or self.declines(request):
             return
-        unknown = self.unknown.get(request)
-        if unknown is None:
-            unknown = self.unknown[request] = {}
-            self._news[request] = None
-        unknown.update(dict.fromkeys(keys))
+        self.unknown.setdefault(request, {}).update(dict.fromkeys(keys))
 
-    def resolved(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the next `resolve` examine the requests that wait for these resolved keys."""
-        if self._blocked:
-            for key in keys:
-                self._news.update(self._blocked.pop(key, {}))
-
-    def resolve(self, ask_nearer: AskNearer, *, all_requests: bool) -> None:
+    def resolve(self, ask_nearer: AskNearer) -> None:
         """Add the keys that all nearer tiers lack to the missed ones; call before a step's end.
 
         Args:
             ask_nearer: Looks keys up in the nearer tiers; RETRY while an answer is outstanding.
-            all_requests: Whether to examine all requests, not only those with resolved keys.
         """
-        news, self._news = self._news, {}
-        if all_requests:
-            news = dict.fromkeys(self.unknown)
-            self._blocked.clear()
-        for request in news:
-            self._resolve(request, ask_nearer)
-
-    def _resolve(self, request: Hashable, ask_nearer: AskNearer) -> None:
-        unknown = self.unknown[request]
-        keys = tuple(unknown)
-        for key, answer in zip(keys, ask_nearer(keys, request), strict=True):
-            if answer is _RETRY:
-                self._blocked.setdefault(key, {})[request] = None
-                return
-            del unknown[key]
-            if answer is _MISS and request in self._missed:
-                self._missed[request][key] = None
-        del self.unknown[request]
+        for request, unknown in tuple(self.unknown.items()):
+            first = next(iter(unknown))
+            if ask_nearer((first,), request) == [_RETRY]:
+                continue  # so a request that waits costs a step no time per block
+            keys = tuple(unknown)
+            for key, answer in zip(keys, ask_nearer(keys, request), strict=True):
+                if answer is _RETRY:
+                    break
+                del unknown[key]
+                if answer is _MISS and request in self._missed:
+                    self._missed[request][key] = None
+            if not unknown:
+                del self.unknown[request]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Record that the tier has these blocks."""
@@ -685,7 +665,7 @@ class CostGatedIndex(KeyIndex):
         self._worthwhile.discard(request)
         self._missed.pop(request, None)
         self._deferred.pop(request, None)
-        self._forget_unknown(request)
+        self.unknown.pop(request, None)
         if self.break_even is not None and request == self._explorer:
             self._explorer = None
             self.break_even.exploration_ended()
@@ -733,19 +713,8 @@ class CostGatedIndex(KeyIndex):
     def _ask(self, request: Hashable) -> None:
         """Admit a request: look its missed keys up, and forward all its later lookups."""
         self._worthwhile.add(request)
-        self._forget_unknown(request)
+        self.unknown.pop(request, None)
         self._index.lookup_many(tuple(self._missed.pop(request)), request)
-
-    def _forget_unknown(self, request: Hashable) -> None:
-        unknown = self.unknown.pop(request, None)
-        if unknown is None:
-            return
-        self._news.pop(request, None)
-        first = next(iter(unknown))
-        blocked = self._blocked.get(first, {})
-        blocked.pop(request, None)
-        if not blocked:
-            self._blocked.pop(first, None)
 
     def _explore(self, declined: Mapping[Hashable, int]) -> None:
         """If the measurements are stale, admit the declined request that misses most blocks."""
