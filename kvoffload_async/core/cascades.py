@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
+from math import inf
 from typing import Final
 
 from kvoffload_async.core.admission import Admission
@@ -373,19 +374,18 @@ class Cascades:
         """Whether blocks are pending for some tier."""
         return any(queue.count for queue in self.queues)
 
-    def wakes_in_s(self, now_s: float) -> float | None:
+    def wakes_in_s(self, now_s: float) -> float:
         """Return the seconds until a step can send a pending block.
 
-        None if no block is pending, or if all of them wait for a job to end. 0 also while a scan
+        Infinity if no block is pending, or if all of them wait for a job to end. 0 also while a scan
         of `WriteBackQueue.update_protection` is incomplete.
         """
-        soonest_s: float | None = None
+        soonest_s = inf
         for index, queue in enumerate(self.queues):
             if queue.protecting_from is not None:
                 return 0.0
             if queue.count and self._room_to_store(index):
-                wait_s = max(0.0, queue.paused_until_s - now_s)
-                soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
+                soonest_s = min(soonest_s, max(0.0, queue.paused_until_s - now_s))
         return soonest_s
 
     # -- stored blocks --------------------------------------------------------------------------

@@ -78,8 +78,10 @@ class EventLog:
         if not self._enabled:
             return
         news: Sequence[OffloadKey] = tuple(keys)
-        if self.announced is not None:
-            news = self._changed(news, self.announced, removed=removed)
+        if self.announced is not None and removed:
+            news = self.announced.discard_present(news)
+        elif self.announced is not None:
+            news = self.announced.change(news, self._epoch)
         if not news:
             return
         entries = self.entries
@@ -102,22 +104,9 @@ class EventLog:
         The events are removed before the first is yielded, so a partly consumed iterator cannot
         replay them. Metadata-only removals omit keys that have been allocated again.
         """
-        if not self.entries:
-            return iter(())
         batch, self.entries = self.entries, deque()
         self._num_keys = 0
-        return iter(self._events(batch, is_allocated))
-
-    def _changed(
-        self, keys: Sequence[OffloadKey], announced: KeyMap, *, removed: bool
-    ) -> Sequence[OffloadKey]:
-        """Update the table of announced blocks; return the keys whose state has changed."""
-        return announced.discard_present(keys) if removed else announced.change(keys, self._epoch)
-
-    def _events(
-        self, batch: Collection[_Entry], is_allocated: Callable[[OffloadKey], bool]
-    ) -> Sequence[OffloadingEvent]:
-        events = []
+        events: list[OffloadingEvent] = []
         for keys, removed, metadata_only in batch:
             current = keys
             if metadata_only:
@@ -137,4 +126,4 @@ class EventLog:
                     sequence=self._sequence,
                 )
             )
-        return events
+        return iter(events)

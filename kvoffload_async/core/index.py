@@ -209,9 +209,11 @@ class KeyIndex(ABC):
     Attributes:
         listeners: Called with the keys of every answered probe.
         notifies: Whether listeners are called for every key that was answered with RETRY.
+        is_exact: Whether the index knows all of the tier's contents.
     """
 
     notifies: bool = True
+    is_exact: bool = False
 
     def __init__(self) -> None:
         self.listeners: list[OnResolved] = []
@@ -279,11 +281,6 @@ class KeyIndex(ABC):
             listener(keys)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the index knows all of the tier's contents."""
-        return False
-
-    @property
     def is_waiting(self) -> bool:
         """Whether an answer is outstanding."""
         return False
@@ -300,6 +297,8 @@ class ExactIndex(KeyIndex):
     Memory per block: 38 bytes at a million blocks, 30 at ten million, up to twice that after churn;
     plus 69 bytes for a 36-byte key, unless the primary shares the key object.
     """
+
+    is_exact = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +323,8 @@ class ExactIndex(KeyIndex):
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Add keys."""
         if isinstance(keys, KeyMap):
-            keys.merge(self._present)  # `keys` is the larger table: the tier's whole contents
+            # `keys` is the larger table: the tier's whole contents.
+            keys.update(tuple(self._present), repeat(0))
             self._present = keys
         else:
             self._present.update(keys, repeat(0))
@@ -338,11 +338,6 @@ class ExactIndex(KeyIndex):
         """Return the absent keys."""
         found = self._present.find(keys)
         return [key for key, number in zip(keys, found, strict=True) if number is None]
-
-    @property
-    def is_exact(self) -> bool:
-        """True."""
-        return True
 
     def __len__(self) -> int:
         return len(self._present)
@@ -557,7 +552,7 @@ class CostGatedIndex(KeyIndex):
             min_blocks: Minimum number of blocks that a request must miss.
             break_even: See the class.
         """
-        self.listeners = index.listeners
+        self.listeners, self.is_exact = index.listeners, index.is_exact
         self.break_even = break_even
         self.has_decided = False
         self.unknown: dict[Hashable, dict[OffloadKey, None]] = {}
@@ -670,11 +665,6 @@ class CostGatedIndex(KeyIndex):
             self._explorer = None
             self.break_even.exploration_ended()
         self._index.forget_request(request)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the index knows all of the tier's contents."""
-        return self._index.is_exact
 
     @property
     def is_waiting(self) -> bool:

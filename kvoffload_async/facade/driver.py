@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import math
 import platform
 import threading
 import time
@@ -322,8 +321,7 @@ class PlannerDriver(Explaining):
 
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due that no notification triggers."""
-        pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
-        due_s = math.inf if pending_s is None else pending_s
+        due_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
         for link in self._tiers.external:  # they send no notifications
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 due_s = min(due_s, POLL_S)

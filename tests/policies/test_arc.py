@@ -354,7 +354,7 @@ def damaged_with_a_key_in_two_lists(policy):
 def damaged_with_a_ghost_too_many(policy):
     policy._ghost_lists.append([5], 1)
     policy._ghost_keys.update([5], [key("ghost")])
-    policy._ghosts.set(key("ghost"), 5)
+    policy._ghosts.update([key("ghost")], [5])
 
 
 def damaged_with_a_ghost_without_its_key(policy):
