@@ -377,7 +377,7 @@ class Cascades:
     def wakes_in_s(self, now_s: float) -> float:
         """Return the seconds until a step can send a pending block.
 
-        Infinity if no block is pending, or if all of them wait for a job to end. 0 also while a scan
+        Infinity if no block is pending or all of them wait for a job to end. 0 also while a scan
         of `WriteBackQueue.update_protection` is incomplete.
         """
         soonest_s = inf
