@@ -165,7 +165,8 @@ class RequestRecorder:
 
     Attributes:
         max_requests: Maximum number of requests kept.
-        now_s: Time of the next event.
+        now_s: Time of the latest event.
+        clock: Returns the time; None: only `advance` sets it.
         find_parent: Returns the trace context of a new request.
         dropped_timelines: Number of complete timelines that were dropped before they were taken.
     """
@@ -174,6 +175,7 @@ class RequestRecorder:
         self.max_requests = max_requests
         self._max_events = max_events
         self.now_s = 0.0
+        self.clock: Callable[[], float] | None = None
         self.find_parent: Callable[[ReqContext], object | None] = _own_parent
         self.dropped_timelines = 0
         self._records: dict[_Record, None] = {}
@@ -211,7 +213,7 @@ class RequestRecorder:
 
     def begin(self, ctx: ReqContext) -> None:
         """Record the start of a request."""
-        self._end_round()
+        self._catch_up()
         if (known := self._find(ctx)) is not None:
             self._forget(known)
         elif len(self._records) == self.max_requests:
@@ -222,20 +224,20 @@ class RequestRecorder:
 
     def finish(self, ctx: ReqContext) -> None:
         """Record that the scheduler has finished a request; jobs may follow."""
-        self._end_round()
+        self._catch_up()
         if record := self._find(ctx):
             record.finished_s = self.now_s
 
     def done(self, ctx: ReqContext) -> None:
         """Record that no more jobs can start for a request."""
-        self._end_round()
+        self._catch_up()
         if record := self._find(ctx):
             record.is_done = True
             self._end_if_done(record)
 
     def begin_round(self, ctx: ReqContext) -> None:
         """Record the start of a round of lookups."""
-        self._end_round()
+        self._catch_up()
         self._asking, self._asked_s = ctx, self.now_s
         record = self._find(ctx)
         if record is not None and record.asks_since_s is None:
@@ -243,6 +245,7 @@ class RequestRecorder:
 
     def scheduled(self, ctx: ReqContext) -> None:
         """Record that a request no longer waits for lookups; ignored without a lookup."""
+        self._catch_up()
         record = self._find(ctx)
         if record is not None and record.asks_since_s is not None:
             since_s, record.asks_since_s = record.asks_since_s, None
@@ -260,7 +263,7 @@ class RequestRecorder:
         seconds: float | None = None,
     ) -> None:
         """Record an event of a given kind; consecutive equal events are merged and counted."""
-        self._end_round()
+        self._catch_up()
         record = self._find(ctx)
         if record is None:
             return
@@ -280,7 +283,7 @@ class RequestRecorder:
         size: tuple[int, int],
     ) -> None:
         """Record a submitted copy of (blocks, bytes), and reserve space for its end."""
-        self._end_round()
+        self._catch_up()
         record = self._find(ctx)
         if record is None:
             return
@@ -302,7 +305,7 @@ class RequestRecorder:
         is_overdue: bool = False,
     ) -> None:
         """Record the result of a copy."""
-        self._end_round()
+        self._catch_up()
         record = self._find(ctx)
         if record is None or (tier, job_id) not in record.open_jobs:
             return
@@ -322,13 +325,13 @@ class RequestRecorder:
 
     def explain(self, req_id: str) -> RequestTimeline | None:
         """Return the timeline of a request, the latest one with this id; None: not kept."""
-        self._end_round()
+        self._catch_up()
         record = self._by_id.get(req_id[:MAX_ID_CHARS])
         return None if record is None else record.timeline(self._labels)
 
     def timelines(self) -> tuple[RequestTimeline, ...]:
         """Return all timelines, in the order in which the requests began."""
-        self._end_round()
+        self._catch_up()
         return tuple(record.timeline(self._labels) for record in self._records)
 
     def slowest(self, count: int) -> tuple[SlowRequest, ...]:
@@ -355,7 +358,7 @@ class RequestRecorder:
 
     def give_up(self) -> None:
         """At shutdown, complete the timelines of requests that have not ended."""
-        self._end_round()
+        self._catch_up()
         for record in self._live.values():
             self._deliver(record)
 
@@ -364,8 +367,13 @@ class RequestRecorder:
     def _find(self, ctx: ReqContext) -> _Record | None:
         return self._live.get(ctx) or self._past.get(ctx)
 
-    def _end_round(self) -> None:
-        """End the current round of lookups: record how many answers of each kind it got."""
+    def _catch_up(self) -> None:
+        """Note the time, and end the round of lookups: record how many answers of each kind it got.
+
+        Called before each event.
+        """
+        if self.clock is not None:
+            self.advance(self.clock())
         asking, self._asking = self._asking, None
         if asking is None:
             return
@@ -464,7 +472,7 @@ class RecordingPlanner(Planner):
     ) -> None:
         """Report to `recorder`; times are those of `clock`, or of the step if it is None."""
         self.recorder = recorder
-        self._clock = clock
+        recorder.clock = clock or (lambda: self.now_s)
         self._names = tuple(tier.label for tier in tiers)
         super().__init__(primary, tiers, deferral_s)
         labels = [(PRIMARY, "hit"), (PRIMARY, "pending"), (PRIMARY, "miss")]
@@ -475,19 +483,13 @@ class RecordingPlanner(Planner):
         recorder.read_lookups(labels, self._lookup_figures)
         self.cascades.on_declined = self._note_declined
 
-    def tell_time(self) -> None:
-        """Set the recorder's time to the current time."""
-        self.recorder.advance(self.now_s if self._clock is None else self._clock())
-
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
         super().on_new_request(ctx, request_level_tiers)
-        self.tell_time()
         self.recorder.begin(ctx)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
-        self.tell_time()
         self._live_request(ctx)  # raises if the request is unknown
         self.recorder.finish(ctx)
         super().on_request_finished(ctx)
@@ -502,13 +504,11 @@ class RecordingPlanner(Planner):
     ) -> None:
         super().complete_load(keys, ctx, generation)
         if keys:
-            self.tell_time()
             self.recorder.note(ctx, "unpinned", len(keys))
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
-        self.tell_time()
         before, declined = self._pending_counts(), self.primary.counters.declined_blocks
         output = super().prepare_store(keys, ctx)
         if output is None:
@@ -535,7 +535,6 @@ class RecordingPlanner(Planner):
         success: bool,
         generation: int | None = None,
     ) -> None:
-        self.tell_time()
         before = self._pending_counts()
         if keys:
             self.recorder.note(ctx, "stored" if success else "store_failed", len(keys))
@@ -545,21 +544,18 @@ class RecordingPlanner(Planner):
     # -- steps ----------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        self.tell_time()
         self.recorder.note_all_live("reset")
         super().reset_cache()
 
     # -- internal -------------------------------------------------------------------------------
 
     def _begin_round(self, request: RequestState) -> None:
-        self.tell_time()
         self.recorder.begin_round(request.ctx)
         super()._begin_round(request)
 
     def _decide(self, request: RequestState) -> bool:
         has_asked = super()._decide(request)
         if has_asked:
-            self.tell_time()
             self.recorder.scheduled(request.ctx)
         return has_asked
 
@@ -572,7 +568,6 @@ class RecordingPlanner(Planner):
         *,
         is_promotion: bool,
     ) -> None:
-        self.tell_time()
         self.recorder.job_started(
             ctx,
             self._next_job_id,
@@ -583,7 +578,6 @@ class RecordingPlanner(Planner):
         super()._submit(index, ctx, keys, slots, is_promotion=is_promotion)
 
     def _job_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
-        self.tell_time()
         landed = len(job.keys) if result.success else len(result.successful_keys or ())
         self.recorder.job_ended(
             job.req_context,
@@ -600,7 +594,6 @@ class RecordingPlanner(Planner):
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         job = record.job
-        self.tell_time()
         self.recorder.note(job.req_context, "released", len(job.keys), tier=self._names[index])
         super()._job_released(index, record)
 
