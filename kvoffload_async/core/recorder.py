@@ -180,10 +180,8 @@ class RequestRecorder:
         self.dropped_timelines = 0
         self._records: dict[_Record, None] = {}
         self._ended: dict[_Record, None] = {}
-        self._live: dict[ReqContext, _Record] = {}
-        """Requests that have not ended; only their contexts are referenced strongly."""
-        self._past: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
-        """Requests that have ended: late copies may still report events for them."""
+        self._by_context: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
+        """All records whose context is in use; late copies report events after a request's end."""
         self._by_id: dict[str, _Record] = {}
         self._complete: deque[RequestTimeline] | None = None
         self._figures: Figures = lambda: (0,)
@@ -214,24 +212,24 @@ class RequestRecorder:
     def begin(self, ctx: ReqContext) -> None:
         """Record the start of a request."""
         self._catch_up()
-        if (known := self._find(ctx)) is not None:
+        if (known := self._by_context.get(ctx)) is not None:
             self._forget(known)
         elif len(self._records) == self.max_requests:
             self._forget(next(iter(self._ended or self._records)))
         record = _Record(ctx, self.now_s, self._max_events, self.find_parent(ctx))
         self._records[record] = None
-        self._live[ctx] = self._by_id[record.req_id] = record
+        self._by_context[ctx] = self._by_id[record.req_id] = record
 
     def finish(self, ctx: ReqContext) -> None:
         """Record that the scheduler has finished a request; jobs may follow."""
         self._catch_up()
-        if record := self._find(ctx):
+        if record := self._by_context.get(ctx):
             record.finished_s = self.now_s
 
     def done(self, ctx: ReqContext) -> None:
         """Record that no more jobs can start for a request."""
         self._catch_up()
-        if record := self._find(ctx):
+        if record := self._by_context.get(ctx):
             record.is_done = True
             self._end_if_done(record)
 
@@ -239,14 +237,14 @@ class RequestRecorder:
         """Record the start of a round of lookups."""
         self._catch_up()
         self._asking, self._asked_s = ctx, self.now_s
-        record = self._find(ctx)
+        record = self._by_context.get(ctx)
         if record is not None and record.asks_since_s is None:
             record.asks_since_s = self.now_s
 
     def scheduled(self, ctx: ReqContext) -> None:
         """Record that a request no longer waits for lookups; ignored without a lookup."""
         self._catch_up()
-        record = self._find(ctx)
+        record = self._by_context.get(ctx)
         if record is not None and record.asks_since_s is not None:
             since_s, record.asks_since_s = record.asks_since_s, None
             record.waited_s += self.now_s - since_s
@@ -264,7 +262,7 @@ class RequestRecorder:
     ) -> None:
         """Record an event of a given kind; consecutive equal events are merged and counted."""
         self._catch_up()
-        record = self._find(ctx)
+        record = self._by_context.get(ctx)
         if record is None:
             return
         last = record.events[-1] if record.events else None
@@ -284,7 +282,7 @@ class RequestRecorder:
     ) -> None:
         """Record a submitted copy of (blocks, bytes), and reserve space for its end."""
         self._catch_up()
-        record = self._find(ctx)
+        record = self._by_context.get(ctx)
         if record is None:
             return
         job = (JobStarted, self.now_s, job_id, tier, direction, *size)
@@ -306,7 +304,7 @@ class RequestRecorder:
     ) -> None:
         """Record the result of a copy."""
         self._catch_up()
-        record = self._find(ctx)
+        record = self._by_context.get(ctx)
         if record is None or (tier, job_id) not in record.open_jobs:
             return
         job = record.open_jobs.pop((tier, job_id))
@@ -317,7 +315,7 @@ class RequestRecorder:
 
     def note_all_live(self, kind: NoteKind) -> None:
         """Record an event for every request that has not finished."""
-        for ctx, record in self._live.items():
+        for ctx, record in self._by_context.items():
             if record.finished_s is None:
                 self.note(ctx, kind)
 
@@ -359,13 +357,11 @@ class RequestRecorder:
     def give_up(self) -> None:
         """At shutdown, complete the timelines of requests that have not ended."""
         self._catch_up()
-        for record in self._live.values():
-            self._deliver(record)
+        for record in self._records:
+            if record.ended_s is None:
+                self._deliver(record)
 
     # -- internal -------------------------------------------------------------------------------
-
-    def _find(self, ctx: ReqContext) -> _Record | None:
-        return self._live.get(ctx) or self._past.get(ctx)
 
     def _catch_up(self) -> None:
         """Note the time, and end the round of lookups: record how many answers of each kind it got.
@@ -378,7 +374,7 @@ class RequestRecorder:
         if asking is None:
             return
         before, self._before = self._before, self._figures()
-        record = self._find(asking)
+        record = self._by_context.get(asking)
         if record is None:
             return
         answers: list[int] = []
@@ -396,8 +392,6 @@ class RequestRecorder:
         if record.is_done and not record.open_jobs and record.ended_s is None:
             record.ended_s = self.now_s
             self._ended[record] = None
-            if (ctx := record.ctx()) is not None:  # pragma: no branch - it is live
-                self._past[ctx] = self._live.pop(ctx)
             self._deliver(record)
 
     def _forget(self, record: _Record) -> None:
@@ -405,8 +399,7 @@ class RequestRecorder:
         if self._by_id.get(record.req_id) is record:
             del self._by_id[record.req_id]
         if (ctx := record.ctx()) is not None:
-            self._live.pop(ctx, None)
-            self._past.pop(ctx, None)
+            self._by_context.pop(ctx, None)
         if record in self._ended:
             del self._ended[record]
         else:
