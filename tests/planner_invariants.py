@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvoffload_async.core.invariants import STATE_INVARIANTS, Invariant, check_state
 from kvoffload_async.core.ledger import StartJob, TierEffect, TouchBlocks
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.types import ENGINE_REQ_ID, JobId, LookupResult, OffloadKey, ReqContext
 
 # -- jobs and requests --------------------------------------------------------------------------
@@ -565,10 +565,9 @@ def no_job_is_left(rest: Rest) -> Iterator[str]:
 def nothing_is_in_use(rest: Rest) -> Iterator[str]:
     """P2."""
     primary = rest.planner.primary
-    for key, _slot, _refs in primary.resident():
-        state = primary.state_of(key)
-        if state is not BlockState.IDLE:
-            yield f"block {key.hex()} is {state.name}"
+    for key, _slot, refs in primary.resident():
+        if refs:
+            yield f"block {key.hex()} is {'pinned' if refs > 0 else 'being written'}"
     if primary.counts["held"]:
         yield f"slots {list(primary.pool.holds)} are held"
     if rest.planner.room.named:

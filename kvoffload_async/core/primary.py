@@ -19,7 +19,6 @@ is evicted before its head.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -302,7 +301,7 @@ class ProtectedSlots:
 WRITING: Final = -1
 A_DEBT: Final = 1 << 24
 PINS: Final = A_DEBT - 1
-"""Bit mask of the pin count in a block's counter, unless the counter is `WRITING`."""
+"""Bit mask of the pin count in a block's counter; nonzero too while the counter is `WRITING`."""
 
 
 class ResidentBlocks:
@@ -313,6 +312,7 @@ class ResidentBlocks:
     Attributes:
         decided: Called with the keys whose writes have succeeded or failed, except by a reset.
         on_write_ended: Called with the same keys, while `Cascades` waits for a write to end.
+        policy: The eviction policy. Read-only.
         room_made: Number of times that a slot became free or evictable, or was no longer withheld
             from stores. After a store that found no room, its increase is the maximum number of
             blocks for which there may be room now.
@@ -325,7 +325,7 @@ class ResidentBlocks:
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
         """Start empty; takes ownership of the policy."""
         self.room_made = 0
-        self._policy = policy
+        self.policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
@@ -419,7 +419,7 @@ class ResidentBlocks:
         self._protected -= len(released)
         self.room_made += len(released)
         self._protected_slots.discard(released)
-        self._policy.released(released)
+        self.policy.released(released)
 
     def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slots of the readable keys, in key order."""
@@ -441,24 +441,19 @@ class ResidentBlocks:
         """Return the key of the block in a slot. For invariants and inspection."""
         return self._blocks.key_of(slot)
 
-    @property
-    def policy(self) -> CachePolicy:
-        """The eviction policy. For invariants and inspection."""
-        return self._policy
-
     def ranked(self) -> list[OffloadKey]:
         """Return the keys that the policy ranks, the best victim first.
 
         For invariants and inspection.
         """
-        return self._blocks.keys_of(tuple(self._policy.resident()))
+        return self._blocks.keys_of(tuple(self.policy.resident()))
 
     def forgotten(self) -> list[OffloadKey]:
         """Return evictable keys that the policy would never propose for eviction.
 
         Empty unless an invariant is broken. For invariants and inspection.
         """
-        return self._blocks.keys_of([s for s in self._policy.skipped() if not self._refs[s]])
+        return self._blocks.keys_of([s for s in self.policy.skipped() if not self._refs[s]])
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
         """Iterate over (key, slot, number of pins), -1 for writing.
@@ -528,7 +523,7 @@ class ResidentBlocks:
         self._idle += num_idle
         self._protected += len(released) - num_idle
         self.room_made += len(released)
-        self._policy.released(released)
+        self.policy.released(released)
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots = []
@@ -540,7 +535,7 @@ class ResidentBlocks:
 
     def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
-        if self._policy.follows_requests:
+        if self.policy.follows_requests:
             self._rank_request(ctx, dict(accesses))
             return
         parts = self._parts
@@ -552,8 +547,8 @@ class ResidentBlocks:
                 slots.append(slot)
                 reused.append(bool(again))
         if self._protected:  # the access changes the rank, so the policy must propose them again
-            self._policy.released(self._protected_slots.discard(slots))
-        self._policy.access(slots, reused)
+            self.policy.released(self._protected_slots.discard(slots))
+        self.policy.access(slots, reused)
 
     def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
         """Like `_rank`, for a policy that learns of absent keys too."""
@@ -563,23 +558,14 @@ class ResidentBlocks:
         slots = self._blocks.find(keys)
         if self._protected:
             present = [slot for slot in slots if slot is not None]
-            self._policy.released(self._protected_slots.discard(present))
-        self._policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
+            self.policy.released(self._protected_slots.discard(present))
+        self.policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
 Allowed = Callable[[int, bool], int]
 """Returns how many of a number of slots a store may take while requests wait for room.
 
 The flag says whether it takes all or none."""
-
-
-class BlockState(enum.Enum):
-    """State of a key in the primary tier."""
-
-    ABSENT = enum.auto()
-    WRITING = enum.auto()
-    IDLE = enum.auto()
-    PINNED = enum.auto()
 
 
 class Primary(ResidentBlocks):
@@ -787,7 +773,7 @@ class Primary(ResidentBlocks):
         The policy chooses as if the `unpinned` slots were pinned, like the store that follows.
         """
         wanted = missing if self._admission is None else self._admission.admitted(missing)
-        if not wanted or not self._policy.follows_requests:
+        if not wanted or not self.policy.follows_requests:
             return wanted, ()
         positions, offered = ctx.key_positions, wanted
         if positions:
@@ -797,8 +783,8 @@ class Primary(ResidentBlocks):
         is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
         may_evict, skipped = self._eviction_test(is_own_prefix, unpinned)
         free = self.pool.unused.count if self.may_decline else None
-        declined = self._policy.declines(ctx, keys, offered, free, may_evict)
-        self._policy.released(skipped)
+        declined = self.policy.declines(ctx, keys, offered, free, may_evict)
+        self.policy.released(skipped)
         if declined:
             wanted = [key for key in wanted if key not in declined]
         return wanted, declined
@@ -903,7 +889,7 @@ class Primary(ResidentBlocks):
         self._blocks.clear()
         self._writers.clear()
         self.loading.clear()
-        self._policy.clear()
+        self.policy.clear()
         if self._admission is not None:
             self._admission.clear()
         self.pool.reset(still_touched)
@@ -935,14 +921,11 @@ class Primary(ResidentBlocks):
             "held": held,
         }
 
-    def state_of(self, key: OffloadKey) -> BlockState:
-        """Return the state of a key."""
-        slot = self._blocks.get(key)
-        if slot is None:
-            return BlockState.ABSENT
-        if self._refs[slot] < 0:
-            return BlockState.WRITING
-        return BlockState.PINNED if self._refs[slot] & PINS else BlockState.IDLE
+    def num_in_use(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of these blocks are pinned or being written."""
+        refs = self._refs
+        slots = self._blocks.find(keys)
+        return sum(slot is not None and refs[slot] & PINS > 0 for slot in slots)
 
     @property
     def stored_now(self) -> int:
@@ -992,7 +975,7 @@ class Primary(ResidentBlocks):
         if writer is not None:
             self._writers.update(dict.fromkeys(slots, writer))
         self._writing += len(missing)
-        self._policy.admit(missing, slots)
+        self.policy.admit(missing, slots)
         return slots, evicted
 
     def _evict(self, victims: Sequence[int]) -> list[OffloadKey]:
@@ -1018,14 +1001,14 @@ class Primary(ResidentBlocks):
         is_evictable = self._is_evictable_first if self._protected else self._is_evictable
         if is_own_prefix is not None:
             may_evict, skipped = self._eviction_test(is_own_prefix)
-            victims = self._policy.make_room(missing, deficit, may_evict)
-            self._policy.released(skipped)
+            victims = self.policy.make_room(missing, deficit, may_evict)
+            self.policy.released(skipped)
             return victims
-        victims = self._policy.make_room(missing, deficit, is_evictable)
+        victims = self.policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
             # The policy has proposed every slot, so `_protected_slots` is complete.
             self.on_evicted(self._protected_slots.first(deficit - self._idle))
-            victims = self._policy.make_room(missing, deficit, is_evictable)
+            victims = self.policy.make_room(missing, deficit, is_evictable)
         return victims
 
     def _eviction_test(
@@ -1075,14 +1058,14 @@ class Primary(ResidentBlocks):
         self._writing -= len(slots)
         self._idle += len(slots)
         self.room_made += len(slots)
-        self._policy.released(slots)
+        self.policy.released(slots)
         self.event_log.add(keys, removed=False)
         self._tell_ended(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
             self._writers.pop(slot, None)
-        self._policy.discard(slots)
+        self.policy.discard(slots)
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self.event_log.add(keys, removed=True, metadata_only=True)

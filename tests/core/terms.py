@@ -43,3 +43,11 @@ def released(jobs):
 def figures_of(tier):
     """Return the statistics of a tier's state."""
     return tier.statistics(TIER_FIGURES.take(tier, 0))
+
+
+def state_of(primary, key):
+    """Return "absent", "writing", "idle" or "pinned"."""
+    pins = {each: refs for each, _, refs in primary.resident()}.get(key)
+    if pins is None:
+        return "absent"
+    return "writing" if pins < 0 else "pinned" if pins else "idle"

@@ -9,7 +9,7 @@ from core.terms import HIT, MISS, PENDING, k
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import ReqContext
@@ -227,11 +227,9 @@ class PrimaryMachine(RuleBasedStateMachine):
         assert sum(self.primary.counts.values()) == self.num_slots
         assert self.primary.counts["held"] == len(self.held)
         answers = {-1: PENDING, None: MISS}
-        states = {-1: BlockState.WRITING, None: BlockState.ABSENT, 0: BlockState.IDLE}
         for key in KEYS:
             refs = self.refs.get(key)
             assert self.primary.lookup(key) is answers.get(refs, HIT)
-            assert self.primary.state_of(key) is states.get(refs, BlockState.PINNED)
         assert sorted(self.primary.ranked()) == sorted(self.refs)
         assert not list(self.primary.policy.violations())
         assert not self.primary.forgotten()

@@ -395,7 +395,7 @@ def test_a_promotion_that_nobody_read_is_no_rest():
     world.step()
     world.finish_job()
     assert list(of_rest("P2").violations(rest_of(world))) == [
-        f"block {k('x').hex()} is PINNED",
+        f"block {k('x').hex()} is pinned",
         "1 slots are named by tickets and promotions",
     ]
 
