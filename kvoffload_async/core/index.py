@@ -538,6 +538,8 @@ class CostGatedIndex(KeyIndex):
     Attributes:
         break_even: Measures the number of blocks from which a load pays; None: only the configured
             minimum applies.
+        needed_blocks: Number of blocks that a request must miss; infinity if no number suffices.
+            Read-only.
         has_decided: Whether the answers for a request have changed at the end of the last step.
         unknown: Request -> keys, at least one, that a nearer tier has not resolved yet. Read-only.
     """
@@ -558,7 +560,7 @@ class CostGatedIndex(KeyIndex):
         self.unknown: dict[Hashable, dict[OffloadKey, None]] = {}
         self._index = index
         self._min_blocks = min_blocks
-        self._needed_blocks: float = min_blocks
+        self.needed_blocks: float = min_blocks
         self._worthwhile: set[Hashable] = set()
         self._missed: dict[Hashable, dict[OffloadKey, None]] = {}
         """Request that has missed too few blocks so far -> the keys it has missed."""
@@ -569,7 +571,7 @@ class CostGatedIndex(KeyIndex):
 
     def statistics(self) -> BreakEvenStatistics | None:
         """Return the break-even point; None if it is not measured. Thread-safe."""
-        measured, needed = self.break_even, self._needed_blocks
+        measured, needed = self.break_even, self.needed_blocks
         if measured is None:
             return None
         return BreakEvenStatistics(
@@ -587,7 +589,7 @@ class CostGatedIndex(KeyIndex):
             missed = self._missed.get(request)
             if missed is None:
                 missed = self._missed[request] = self._deferred[request] = {}
-            if len(missed.keys() | keys) < self._needed_blocks:
+            if len(missed.keys() | keys) < self.needed_blocks:
                 missed.update(dict.fromkeys(keys))
                 if not self.declines(request):
                     return [_RETRY] * len(keys)
@@ -679,7 +681,7 @@ class CostGatedIndex(KeyIndex):
     def _decide(self, *, may_explore: bool) -> None:
         """Admit or decline each deferred request, and notify the listeners of its keys."""
         if self.break_even is not None:
-            self._needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
+            self.needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
         deferred, self._deferred = self._deferred, {}
         decided: dict[OffloadKey, None] = {}
         declined: dict[Hashable, int] = {}
@@ -690,7 +692,7 @@ class CostGatedIndex(KeyIndex):
             decided |= missed
             if request in self._worthwhile:
                 continue
-            if len(missed) >= self._needed_blocks:
+            if len(missed) >= self.needed_blocks:
                 self._ask(request)
             else:
                 declined[request] = len(missed)
