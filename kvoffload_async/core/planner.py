@@ -110,7 +110,9 @@ class Planner:
             StateError: `ctx` is live already.
         """
         self.primary.open_request(ctx)
-        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
+        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(
+            ctx, tuple(request_level_tiers)
+        )
 
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: rank its blocks now; notify the tiers when it can submit no more jobs."""

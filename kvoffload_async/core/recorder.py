@@ -13,6 +13,7 @@ import heapq
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -78,48 +79,29 @@ _END_BYTES: Final = 13 * _FIELD_BYTES + 4 * _LEAST_ERROR_CHARS
 """Space that a started job reserves for its end."""
 
 
+@dataclass(slots=True, eq=False)
 class _Record:
     """The recorded events of one request, within `MAX_BYTES`."""
 
-    __slots__ = (
-        "asks_since_s",
-        "began_s",
-        "ctx",
-        "dropped",
-        "ended_s",
-        "events",
-        "finished_s",
-        "free_bytes",
-        "is_done",
-        "max_events",
-        "open_jobs",
-        "parent",
-        "req_id",
-        "waited_s",
-    )
-
-    def __init__(
-        self, ctx: ReqContext, began_s: float, max_events: int, parent: object | None
-    ) -> None:
-        self.ctx = ref(ctx)
-        """Weak, because a context may reference a whole prompt."""
-        self.req_id = ctx.req_id[:MAX_ID_CHARS]
-        self.max_events = max_events
-        self.free_bytes = MAX_BYTES - _RECORD_BYTES
-        self.began_s = began_s
-        self.asks_since_s: float | None = None
-        """Time of the first lookup since the request was last scheduled."""
-        self.waited_s = 0.0
-        """As `RequestTimeline.waited_s`, but includes notes that were dropped."""
-        self.finished_s: float | None = None
-        self.ended_s: float | None = None
-        self.is_done = False
-        """Whether no more jobs can start."""
-        self.events: list[_Raw] = []
-        self.open_jobs: dict[tuple[str, int], _Raw] = {}
-        """Started jobs that have not ended; space is reserved for the end of each."""
-        self.dropped = 0
-        self.parent = parent
+    ctx: ref[ReqContext]
+    """Weak, because a context may reference a whole prompt."""
+    req_id: str
+    began_s: float
+    max_events: int
+    parent: object | None
+    free_bytes: int = MAX_BYTES - _RECORD_BYTES
+    asks_since_s: float | None = None
+    """Time of the first lookup since the request was last scheduled."""
+    waited_s: float = 0.0
+    """As `RequestTimeline.waited_s`, but includes notes that were dropped."""
+    finished_s: float | None = None
+    ended_s: float | None = None
+    is_done: bool = False
+    """Whether no more jobs can start."""
+    events: list[_Raw] = field(default_factory=list)
+    open_jobs: dict[tuple[str, int], _Raw] = field(default_factory=dict)
+    """Started jobs that have not ended; space is reserved for the end of each."""
+    dropped: int = 0
 
     def add(self, event: _Raw, text: str | None = None, *, ends: int = 0) -> bool:
         """Store an event; return False if the record is full.
@@ -216,9 +198,10 @@ class RequestRecorder:
             self._forget(known)
         elif len(self._records) == self.max_requests:
             self._forget(next(iter(self._ended or self._records)))
-        record = _Record(ctx, self.now_s, self._max_events, self.find_parent(ctx))
+        req_id, parent = ctx.req_id[:MAX_ID_CHARS], self.find_parent(ctx)
+        record = _Record(ref(ctx), req_id, self.now_s, self._max_events, parent)
         self._records[record] = None
-        self._by_context[ctx] = self._by_id[record.req_id] = record
+        self._by_context[ctx] = self._by_id[req_id] = record
 
     def finish(self, ctx: ReqContext) -> None:
         """Record that the scheduler has finished a request; jobs may follow."""

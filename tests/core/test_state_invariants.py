@@ -106,7 +106,7 @@ def damage_p4_retained(world):
 
 def damage_p7_twice(world):
     _, job = world.planner.jobs[PROMOTED + 2]
-    world.planner.tiers[1].jobs._records[99] = JobRecord(replace(job, job_id=99))
+    world.planner.tiers[1].jobs._records[99] = JobRecord(replace(job, job_id=99), job.is_promotion)
     world.planner.counters.jobs_submitted += 1
 
 
