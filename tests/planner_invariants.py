@@ -314,7 +314,7 @@ def fingerprint(primary: Primary) -> Hashable:
     """Return a value that differs whenever two states of a primary differ in what is observable."""
     return (
         tuple(sorted(primary.resident())),
-        tuple(primary.ranked()),
+        tuple(primary.keys_of(tuple(primary.policy.resident()))),
         tuple(primary.pool.unused),
         frozenset(primary.pool.holds),
         frozenset(primary.loading.total().items()),

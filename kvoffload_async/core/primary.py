@@ -441,13 +441,6 @@ class ResidentBlocks:
         """Return the key of the block in a slot. For invariants and inspection."""
         return self._blocks.key_of(slot)
 
-    def ranked(self) -> list[OffloadKey]:
-        """Return the keys that the policy ranks, the best victim first.
-
-        For invariants and inspection.
-        """
-        return self._blocks.keys_of(tuple(self.policy.resident()))
-
     def forgotten(self) -> list[OffloadKey]:
         """Return evictable keys that the policy would never propose for eviction.
 

@@ -51,3 +51,8 @@ def state_of(primary, key):
     if pins is None:
         return "absent"
     return "writing" if pins < 0 else "pinned" if pins else "idle"
+
+
+def ranked(primary):
+    """Return the keys that the policy of a primary ranks, the best victim first."""
+    return primary.keys_of(tuple(primary.policy.resident()))

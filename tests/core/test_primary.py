@@ -1,6 +1,6 @@
 import pytest
 from core.states import whole_state
-from core.terms import HIT, MISS, PENDING, k, ks, state_of
+from core.terms import HIT, MISS, PENDING, k, ks, ranked, state_of
 
 from kvoffload_async.core.admission import AdmissionFilter
 from kvoffload_async.core.primary import Primary
@@ -363,11 +363,11 @@ def test_a_touch_counts_when_its_request_ends():
     ctx = ReqContext("s")
     rig.primary.open_request(ctx)
     rig.primary.touch(ctx, ks("b"))
-    before = rig.primary.ranked()
+    before = ranked(rig.primary)
     rig.primary.touch(ReqContext("unknown"), ks("cc"))
-    assert rig.primary.ranked() == [key for key in before if key != k("c")] + ks("c")
+    assert ranked(rig.primary) == [key for key in before if key != k("c")] + ks("c")
     rig.primary.close_request(ctx)
-    assert rig.primary.ranked()[-1] == k("b")
+    assert ranked(rig.primary)[-1] == k("b")
 
 
 def test_completion_order_does_not_change_the_ranking_51787():
@@ -380,7 +380,7 @@ def test_completion_order_does_not_change_the_ranking_51787():
         for name in order:
             rig.primary.complete_store(rig.ctx, ks(name), success=True)
         rig.primary.close_request(rig.ctx)
-        rankings.append(rig.primary.ranked())
+        rankings.append(ranked(rig.primary))
     assert rankings == [ks("cba")] * 2
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from core.machines import AS_THE_PROFILE
 from core.states import POLICIES, whole_state
-from core.terms import HIT, MISS, PENDING, k
+from core.terms import HIT, MISS, PENDING, k, ranked
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -83,8 +83,8 @@ class PrimaryMachine(RuleBasedStateMachine):
         """
         if self.debts or not isinstance(self.primary.policy, LruPolicy):
             return None
-        ranked = self.primary.ranked()
-        return [key for key in ranked if not self.refs[key] and key not in protected]
+        victims = ranked(self.primary)
+        return [key for key in victims if not self.refs[key] and key not in protected]
 
     def expect_eviction(self, evicted, offered, pending):
         if pending & set(evicted):
@@ -230,7 +230,7 @@ class PrimaryMachine(RuleBasedStateMachine):
         for key in KEYS:
             refs = self.refs.get(key)
             assert self.primary.lookup(key) is answers.get(refs, HIT)
-        assert sorted(self.primary.ranked()) == sorted(self.refs)
+        assert sorted(ranked(self.primary)) == sorted(self.refs)
         assert not list(self.primary.policy.violations())
         assert not self.primary.forgotten()
         skipped = {self.primary.key_of(slot) for slot in self.primary.policy.skipped()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from typing import Any
 
-from core.terms import k
+from core.terms import k, ranked
 from core.tiers import NativeTier
 from core.world import DOWN, NEVER_OPENS
 
@@ -516,7 +516,7 @@ class Host:
         blocks = [
             (self.names[key], pins, debts.get(slot, 0)) for key, slot, pins in primary.resident()
         ]
-        order = self._letters(primary.ranked()) if self.setting.victims == "oldest" else None
+        order = self._letters(ranked(primary)) if self.setting.victims == "oldest" else None
         return tuple(sorted(blocks)), order
 
     def _tier(self, index):
