@@ -28,7 +28,6 @@ class EventLog:
         locality: Locality of the medium.
         ownership: See `OffloadingEvent`; applies to events that are taken from now on.
         dropped: Number of dropped events.
-        dropped_keys: Number of keys in the dropped events.
         announced: Blocks that were announced as stored and not as removed, also in events not yet
             taken; None if they are not tracked. Read-only.
     """
@@ -59,7 +58,6 @@ class EventLog:
         """
         self.ownership = ownership
         self.dropped = 0
-        self.dropped_keys = 0
         self.medium = medium
         self.locality = locality
         self._enabled = enabled
@@ -88,9 +86,7 @@ class EventLog:
         entries.append(_Entry(news, removed, metadata_only))
         self._num_keys += len(news)
         while self._num_keys > self._bound and len(entries) > 1:
-            num_dropped = len(entries.popleft().keys)
-            self._num_keys -= num_dropped
-            self.dropped_keys += num_dropped
+            self._num_keys -= len(entries.popleft().keys)
             self.dropped += 1
             self._sequence += 1
 

@@ -117,7 +117,7 @@ class Planner:
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: rank its blocks now; notify the tiers when it can submit no more jobs."""
         request = self._live_request(ctx)
-        self.cascades.end_request(request, self.now_s)
+        self.cascades.end_request(request)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self._proceed(request)
@@ -420,7 +420,7 @@ class Planner:
                 request.failed.update(zip(repeat(index), failed))
         if landed:
             self.room.land(landed)
-            self.cascades.offer_faster(index, landed, self.now_s)
+            self.cascades.offer_faster(index, landed)
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:

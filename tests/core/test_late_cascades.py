@@ -133,7 +133,7 @@ def test_after_the_close_nothing_is_pending_any_more():
     assert counters(world).dropped_blocks == 2
     world.finish_job(error=TierUnavailableError("down"), failed={0, 1})
     assert counters(world).failed_store_blocks == 2
-    assert world.planner.cascades.defer(0, ks("cd"), 0.0) == 0
+    assert world.planner.cascades.defer(0, ks("cd")) == 0
     world.planner.close()
     world.wind_down()
 

@@ -147,7 +147,7 @@ class Host:
         self.planner.room.copies_each = setting.copies or self.planner.room.copies_each
         self._see_whole_grants()
         if not setting.writes_back:
-            self.planner.cascades.defer = lambda index, keys, now_s: 0
+            self.planner.cascades.defer = lambda index, keys: 0
             self.planner.cascades.send = lambda *_, **_options: None
         self.now_s = 0.0
         self.failures, self.resets = setting.failures, setting.resets
