@@ -150,7 +150,6 @@ class RequestRecorder:
         now_s: Time of the latest event.
         clock: Returns the time; None: only `advance` sets it.
         find_parent: Returns the trace context of a new request.
-        dropped_timelines: Number of complete timelines that were dropped before they were taken.
     """
 
     def __init__(self, max_requests: int, max_events: int = MAX_EVENTS) -> None:
@@ -159,7 +158,6 @@ class RequestRecorder:
         self.now_s = 0.0
         self.clock: Callable[[], float] | None = None
         self.find_parent: Callable[[ReqContext], object | None] = _own_parent
-        self.dropped_timelines = 0
         self._records: dict[_Record, None] = {}
         self._ended: dict[_Record, None] = {}
         self._by_context: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
@@ -181,9 +179,9 @@ class RequestRecorder:
         self._before = figures()
 
     def keep_complete(self) -> None:
-        """From now on, keep the timelines of ended and dropped requests for `take_complete`."""
+        """From now on, keep timelines of ended and dropped requests for `take_complete`."""
         if self._complete is None:
-            self._complete = deque()
+            self._complete = deque(maxlen=self.max_requests)
 
     def advance(self, now_s: float) -> None:
         """Set the time; it never goes back."""
@@ -389,12 +387,8 @@ class RequestRecorder:
             self._deliver(record)
 
     def _deliver(self, record: _Record) -> None:
-        if self._complete is None:
-            return
-        if len(self._complete) == self.max_requests:
-            self._complete.popleft()
-            self.dropped_timelines += 1
-        self._complete.append(record.timeline(self._labels))
+        if self._complete is not None:
+            self._complete.append(record.timeline(self._labels))
 
 
 def _bytes_of(event: _Raw, text: str | None) -> int:
