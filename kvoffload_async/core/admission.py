@@ -11,7 +11,7 @@ a batch of several groups is not cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,13 @@ from kvoffload_async.types import OffloadKey, ReqContext, get_offload_group_idx
 
 if TYPE_CHECKING:
     from kvoffload_async.policies.reuse import ReuseModel
+
+
+def in_prompt_order(
+    keys: Iterable[OffloadKey], positions: Mapping[OffloadKey, int]
+) -> list[OffloadKey]:
+    """Return keys in the order of their positions, then those without one, as given."""
+    return sorted(keys, key=lambda key: positions.get(key, inf)) if positions else list(keys)
 
 
 def longest_fitting_prefix(
@@ -145,8 +152,7 @@ class Admission:
         self._probabilities.clear()
         if self._feeds and used:
             positions = ctx.key_positions
-            last = max(positions.values(), default=0) + 1
-            keys = sorted(used, key=lambda key: positions.get(key, last))
+            keys = in_prompt_order(used, positions)
             prompt = self._estimates.prompt(positions, keys)
             self._estimates.record(keys, prompt, [False] * len(keys))
 

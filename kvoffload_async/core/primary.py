@@ -27,6 +27,7 @@ from typing import Final
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import (
     AdmissionFilter,
+    in_prompt_order,
     longest_fitting_prefix,
     prefix_test,
     those_before,
@@ -768,11 +769,8 @@ class Primary(ResidentBlocks):
         wanted = missing if self._admission is None else self._admission.admitted(missing)
         if not wanted or not self.policy.follows_requests:
             return wanted, ()
-        positions, offered = ctx.key_positions, wanted
-        if positions:
-            last = max(positions.values()) + 1
-            keys = sorted(keys, key=lambda key: positions.get(key, last))
-            offered = sorted(wanted, key=lambda key: positions.get(key, last))
+        positions = ctx.key_positions
+        keys, offered = in_prompt_order(keys, positions), in_prompt_order(wanted, positions)
         is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
         may_evict, skipped = self._eviction_test(is_own_prefix, unpinned)
         free = self.pool.unused.count if self.may_decline else None

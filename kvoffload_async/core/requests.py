@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvoffload_async.types import OffloadKey, ReqContext
@@ -64,13 +64,6 @@ class RequestState:
     def can_end(self) -> bool:
         """Whether the request is finished and can submit no more jobs."""
         return self.is_finished and not self.writing and not self.parked
-
-    def ordered(self, keys: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return keys in prompt order if their positions are known, else as given."""
-        positions, keys = self.ctx.key_positions, list(keys)
-        known = [key for key in keys if key in positions]
-        known.sort(key=positions.__getitem__)
-        return known + [key for key in keys if key not in positions]
 
     def defer(self, now_s: float, limit_s: float, *, counts: bool) -> bool:
         """Record a deferred lookup; return True if this reaches the limit on deferral.
