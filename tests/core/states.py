@@ -12,7 +12,7 @@ POLICIES = {"lru": LruPolicy, "arc": ArcPolicy, "hd": HdPolicy}
 
 def policy_state(policy):
     if isinstance(policy, ArcPolicy):
-        return policy.t1, policy.t2, policy.b1, policy.b2, policy.p
+        return (*policy.lists(), policy.p)
     if isinstance(policy, HdPolicy):
         return tuple(policy.resident()), known_blocks(policy.model), policy.duel.lead
     return tuple(policy.resident())
