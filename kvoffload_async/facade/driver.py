@@ -19,7 +19,7 @@ from kvoffload_async.config import WriteBack, one_of, parse_generation
 from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.planner import Planner, Snapshot
+from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.generation import Generation
@@ -49,48 +49,6 @@ from kvoffload_async.types import (
 from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
-
-
-class OwnerSteps:
-    """Measures the time that the begin and end of each step take on the owner's thread.
-
-    The end of a step publishes a snapshot of the planner's figures by one assignment, so other
-    threads read a consistent snapshot without waiting.
-
-    Not thread-safe, except `published` and `durations`; call only from the owner's thread.
-
-    Attributes:
-        durations: Durations of the steps.
-    """
-
-    def __init__(self, clock: Callable[[], float], planner: Planner) -> None:
-        self._clock = clock
-        self._planner = planner
-        self.durations = Histogram()
-        self._step_s = 0.0
-        self.publish()
-
-    def began(self, since_s: float) -> None:
-        """Record the duration of the step's begin, which started at `since_s`, in seconds."""
-        self._owner = threading.get_ident()
-        self._step_s += self._clock() - since_s
-
-    def ended(self, since_s: float) -> None:
-        """Record the duration of the step's end, which started at `since_s`; then publish."""
-        self.durations.observe(self._step_s + self._clock() - since_s)
-        self._step_s = 0.0
-        self.publish()
-
-    def publish(self) -> None:
-        """Publish a snapshot for other threads."""
-        self._owner = threading.get_ident()
-        self._published = self._planner.snapshot()
-
-    def published(self) -> Snapshot:
-        """Return the latest snapshot; on the owner's thread, take a new one."""
-        if threading.get_ident() == self._owner:
-            self.publish()
-        return self._published
 
 
 class PlannerDriver(Explaining):
@@ -170,7 +128,10 @@ class PlannerDriver(Explaining):
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())
-        self._steps = OwnerSteps(clock, self.planner)
+        self._step_seconds = Histogram()
+        """Time on the owner's thread per step, for its begin and its end."""
+        self._step_s = 0.0
+        self._publish()
         self._block_io = _block_io()
         self._polled_this_step = self._polled_for_stores = False
         self._closed = False
@@ -248,7 +209,9 @@ class PlannerDriver(Explaining):
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.end_step(self.planner, context)
-        self._steps.ended(began_s)
+        self._step_seconds.observe(self._step_s + self._clock() - began_s)
+        self._step_s = 0.0
+        self._publish()
         if self._listeners:
             self._hand_timelines_over()
         if self._check_invariants:
@@ -285,7 +248,9 @@ class PlannerDriver(Explaining):
 
         Thread-safe. Other threads than the owner's get the values at the end of the last step.
         """
-        published, bridge = self._steps.published(), self._bridge
+        if threading.get_ident() == self._owner:
+            self._publish()
+        published, bridge = self._published, self._bridge
         version, python = _versions()
         return OffloadingStatistics(
             primary=self._primary.primary_stats(published.primary),
@@ -296,7 +261,7 @@ class PlannerDriver(Explaining):
                 python=python,
                 block_io=self._block_io,
                 loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
-                step_seconds=self._steps.durations.read(),
+                step_seconds=self._step_seconds.read(),
                 wake_ups=0 if bridge is None else bridge.wake_ups,
             ),
         )
@@ -391,7 +356,7 @@ class PlannerDriver(Explaining):
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)
         self._give_timelines_up()
-        self._steps.publish()
+        self._publish()
         if unfinished:
             logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
         else:
@@ -408,7 +373,13 @@ class PlannerDriver(Explaining):
         began_s = self._clock()
         self.planner.begin_step(began_s)
         self._tiers.collect(self.planner)
-        self._steps.began(began_s)
+        self._owner = threading.get_ident()
+        self._step_s += self._clock() - began_s
+
+    def _publish(self) -> None:
+        """Publish a consistent snapshot for other threads, by one assignment."""
+        self._owner = threading.get_ident()
+        self._published = self.planner.snapshot()
 
     def _ensure_open(self) -> None:
         if self._closed:
