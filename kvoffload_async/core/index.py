@@ -615,7 +615,7 @@ class CostGatedIndex(KeyIndex):
         """
         for request, unknown in tuple(self.unknown.items()):
             first = next(iter(unknown))
-            if ask_nearer((first,), request) == [_RETRY]:
+            if ask_nearer((first,), request)[0] is _RETRY:
                 continue  # so a request that waits costs a step no time per block
             keys = tuple(unknown)
             for key, answer in zip(keys, ask_nearer(keys, request), strict=True):
