@@ -295,13 +295,6 @@ def parse_socket_path(value: object, key: str) -> str:
     return value
 
 
-def parse_file_path(value: object, key: str) -> str:
-    """Return the absolute path of a file; raises ConfigError."""
-    if not isinstance(value, str) or not value.startswith("/") or not _is_path(value):
-        _reject(key, value, "an absolute path")
-    return value
-
-
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -496,7 +489,7 @@ class OffloadConfig(Options):
     status_socket: str | None = option(or_none(parse_socket_path), None)
     """Path of the Unix socket that serves the engine's status to `kvoffload top`; only this user
     can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
-    record_trace: str | None = option(or_none(parse_file_path), None)
+    record_trace: str | None = option(or_none(parse_file), None)
     """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
     read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB; a trace
     that is there is kept as `<path>.1`, and any other file is refused."""

@@ -121,8 +121,8 @@ class TierMatcher:
     medium: Medium | None = None
     locality: Locality | None = None
 
-    def matches(self, medium: Medium, locality: Locality) -> bool:
-        """Return whether the matcher covers tiers of this medium and locality."""
+    def matches(self, medium: Medium, locality: Locality | None) -> bool:
+        """Return whether the matcher covers tiers of this medium and locality; None: unknown."""
         return self.medium in (None, medium) and self.locality in (None, locality)
 
 

@@ -358,42 +358,40 @@ class Coalescer(_TurnServer, Generic[T]):
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Boxed(Generic[T]):
     """A call and its result or exception."""
 
-    __slots__ = ("_call", "_error", "_results", "future", "has_ended")
-
-    def __init__(self, call: Callable[[], T], future: asyncio.Future[None]) -> None:
-        self._call = call
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self.future = future
-        self.has_ended = False
+    call: Callable[[], T]
+    future: asyncio.Future[None]
+    returned: list[T] = field(default_factory=list)
+    error: BaseException | None = None
+    has_ended: bool = False
 
     def make(self) -> None:
         """Make the call. Thread: an I/O thread."""
         try:
-            self._results.append(self._call())
+            self.returned.append(self.call())
         except BaseException as error:  # noqa: BLE001 - passed to the waiter
-            self._error = error
+            self.error = error
         self.has_ended = True
 
     def fail(self, error: BaseException) -> None:
         """Complete with an error without having been called. Thread: loop."""
         kind = type(error) if isinstance(error, TierError) else TierUnavailableError
-        self._error = kind(str(error))
-        self._error.__cause__ = error
+        self.error = kind(str(error))
+        self.error.__cause__ = error
         self.has_ended = True
 
     def result(self) -> T:
         """Return the call's result or raise its exception; call only once."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.error is not None:
+            error, self.error = self.error, None
             try:
                 raise error
             finally:
                 del error  # avoid a cycle of exception and frame, which keeps job memory
-        return self._results.pop()
+        return self.returned.pop()
 
 
 class SerialExecutor(_TurnServer):

@@ -16,7 +16,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
 from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.core.counters import Histogram
-from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.room import RoomWatch
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
 from kvoffload_async.facade.driver import PlannerDriver
@@ -203,9 +203,6 @@ class Steps:
         """Wake the readers of events."""
         news, self._news = self._news, self._loop.create_future()
         news.set_result(None)
-
-
-_IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
 
 
 class _KeysLeft:
@@ -408,7 +405,7 @@ def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
     in_use = counts["pinned"] + counts["writing"]
     if not in_use or in_use > len(request.keys):
         return in_use > 0
-    return in_use > sum(primary.state_of(key) in _IN_USE for key in request.keys)
+    return in_use > primary.num_in_use(request.keys)
 
 
 def _no_room(primary: Primary, wanted: int) -> str:

@@ -13,12 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from kvoffload_async.tables.arrays import integers
-from kvoffload_async.tables.keymap import KeyTable
-from kvoffload_async.tables.lists import FreeNumbers, NumberLists
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import OffloadKey, ReqContext, get_offload_group_idx
+
+if TYPE_CHECKING:
+    from kvoffload_async.policies.reuse import ReuseModel
+
+
+def in_prompt_order(
+    keys: Iterable[OffloadKey], positions: Mapping[OffloadKey, int]
+) -> list[OffloadKey]:
+    """Return keys in the order of their positions, then those without one, as given."""
+    return sorted(keys, key=lambda key: positions.get(key, inf)) if positions else list(keys)
 
 
 def longest_fitting_prefix(
@@ -80,30 +88,6 @@ _KEPT_PER_REQUEST: Final = 0.999
 """Part of the counts of stored blocks that a request keeps."""
 
 
-class ReuseEstimates(Protocol):
-    """What is known of the reuse of blocks; `policies.reuse.ReuseModel`."""
-
-    def prompt(self, positions: dict[OffloadKey, int], keys: Sequence[OffloadKey]) -> Any:  # noqa: ANN401
-        """Describe a request's prompt."""
-        ...
-
-    def classes(self, keys: Sequence[OffloadKey], prompt: Any) -> list[int]:  # noqa: ANN401
-        """Return the class that each block gets if the request uses it now."""
-        ...
-
-    def may_become(self, kind: int, prompt: Any) -> Iterable[int]:  # noqa: ANN401
-        """Return the other classes that a block may have when its request ends."""
-        ...
-
-    def record(self, keys: Sequence[OffloadKey], prompt: Any, is_cached: Sequence[bool]) -> Any:  # noqa: ANN401
-        """Record a request's uses."""
-        ...
-
-    def reuse_within(self, kind: int, num_requests: float) -> float:
-        """Return the probability that a block just used is used again within so many requests."""
-        ...
-
-
 class Admission:
     """Decides for the tiers that store only blocks that are likely to be used again.
 
@@ -111,7 +95,7 @@ class Admission:
     """
 
     def __init__(
-        self, estimates: ReuseEstimates, capacities: Sequence[float | None], *, feeds: bool
+        self, estimates: ReuseModel, capacities: Sequence[float | None], *, feeds: bool
     ) -> None:
         """Start without writes.
 
@@ -168,8 +152,7 @@ class Admission:
         self._probabilities.clear()
         if self._feeds and used:
             positions = ctx.key_positions
-            last = max(positions.values(), default=0) + 1
-            keys = sorted(used, key=lambda key: positions.get(key, last))
+            keys = in_prompt_order(used, positions)
             prompt = self._estimates.prompt(positions, keys)
             self._estimates.record(keys, prompt, [False] * len(keys))
 
@@ -189,7 +172,11 @@ class Admission:
 
 
 class AdmissionFilter:
-    """Admits a key at its `threshold`-th offer; remembers at most `tracked_keys` keys."""
+    """Admits a key at its `threshold`-th offer; remembers `tracked_keys` keys or more.
+
+    Two tables rotate, so that at most twice `tracked_keys` are remembered: keys are counted in the
+    new one, which becomes the old one when it is full.
+    """
 
     def __init__(self, threshold: int, tracked_keys: int = 64_000) -> None:
         self.threshold = threshold
@@ -202,29 +189,17 @@ class AdmissionFilter:
         return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
 
     def offered(self, keys: Sequence[OffloadKey]) -> None:
-        """Count one offer of each key; at capacity, stop tracking the least recently offered."""
-        for key, count in zip(keys, self._counts_with(keys), strict=True):
-            number = self._table.get(key)
-            if number is not None:
-                self._oldest_first.remove([number])
-            else:
-                if not self._free.count:
-                    oldest = [next(self._oldest_first.walk())]
-                    self._oldest_first.remove(oldest)
-                    self._table.remove(oldest)
-                    self._free.give_back(oldest)
-                (number,) = self._free.take(1)
-                self._table.add([key], [number])
-            self._oldest_first.append([number])
-            self._counts[number] = count
+        """Count one offer of each key."""
+        keys = keys[-self.tracked_keys :]
+        counts = self._counts_with(keys)
+        if len(self._new) + len(keys) > self.tracked_keys:
+            self._old, self._new = self._new, KeyMap(self.tracked_keys)
+        self._new.update(keys, counts)
 
     def clear(self) -> None:
         """Forget every offer."""
-        self._table = KeyTable(self.tracked_keys)
-        self._free = FreeNumbers(self.tracked_keys)
-        self._oldest_first = NumberLists(self.tracked_keys)
-        self._counts = integers(self.tracked_keys)
+        self._new, self._old = KeyMap(self.tracked_keys), KeyMap(self.tracked_keys)
 
     def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
-        counts = self._counts
-        return [1 if n is None else counts[n] + 1 for n in self._table.find(keys)]
+        found = zip(self._new.find(keys), self._old.find(keys), strict=True)
+        return [(new or old or 0) + 1 for new, old in found]

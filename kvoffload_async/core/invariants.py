@@ -80,6 +80,7 @@ def jobs_are_counted(planner: Planner) -> Iterator[str]:
 def counters_add_up(planner: Planner) -> Iterator[str]:
     """P24: each counter equals the sum of its parts."""
     of_planner, of_primary = planner.counters, planner.primary.counters
+    loading = planner.primary.loading
     sums = [
         (
             "lookups of the planner",
@@ -94,7 +95,7 @@ def counters_add_up(planner: Planner) -> Iterator[str]:
             of_primary.lookups,
             of_primary.hits + of_primary.pending_hits + of_primary.misses,
         ),
-        ("pins of loads", planner.primary.loading.num_pins, planner.primary.loads().total()),
+        ("pins of loads", loading.num_pins, loading.total().total()),
     ]
     for tier in planner.tiers:
         of, name = tier.counters, tier.name
@@ -120,7 +121,7 @@ def half_open_breakers_have_a_try(planner: Planner) -> Iterator[str]:
 def slots_are_partitioned(planner: Planner) -> Iterator[str]:
     """P3: each slot is free, held, or in use by one block."""
     primary = planner.primary
-    free, held = primary.pool.free_slots(), primary.pool.retained_slots()
+    free, held = list(primary.pool.unused), list(primary.pool.holds)
     blocks = list(primary.resident())
     uses = Counter(chain(free, held, (slot for _, slot, _ in blocks)))
     for slot in uses.keys() - range(primary.num_slots):
@@ -263,7 +264,7 @@ def what_is_pending_is_readable(planner: Planner) -> Iterator[str]:
 
 
 def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
-    reasons = planner.primary.loads()
+    reasons = planner.primary.loading.total()
     for job in _readers(planner):
         reasons.update(job.keys)
     reasons.update(
@@ -293,9 +294,9 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
         if late.holds_slots
         for slot in late.job.block_ids.tolist()
     }
-    if held != set(planner.primary.pool.retained_slots()):
-        retained = planner.primary.pool.retained_slots()
-        yield f"slots {retained} are held, but copies touch {sorted(held)}"
+    holds = planner.primary.pool.holds
+    if held != holds.keys():
+        yield f"slots {list(holds)} are held, but copies touch {sorted(held)}"
     named = [
         (f"job {job.job_id}", key, slot)
         for job in chain(_readers(planner), _writers(planner))

@@ -80,6 +80,7 @@ class JobAbandoned:
 JobEvent = Launched | JobFinished | JobOverdue | JobAbandoned
 
 
+@dataclass(slots=True, eq=False)
 class JobRecord:
     """One job and its state.
 
@@ -91,12 +92,9 @@ class JobRecord:
             blocks are pinned instead.
     """
 
-    __slots__ = ("holds_slots", "job", "state")
-
-    def __init__(self, job: JobMetadata) -> None:
-        self.job = job
-        self.state = JobState.QUEUED
-        self.holds_slots = job.is_promotion
+    job: JobMetadata
+    holds_slots: bool
+    state: JobState = JobState.QUEUED
 
 
 def refused(job: JobMetadata, error: Exception) -> JobResult:
@@ -117,7 +115,7 @@ class Ledger:
         self,
         slot_bytes: int,
         on_result: Callable[[JobMetadata, JobResult], object],
-        on_release: Callable[[JobRecord], object],
+        on_release: Callable[[JobMetadata], object],
     ) -> None:
         """Create an empty ledger.
 
@@ -154,7 +152,7 @@ class Ledger:
             self.ended.append((job, result))
             self._on_result(job, result)
             return False
-        self._records[job.job_id] = JobRecord(job)
+        self._records[job.job_id] = JobRecord(job, job.is_promotion)
         self.queued_count += 1
         return True
 
@@ -266,7 +264,7 @@ class Ledger:
         del self._records[event.job_id]
         self.orphaned_count -= 1
         self.released.append(record)
-        self._on_release(record)
+        self._on_release(record.job)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
         """Ignore the event: the job already has its result."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
-from kvoffload_async.core.counters import PlannerCounters
+from kvoffload_async.core.counters import Figures, FigureSet, PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
-from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch, Verdict
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import TIER_FIGURES, TierState
 from kvoffload_async.errors import StateError
+from kvoffload_async.statistics import PlannerStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
     JobId,
@@ -38,6 +39,14 @@ _MISS: Final = LookupResult.MISS
 _RETRY: Final = LookupResult.RETRY
 _KEYS_AT_ONCE: Final = 256
 """Maximum number of keys per batch of a lookup; limits the keys looked up beyond a miss."""
+
+
+class Snapshot(NamedTuple):
+    """Immutable copy of the figures of a planner, its primary and its tiers."""
+
+    primary: Figures
+    planner: Figures
+    tiers: tuple[Figures, ...]
 
 
 class Planner:
@@ -101,12 +110,14 @@ class Planner:
             StateError: `ctx` is live already.
         """
         self.primary.open_request(ctx)
-        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
+        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(
+            ctx, tuple(request_level_tiers)
+        )
 
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: rank its blocks now; notify the tiers when it can submit no more jobs."""
         request = self._live_request(ctx)
-        self.cascades.end_request(request, self.now_s)
+        self.cascades.end_request(request)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self._proceed(request)
@@ -260,7 +271,7 @@ class Planner:
             return
         if success:
             for index in range(len(self.tiers)):
-                self.cascades.offer(index, request, written, self.now_s)
+                self.cascades.send(index, request, written, self.now_s)
         request.writing.difference_update(written)
         if request.is_finished:
             self._end_if_done(request)
@@ -330,6 +341,21 @@ class Planner:
         records = (record for tier in self.tiers for record in tier.jobs.orphaned())
         return {record.job.job_id: record for record in records}
 
+    # -- statistics -----------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Copy the figures of the primary, the planner and the tiers."""
+        tiers = []
+        for tier, queue in zip(self.tiers, self.cascades.queues, strict=True):
+            tiers.append(TIER_FIGURES.take(tier, queue.count))
+        planned = PLANNER_FIGURES.take(self, len(self.requests))
+        return Snapshot(PRIMARY_FIGURES.take(self.primary), planned, tuple(tiers))
+
+    def statistics(self, taken: Figures) -> PlannerStatistics:
+        """Return the statistics of the planner from its figures. Thread-safe."""
+        decision_seconds = self.counters.decision_seconds.read()
+        return PlannerStatistics(**PLANNER_FIGURES.named(taken), decision_seconds=decision_seconds)
+
     # -- reset ----------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
@@ -394,7 +420,7 @@ class Planner:
                 request.failed.update(zip(repeat(index), failed))
         if landed:
             self.room.land(landed)
-            self.cascades.offer_faster(index, landed, self.now_s)
+            self.cascades.offer_faster(index, landed)
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:
@@ -546,7 +572,7 @@ class Planner:
         self.counters.deferrals_expired += request.defer(self.now_s, self.deferral_s, counts=counts)
         return not request.is_expired
 
-    def _room_for_store(self, count: int, *, is_whole: bool) -> int:
+    def _room_for_store(self, count: int, is_whole: bool) -> int:
         """Return how many of `count` slots a store may take; see `Room.room_for_store`."""
         waiting = zip(self.cascades.queues, self.tiers, strict=True)
         pending = [tier.cascading_blocks + queue.count for queue, tier in waiting]
@@ -611,3 +637,9 @@ class Planner:
             del self._newest[request.ctx.req_id]
         for tier in self.tiers:
             tier.finish_request(request.ctx)
+
+
+PLANNER_FIGURES: Final = FigureSet(
+    PlannerCounters, {"retained_blocks": "room.named_blocks"}, "requests"
+)
+"""Copies the figures of a `Planner`, with the number of its requests."""

@@ -70,6 +70,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from kvoffload_async.core.admission import in_prompt_order
 from kvoffload_async.core.ledger import JobAbandoned, JobState
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
@@ -407,11 +408,13 @@ class Room:
 
     def _want(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
         """Queue a request for what it has asked for, unless it waits for just that already."""
+        positions = request.ctx.key_positions
         if not (request.ticket or request.is_queued):
-            request.wants = dict.fromkeys(request.ordered(keys))
+            request.wants = dict.fromkeys(in_prompt_order(keys, positions))
         elif any(key not in request.wants for key in keys):
             self._release(request, list(request.ticket))
-            request.wants = dict.fromkeys(request.ordered([*request.wants, *keys]))
+            wants = in_prompt_order([*request.wants, *keys], positions)
+            request.wants = dict.fromkeys(wants)
         elif request.ticket:
             return
         self._join(request)

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from kvoffload_async.core.index import CostGatedIndex
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.statistics import MissReason, SkipReason
@@ -42,8 +41,6 @@ class TierSearch:
         self.has_unknown = False
         self._skipped: list[SkipReason | None] = []
         """By tier: why the request of the current round cannot load from it; None if it can."""
-        self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
-        """By tier: (is available, loads permitted) of each nearer tier at the last `_resolve`."""
 
     def begin_round(self, request: RequestState, now_s: float) -> None:
         """Begin a request's series of lookups: find out from which tiers it may load now."""
@@ -104,17 +101,8 @@ class TierSearch:
         self.has_unknown = False
         for index, tier in enumerate(self._tiers):
             if tier.cost_gated is not None and tier.cost_gated.unknown:
-                self._resolve(tier.cost_gated, index, now_s)
+                tier.cost_gated.resolve(partial(_ask_nearer, self._tiers[:index], now_s))
                 self.has_unknown |= bool(tier.cost_gated.unknown)
-
-    def _resolve(self, cost_gated: CostGatedIndex, index: int, now_s: float) -> None:
-        nearer = self._tiers[:index]
-        for tier in nearer:
-            tier.index.watch(cost_gated.resolved)
-        in_use = [(tier.is_available, tier.health.loads.permits(now_s)) for tier in nearer]
-        has_changed = in_use != self._nearer_in_use[index]
-        self._nearer_in_use[index] = in_use
-        cost_gated.resolve(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
 
     def _unfound(
         self, tier: TierState, request: RequestState, verdicts: Mapping[OffloadKey, Verdict]

@@ -6,17 +6,22 @@ everything down.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import logging
-import math
+import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.config import WriteBack, one_of, parse_generation
+from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
+from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.losses import LossWarnings
 from kvoffload_async.facade.primary import (
@@ -29,11 +34,11 @@ from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier, t
 from kvoffload_async.facade.timelines import Explaining
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
-from kvoffload_async.runtime.readings import (
-    OwnerSteps,
-    read_planner,
+from kvoffload_async.statistics import (
+    HistogramStatistics,
+    OffloadingStatistics,
+    RuntimeStatistics,
 )
-from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     OffloadingEvent,
@@ -123,7 +128,11 @@ class PlannerDriver(Explaining):
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())
-        self._steps = OwnerSteps(clock, self.planner)
+        self._step_seconds = Histogram()
+        """Time on the owner's thread per step, for its begin and its end."""
+        self._step_s = 0.0
+        self._publish()
+        self._block_io = _block_io()
         self._polled_this_step = self._polled_for_stores = False
         self._closed = False
         self._closing: Closing[None] = Closing()
@@ -200,7 +209,9 @@ class PlannerDriver(Explaining):
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.end_step(self.planner, context)
-        self._steps.ended(began_s)
+        self._step_seconds.observe(self._step_s + self._clock() - began_s)
+        self._step_s = 0.0
+        self._publish()
         if self._listeners:
             self._hand_timelines_over()
         if self._check_invariants:
@@ -237,13 +248,22 @@ class PlannerDriver(Explaining):
 
         Thread-safe. Other threads than the owner's get the values at the end of the last step.
         """
-        steps, bridge = self._steps, self._bridge
-        published = steps.published()
+        if threading.get_ident() == self._owner:
+            self._publish()
+        published, bridge = self._published, self._bridge
+        version, python = _versions()
         return OffloadingStatistics(
             primary=self._primary.primary_stats(published.primary),
             tiers=self._tiers.stats(published.tiers),
-            planner=read_planner(published.planner),
-            runtime=steps.read() if bridge is None else steps.read(bridge.lag, bridge.wake_ups),
+            planner=self.planner.statistics(published.planner),
+            runtime=RuntimeStatistics(
+                version=version,
+                python=python,
+                block_io=self._block_io,
+                loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
+                step_seconds=self._step_seconds.read(),
+                wake_ups=0 if bridge is None else bridge.wake_ups,
+            ),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -266,8 +286,7 @@ class PlannerDriver(Explaining):
 
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due that no notification triggers."""
-        pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
-        due_s = math.inf if pending_s is None else pending_s
+        due_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
         for link in self._tiers.external:  # they send no notifications
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 due_s = min(due_s, POLL_S)
@@ -337,7 +356,7 @@ class PlannerDriver(Explaining):
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)
         self._give_timelines_up()
-        self._steps.publish()
+        self._publish()
         if unfinished:
             logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
         else:
@@ -354,7 +373,13 @@ class PlannerDriver(Explaining):
         began_s = self._clock()
         self.planner.begin_step(began_s)
         self._tiers.collect(self.planner)
-        self._steps.began(began_s)
+        self._owner = threading.get_ident()
+        self._step_s += self._clock() - began_s
+
+    def _publish(self) -> None:
+        """Publish a consistent snapshot for other threads, by one assignment."""
+        self._owner = threading.get_ident()
+        self._published = self.planner.snapshot()
 
     def _ensure_open(self) -> None:
         if self._closed:
@@ -378,3 +403,17 @@ def planner_text(planner: Planner) -> str:
         tiers_text(tiers),
     ]
     return ", ".join(parts)
+
+
+def _block_io() -> str:
+    """Return the name of the block I/O implementation; "python" if its setting is invalid."""
+    try:
+        return implementation().name
+    except ConfigError:
+        return "python"
+
+
+@functools.cache
+def _versions() -> tuple[str, str]:
+    """Return the versions of this package and the interpreter; cached."""
+    return importlib.metadata.version("kvoffload-async"), platform.python_version()

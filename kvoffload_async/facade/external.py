@@ -15,6 +15,7 @@ from typing import Any, Final, TypeGuard
 
 from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.core.counters import Figures
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import AskedIndex
 from kvoffload_async.core.ledger import JobState, StartJob, TouchBlocks
@@ -29,7 +30,6 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
@@ -142,8 +142,6 @@ class ExternalLink:
             AskedIndex(self._lookup, self._ended.append),
             slot_bytes,
             EventLog(manager.medium, manager.locality, enabled=False, ownership=name),
-            medium=manager.medium,
-            locality=manager.locality,
             backpressure=manager.backpressure_detector,
             remedies=manager.remedies,
         )
@@ -222,7 +220,7 @@ class ExternalLink:
 
     def stats(self, taken: Figures) -> TierStatistics:
         """Return the planner's statistics of the tier. Thread-safe."""
-        return read_tier(taken, self.state)
+        return self.state.statistics(taken)
 
     # -- reports of the manager -----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvoffload_async.config import TierOptions
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import TIER_FIGURES, TierState
 from kvoffload_async.errors import Remedies, StateError, check_remedies, naming_shortage
 from kvoffload_async.facade.tier_options import (
     ManagerOptions,
@@ -28,7 +28,6 @@ from kvoffload_async.facade.tier_options import (
 )
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
-from kvoffload_async.runtime.readings import take_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.tiers.example import ExampleTier
@@ -100,8 +99,6 @@ def create_state(
         index,
         slot_bytes,
         events,
-        medium=capabilities.medium,
-        locality=capabilities.locality,
         backpressure=backpressure,
         remedies=check_remedies(tier.remedies, type(tier)),
     )
@@ -370,7 +367,7 @@ class SecondaryTierManager:
 
     def stats(self) -> TierStatistics:
         """Return the tier's counters and gauges, also after shutdown."""
-        return self.link.stats(take_tier(self.tier_state))
+        return self.link.stats(TIER_FIGURES.take(self.tier_state, 0))
 
     @property
     def ownership(self) -> str | None:

@@ -118,10 +118,6 @@ class ReuseTables:
             unused *= (1.0 - hazard) ** part
         return float(1.0 - unused)
 
-    def counts(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the arrivals and the hits, by class and bin. For inspection."""
-        return self._arrivals, self._hits
-
     def _estimate(self) -> None:
         arrivals, hits = _smoothed(self._arrivals), _smoothed(self._hits)
         totals = hits.sum(axis=1) + _PRIOR_HITS, arrivals.sum(axis=1) + _PRIOR_ARRIVALS
@@ -283,16 +279,7 @@ class ReuseModel:
             self._is_cached[number] = 0
         self._others.append(numbers)
 
-    # -- inspection -----------------------------------------------------------------------------
-
-    def known(self) -> dict[OffloadKey, tuple[int, int, int, bool]]:
-        """Return key -> (uses, class, time of the last use, whether held). For inspection."""
-        found = {}
-        for key, number in self._known.items():
-            group = self._group_of[number]
-            seen = self._class_of_group[group], self._formed_at[group]
-            found[key] = (self._uses[number], *seen, bool(self._is_cached[number]))
-        return found
+    # -- inspection -------------------------------------------------------------------------------
 
     def violations(self) -> Iterator[str]:
         """Yield descriptions of the violated invariants."""

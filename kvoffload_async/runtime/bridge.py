@@ -17,14 +17,13 @@ from typing import Final, Protocol, Self
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
-from kvoffload_async.core.counters import Histogram
+from kvoffload_async.core.counters import Figures, Histogram
 from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread, SameLoopRunner
-from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment
@@ -157,7 +156,7 @@ class TierLink:
         """Return the tier's statistics, also after closing. Thread-safe.
 
         Args:
-            taken: The planner's figures from `take_tier`.
+            taken: The tier's figures, copied with `TIER_FIGURES`.
         """
         try:
             gauges = dict(self.tier.gauges())
@@ -167,7 +166,7 @@ class TierLink:
                 self._gauges_failed = True
                 drop_tracebacks(error)  # before it is logged, as logs may be kept
                 logger.warning("tier %s: gauges() failed: %s", self.state.name, text_of(error))
-        return read_tier(taken, self.state, waiting_jobs=self.actor.waiting_jobs, gauges=gauges)
+        return self.state.statistics(taken, waiting_jobs=self.actor.waiting_jobs, gauges=gauges)
 
     # -- calls that block ----------------------------------------------------------------------
 

@@ -67,16 +67,6 @@ class NumberForest:
         self.detach(number)
         return number
 
-    def children(self, number: int) -> list[int]:
-        """Return a number's children, the first first. For inspection."""
-        ring = self._ring_of(number)
-        link = self._after[ring]
-        found: list[int] = []
-        while link not in {0, ring}:
-            found.append(link - 1)
-            link = self._after[link]
-        return found
-
     def _ring_of(self, parent: int) -> int:
         return self._capacity + 1 + parent
 

@@ -110,10 +110,6 @@ class KeyMap(Collection[OffloadKey]):
             part = self.parts[sum(_ends(keys[start]))]
             part.update(zip(keys[start:stop], numbers[start:stop], strict=True))
 
-    def set(self, key: OffloadKey, number: int) -> None:
-        """Set the integer of a key, present or not."""
-        self.parts[key[0] + key[LAST_HASH_BYTE]][key] = number
-
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Remove keys; absent ones are ignored."""
         parts = self.parts
@@ -137,11 +133,6 @@ class KeyMap(Collection[OffloadKey]):
                 part[key] = number
                 changed.append(key)
         return changed
-
-    def take(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Remove present keys; return their integers."""
-        parts = self.parts
-        return [parts[key[0] + key[LAST_HASH_BYTE]].pop(key) for key in keys]
 
     def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
         """Return `count` keys, or all that are left, in an order that is fixed for all keys.
@@ -171,11 +162,6 @@ class KeyMap(Collection[OffloadKey]):
         copied.distinct = [part.copy() for part in self.distinct]
         copied.parts = copied.distinct * (2 * MOST_PARTS // len(copied.distinct))
         return copied
-
-    def merge(self, other: KeyMap) -> None:
-        """Add another map's keys, with their integers."""
-        for key, number in other.items():
-            self.set(key, number)
 
     def clear(self) -> None:
         """Remove all keys."""

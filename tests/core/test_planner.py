@@ -5,8 +5,8 @@ from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import World, stored_below
 
 from kvoffload_async.abc.events import JobFinished
+from kvoffload_async.core.primary import read_primary
 from kvoffload_async.errors import IllegalTransitionError, StateError
-from kvoffload_async.runtime.readings import read_planner, read_primary, read_tier, take_snapshot
 from kvoffload_async.types import ReqContext
 
 # -- requests -----------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ def test_what_the_planner_and_the_primary_have_done_can_be_read():
     ctx = world.begin()
     world.store(ctx, "a")
     world.lookup(ctx, "a")
-    taken = take_snapshot(world.planner)
-    planner, primary = read_planner(taken.planner), read_primary(taken.primary, 8)
+    taken = world.planner.snapshot()
+    planner, primary = world.planner.statistics(taken.planner), read_primary(taken.primary, 8)
     own = world.planner.tiers
-    tiers = [read_tier(t, o) for t, o in zip(taken.tiers, own, strict=True)]
+    tiers = [tier.statistics(figures) for tier, figures in zip(own, taken.tiers, strict=True)]
     in_flight = sum(tier.jobs_in_flight for tier in tiers)
     assert in_flight == planner.jobs_submitted - planner.job_results
     assert (planner.requests, planner.retained_blocks, planner.hits) == (1, 0, 1)

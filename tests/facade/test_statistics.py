@@ -13,12 +13,7 @@ from kvoffload_async import (
     ReqContext,
     statistics,
 )
-from kvoffload_async.core.counters import (
-    PlannerCounters,
-    PrimaryCounters,
-    TierCounters,
-    TierObservations,
-)
+from kvoffload_async.core.counters import PlannerCounters, PrimaryCounters, TierCounters
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.statistics import (
     PlannerStatistics,
@@ -48,7 +43,6 @@ def world():
     [
         (PrimaryCounters, PrimaryStatistics),
         (TierCounters, TierStatistics),
-        (TierObservations, TierStatistics),
         (PlannerCounters, PlannerStatistics),
     ],
 )

@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload import base
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert
@@ -338,7 +337,7 @@ class KVOffloadManager(base.OffloadingManager):
         return {key: flag for key, flag in flags.items() if flag}
 
     def _is_being_written(self, key: OffloadKey) -> bool:
-        return self.manager.planner.primary.state_of(key) is BlockState.WRITING
+        return self.manager.planner.primary.lookup(key) is LookupResult.HIT_PENDING
 
     def _job_ended(self) -> None:
         self._jobs_in_flight -= 1

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.async_engine.surface import OffloadEngine
-from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import BusyError, StalledError, TransportError
 from kvoffload_async.replay.device import FramePool, Prompt, require_room
 from kvoffload_async.replay.drivers import ROOM_S, DriverOptions
@@ -212,8 +211,8 @@ class AsyncDriver:
         """Return the keys that are not in the primary; empty without secondary tiers."""
         if not self._options.tier_names:
             return set()
-        state_of = self._core.planner.primary.state_of
-        return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
+        lookup = self._core.planner.primary.lookup
+        return {key for key in request.keys if lookup(key) is LookupResult.MISS}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
         """Return the tier that has the key, the first one in the order of lookup."""
