@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from kvoffload_async.transport.layout import KVLayout, PageTable
 if TYPE_CHECKING:
     import torch
 
-    from kvoffload_async.block_io.native_copies import Copies, Memory, NativeCopies
+    from kvoffload_async.block_io.native_copies import Copies, Memory
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,60 +42,6 @@ _START_FAILED_S = 5.0
 
 LEAST_BYTES = 256 << 10
 """Below this size, waking another thread takes longer than the copy."""
-
-
-class Copier(Protocol):
-    """Copies between a layout's tensors and slots. Not thread-safe."""
-
-    def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
-        """Copy one group's part of a transfer; blocks until done."""
-        ...
-
-    def close(self) -> None:
-        """Release the memory."""
-        ...
-
-
-def create_copier(layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> Copier:
-    """Create a copier.
-
-    Args:
-        layout: The tensors.
-        rows: The slots, `[num_slots, slot_bytes]`.
-        cell_offset_bytes: Offset of this worker's cell in a slot.
-
-    Raises:
-        ConfigError: Native code is required but unavailable.
-        OSError: Threads cannot be started.
-    """
-    copies = create_copies()
-    if copies is None:
-        return _NumpyCopier(layout, rows, cell_offset_bytes)
-    return _NativeCopier(copies, layout, rows, cell_offset_bytes)
-
-
-class _NumpyCopier:
-    """Copies with numpy, holding the GIL."""
-
-    def __init__(self, layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> None:
-        per_chunk = layout.blocks_per_chunk
-        self._groups = [
-            [
-                (table.pages.numpy(), _cells(rows, cell_offset_bytes, table, per_chunk))
-                for table in group
-            ]
-            for group in layout.groups
-        ]
-
-    def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
-        for device, host in self._groups[group]:
-            if direction is Direction.STORE:
-                host[part.slots, part.positions] = device[part.blocks]
-            else:
-                device[part.blocks] = host[part.slots, part.positions]
-
-    def close(self) -> None:
-        self._groups.clear()
 
 
 class _Table(NamedTuple):
@@ -114,21 +60,39 @@ class _Table(NamedTuple):
     cell_bytes: int
 
 
-class _NativeCopier:
-    """Copies all tensors of a group at once with native threads; small copies with numpy.
+class Copier:
+    """Copies between a layout's tensors and slots; small parts, or without native code, with numpy.
 
-    Owns `copies`.
+    Copies all tensors of a group at once with native threads. Numpy holds the GIL. Not thread-safe.
     """
 
-    def __init__(
-        self, copies: NativeCopies, layout: KVLayout, rows: Bytes, cell_offset_bytes: int
-    ) -> None:
-        self._copies = copies
-        self._small = _NumpyCopier(layout, rows, cell_offset_bytes)
+    def __init__(self, layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> None:
+        """Map the memory and start the threads.
+
+        Args:
+            layout: The tensors.
+            rows: The slots, `[num_slots, slot_bytes]`.
+            cell_offset_bytes: Offset of this worker's cell in a slot.
+
+        Raises:
+            ConfigError: Native code is required but unavailable.
+            OSError: Threads cannot be started.
+        """
         self._slot_bytes = rows.shape[1]
         self._block_bytes = layout.block_bytes
-        self._host = copies.map(rows)
+        per_chunk = layout.blocks_per_chunk
         self._groups = [
+            [
+                (table.pages.numpy(), _cells(rows, cell_offset_bytes, table, per_chunk))
+                for table in group
+            ]
+            for group in layout.groups
+        ]
+        self._copies = copies = create_copies()
+        if copies is None:
+            return
+        self._host = copies.map(rows)
+        self._tables = [
             [
                 _Table(
                     copies.map(_flat(table.pages)),
@@ -142,17 +106,24 @@ class _NativeCopier:
         ]
 
     def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
-        tables = self._groups[group]
-        if len(part.blocks) * self._block_bytes[group] < LEAST_BYTES:
-            self._small.copy(direction, group, part)
-        else:
-            self._copies.copy(self._batches(direction, tables, part))
+        """Copy one group's part of a transfer; blocks until done."""
+        is_small = len(part.blocks) * self._block_bytes[group] < LEAST_BYTES
+        if self._copies is not None and not is_small:
+            self._copies.copy(self._batches(direction, self._tables[group], part))
+            return
+        for device, host in self._groups[group]:
+            if direction is Direction.STORE:
+                host[part.slots, part.positions] = device[part.blocks]
+            else:
+                device[part.blocks] = host[part.slots, part.positions]
 
     def close(self) -> None:
-        self._copies.close()
-        self._small.close()
-        for memory in (self._host, *(table.device for group in self._groups for table in group)):
-            memory.release()
+        """End the threads, and release the memory."""
+        self._groups.clear()
+        if self._copies is not None:
+            self._copies.close()
+            for memory in (self._host, *(t.device for group in self._tables for t in group)):
+                memory.release()
 
     def _batches(
         self, direction: Direction, tables: Sequence[_Table], part: GroupCopies
@@ -191,21 +162,13 @@ def _cells(rows: Bytes, offset_bytes: int, table: PageTable, blocks_per_chunk: i
     )
 
 
-class HostEvent:
-    """An event in the simulated compute stream."""
+class HostEvent(threading.Event):
+    """An event in the simulated compute stream; `set` triggers it."""
 
     def __init__(self, *, reached: bool = True) -> None:
-        self._event = threading.Event()
+        super().__init__()
         if reached:
-            self._event.set()
-
-    def reach(self) -> None:
-        """Trigger the event. Thread: any."""
-        self._event.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the event; False on timeout."""
-        return self._event.wait(timeout_s)
+            self.set()
 
 
 @dataclass(slots=True)
@@ -279,7 +242,7 @@ class HostTransport(Transport):
         self._directions: dict[Direction, _DirectionQueue] = {}
         try:
             for direction in (Direction.LOAD, Direction.STORE):
-                copier = create_copier(layout, rows, cell_offset_bytes)
+                copier = Copier(layout, rows, cell_offset_bytes)
                 try:
                     self._directions[direction] = self._started(direction, copier)
                 except BaseException:

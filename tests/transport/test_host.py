@@ -66,7 +66,7 @@ def test_overwriting_a_block_during_its_store_is_detected(device, transport):
     stores = gate(transport, STORE)
     transfer = transport.submit(simple(STORE, (2,), (2,)), computing)
     device.caches["g0l0"][2] = 1  # computing it, before the event: as it should be
-    computing.reach()
+    computing.set()
     assert stores.arrived.wait(DEADLINE_S)
     assert not transport.violations
     device.caches["g0l0"][2] = 2

@@ -207,7 +207,7 @@ class Device:
     def computing(self):
         if self.runtime is None:
             event = HostEvent(reached=False)
-            return Computing(event, event.reach)
+            return Computing(event, event.set)
         stream = self.runtime.create_stream(self.layout.device)
         hold = self.runtime.hold(stream)
         event = self.runtime.create_event()
