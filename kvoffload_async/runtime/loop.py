@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvoffload_async.errors import ClosedError, StateError
 
@@ -21,53 +21,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LoopRunner(Protocol):
-    """Interface to an event loop for its owner's thread."""
-
-    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """Schedule a callback on the loop; never blocks.
-
-        Raises:
-            ClosedError: The loop is closed.
-        """
-        ...
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine and return its result. For opening and closing only.
-
-        Raises:
-            TimeoutError: It did not end in time, and was cancelled.
-            StateError: Called on the loop's own thread, which would deadlock.
-        """
-        ...
-
-    def refuse_own_thread(self, call: str) -> None:
-        """Raise StateError on the loop's own thread, for which `call` would wait for ever."""
-        ...
-
-    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `is_done()`, checked again after every `notify`; False on timeout."""
-        ...
-
-    def notify(self) -> None:
-        """Wake the thread in `wait_until`. Thread: any."""
-        ...
-
-    def has_ended(self) -> bool:
-        """Return whether the loop is closed, so that nothing on it will ever end."""
-        ...
-
-    def now_s(self) -> float:
-        """Return this runner's monotonic time in seconds."""
-        ...
-
-    def close(self, timeout_s: float) -> None:
-        """Stop the loop. Idempotent."""
-        ...
-
-
-class ThreadsafeRunner:
-    """A `LoopRunner` for an event loop that runs on another thread."""
+class LoopRunner:
+    """Access to an event loop for its owner's thread; the loop runs on another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Use `loop`."""
@@ -76,27 +31,35 @@ class ThreadsafeRunner:
         self._is_waited_for = False
         self._closed = False
         self.now_s: Callable[[], float] = time.monotonic
-        """See `LoopRunner.now_s`."""
-        self.has_ended: Callable[[], bool] = loop.is_closed
-        """See `LoopRunner.has_ended`."""
+        """Returns this runner's monotonic time in seconds."""
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """See `LoopRunner.call_soon`. Thread: any."""
+        """Schedule a callback on the loop; never blocks. Thread: any.
+
+        Raises:
+            ClosedError: The loop is closed.
+        """
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError as error:
             raise ClosedError("the loop thread is closed") from error
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """See `LoopRunner.run`. Thread: any but the loop's."""
+        """Run a coroutine and return its result. For opening and closing only.
+
+        Thread: any but the loop's.
+
+        Raises:
+            TimeoutError: It did not end in time, and was cancelled.
+            StateError: Called on the loop's own thread, which would deadlock.
+        """
         try:
             self.refuse_own_thread("run()")
+            if self._closed:
+                raise ClosedError("the loop thread is closed")
         except StateError:
             coroutine.close()
             raise
-        if self._closed:
-            coroutine.close()
-            raise ClosedError("the loop thread is closed")
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError as error:  # the loop was closed
@@ -112,7 +75,7 @@ class ThreadsafeRunner:
             del future, coroutine  # avoid a reference cycle of exception and frame
 
     def refuse_own_thread(self, call: str) -> None:
-        """See `LoopRunner.refuse_own_thread`."""
+        """Raise StateError on the loop's own thread, for which `call` would wait for ever."""
         if _running_loop() is self._loop:
             raise StateError(
                 f"{call} was called on the loop's own thread, which would deadlock it; call it "
@@ -120,7 +83,10 @@ class ThreadsafeRunner:
             )
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
+        """Wait until `is_done()`, checked again after every `notify`; False on timeout.
+
+        Thread: any but the loop's, one at a time.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._progress.clear()
@@ -137,16 +103,20 @@ class ThreadsafeRunner:
         return True
 
     def notify(self) -> None:
-        """See `LoopRunner.notify`."""
+        """Wake the thread in `wait_until`. Thread: any."""
         if self._is_waited_for:
             self._progress.set()
 
+    def has_ended(self) -> bool:
+        """Return whether the loop is closed, so that nothing on it will ever end."""
+        return self._loop.is_closed()
+
     def close(self, timeout_s: float = 5.0) -> None:
-        """Refuse further work; the loop is stopped by its owner."""
+        """Refuse further work; the loop is stopped by its owner. Idempotent."""
         self._closed = True
 
 
-class SameLoopRunner(ThreadsafeRunner):
+class SameLoopRunner(LoopRunner):
     """A `LoopRunner` for the caller's own loop: progress is reported by a callback.
 
     Blocking methods (`run`, `wait_until`) are called from a helper thread while the owner awaits
@@ -188,7 +158,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-class LoopThread(ThreadsafeRunner):
+class LoopThread(LoopRunner):
     """Runs an event loop on a thread for its owner; a `LoopRunner` and a context manager.
 
     The thread does only I/O bookkeeping and holds no policy state. It is a daemon, so that a loop

@@ -8,7 +8,7 @@ import pytest
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
-from kvoffload_async.runtime.loop import LoopThread, ThreadsafeRunner
+from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier
@@ -92,7 +92,7 @@ def test_when_the_loop_dies_every_job_fails_and_no_call_raises(caplog):
 def test_a_loop_that_ends_between_two_looks_costs_no_call_either():
     loop = asyncio.new_event_loop()
 
-    class Deaf(ThreadsafeRunner):
+    class Deaf(LoopRunner):
         """Knows only when it is called that its loop has ended."""
 
         def has_ended(self):
