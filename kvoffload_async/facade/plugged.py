@@ -46,8 +46,9 @@ from kvoffload_async.facade.host_rows import HostRows
 from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.statistics import (
     OffloadingStatistics,
     PrimaryStatistics,
@@ -353,11 +354,11 @@ class PluggedTiers:
         self._timer_at_s = math.inf
         self._closing: Closing[CloseReport] = Closing()
         with naming_shortage("the event loop of the tiers cannot be started"):
-            self._host = RuntimeHost(self._progressed)
-        self._runner = self._host.bridge.runner
+            self._bridge = Bridge(LoopThread(on_progress=self._progressed))
+        self._runner = self._bridge.runner
         self._ports: list[_Port] = []
         try:
-            spec = _Spec(self._host.bridge, config)
+            spec = _Spec(self._bridge, config)
             for index, tier in enumerate(tiers):
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)
@@ -368,7 +369,7 @@ class PluggedTiers:
         except BaseException:
             for port in self._ports:
                 port.manager.shutdown()
-            self._host.close()
+            self._bridge.close()
             raise
         guard_forks(self, _closing=Closing.closed(CloseReport()))
 
@@ -440,7 +441,7 @@ class PluggedTiers:
             if not self._is_closed:
                 for port in self._ports:
                     port.manager.touch(keys, self._context)
-                self._host.bridge.flush()
+                self._bridge.flush()
 
     def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
         """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.
@@ -551,7 +552,7 @@ class PluggedTiers:
             calls.append(partial(self._answer, lookup))
         self._lookups.clear()
         _make(calls)
-        self._host.close()
+        self._bridge.close()
         errors = (report.error for report in reports if report.error is not None)
         unfinished = tuple(job for report in reports for job in report.unfinished_jobs)
         return CloseReport(unfinished, next(errors, None))
@@ -665,7 +666,7 @@ class PluggedTiers:
     def _hand_over(self, transfer: Transfer) -> list[Callable[[], object]]:
         """Hand over submitted jobs; return the calls that complete a transfer without any."""
         if not self._is_closed:
-            self._host.bridge.flush()
+            self._bridge.flush()
         return list(transfer.completions())
 
     def _collect(self) -> list[Callable[[], object]]:

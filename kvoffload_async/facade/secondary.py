@@ -26,8 +26,9 @@ from kvoffload_async.facade.tier_options import (
     reject_unknown_options,
     signature_of,
 )
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
+from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.runtime.readings import take_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
@@ -212,7 +213,7 @@ class SecondaryTierManager:
             backpressure=common.backpressure_detector,
         )
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
-        host = None
+        owns_loop = bridge is None
         if tier.io_threads is None:
             loads = common.read_threads(waits_for_device=tier.waits_for_device)
             stores = common.n_write_threads
@@ -224,9 +225,8 @@ class SecondaryTierManager:
                 f"{tier_type} cannot be started"
             ):
                 if bridge is None:
-                    host = RuntimeHost()
-                    undo.callback(host.close)
-                    bridge = host.bridge
+                    bridge = Bridge(LoopThread())
+                    undo.callback(bridge.close)
                 pool = bridge.create_pool(loads, stores, tier.bounds.concurrent_probes)
             undo.callback(pool.close, _STOP_THREADS_S)
             self.link = TierLink(
@@ -238,7 +238,7 @@ class SecondaryTierManager:
                 io_timeout_s=common.io_timeout_s,
                 probe_timeout_s=common.probe_timeout_s,
                 identity=identity,
-                host=host,
+                owns_loop=owns_loop,
             )
             undo.pop_all()
         self.link.open(common.open_timeout_s)

@@ -28,9 +28,10 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tie
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer, rows_within
 from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
 from kvoffload_async.status.server import EngineStatus, ReadStatistics, path_from_environment
@@ -273,7 +274,7 @@ class TieringOffloadingSpec(_Spec):
         if (path := self._trace_path()) is not None:
             check_trace_files(path)
         self._runtime = runtime
-        self._host: RuntimeHost | None = None
+        self._own_runtime: Bridge | None = None
         self._status = EngineStatus(self.config.model, read_stats)
         self._recorder: TraceRecorder | None = None
         self._is_shut_down = False
@@ -297,10 +298,10 @@ class TieringOffloadingSpec(_Spec):
             return self._runtime
         if self._is_shut_down:
             raise ClosedError("the spec was shut down")
-        if self._host is None:
+        if self._own_runtime is None:
             with naming_shortage("the event loop of the tiers cannot be started"):
-                self._host = RuntimeHost()
-        return self._host.bridge
+                self._own_runtime = Bridge(LoopThread())
+        return self._own_runtime
 
     def get_manager(self) -> TieringOffloadingManager:
         """Return the manager; the first call maps the memory and opens the tiers, and blocks.
@@ -334,7 +335,7 @@ class TieringOffloadingSpec(_Spec):
                 finally:
                     self._driver = None
                 raise
-            guard_forks(self, _driver=None, _host=None)
+            guard_forks(self, _driver=None, _own_runtime=None)
         assert isinstance(driver, kind)  # noqa: S101 - for the type checker
         return driver
 
@@ -350,7 +351,7 @@ class TieringOffloadingSpec(_Spec):
         return self.get_manager().get_primary_kv_view()
 
     def __del__(self) -> None:
-        if getattr(self, "_host", None) is not None:
+        if getattr(self, "_own_runtime", None) is not None:
             warn_unclosed(self, "shutdown()")
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -373,9 +374,9 @@ class TieringOffloadingSpec(_Spec):
             recorder, self._recorder = self._recorder, None
             if recorder is not None:
                 recorder.close(min(timeout_s, _STOP_THREADS_S))
-            host, self._host = self._host, None
-            if host is not None:
-                host.close(min(timeout_s, _STOP_THREADS_S))
+            runtime, self._own_runtime = self._own_runtime, None
+            if runtime is not None:
+                runtime.close(min(timeout_s, _STOP_THREADS_S))
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
         """Return the tiers' configurations; called after the primary was mapped."""

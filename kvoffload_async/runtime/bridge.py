@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
@@ -23,7 +23,7 @@ from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.lifetime import Closing
-from kvoffload_async.runtime.loop import LoopRunner, LoopThread, SameLoopRunner
+from kvoffload_async.runtime.loop import LoopRunner, SameLoopRunner
 from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
@@ -79,7 +79,7 @@ class TierLink:
         io_timeout_s: float,
         probe_timeout_s: float,
         identity: KVIdentity,
-        host: RuntimeHost | None = None,
+        owns_loop: bool = False,
     ) -> None:
         """Create the link without starting anything; see `open`.
 
@@ -92,14 +92,14 @@ class TierLink:
             io_timeout_s: Seconds from a job's submission to its deadline.
             probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
             identity: Identity of the tier's blocks.
-            host: The loop thread of this link alone, closed with the link; None: shared.
+            owns_loop: Whether the loop is this link's alone, and is closed with it.
         """
         self.state = state
         self.tier = tier
         self.bridge = bridge
         self._view = kv_view
         self._pool = pool
-        self._host = host
+        self._owns_loop = owns_loop
         self._closing: Closing[CloseReport] = Closing()
         self._gauges_failed = False
         self._opening_s = tier.opening_s(kv_view.nbytes // len(kv_view))
@@ -243,9 +243,9 @@ class TierLink:
     # -- internal -------------------------------------------------------------------------------
 
     def _release(self, timeout_s: float = _STOP_HOST_S, *, keeps_view: bool = False) -> None:
-        """Stop the link's own loop thread, and release the view of the primary."""
-        if self._host is not None:
-            self._host.close(timeout_s)
+        """Stop the link's own loop, and release the view of the primary."""
+        if self._owns_loop:
+            self.bridge.close(timeout_s)
         if keeps_view:
             return
         try:
@@ -319,6 +319,10 @@ class Bridge:
         self.flush()
         return self.runner.wait_until(self._has_events, timeout_s)
 
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the loop; idempotent. The links close their pools."""
+        self.runner.close(timeout_s)
+
     def _give_up(self) -> None:
         """Fail all jobs after the loop has ended; slots of running copies stay reserved."""
         for link in self.links:
@@ -355,32 +359,6 @@ class SameLoopBridge(Bridge):
         for link in self.links:
             if link.state.effects:
                 _execute(link.actor, link.state.take_effects())
-
-
-class RuntimeHost:
-    """Owns the loop thread; a context manager.
-
-    Not thread-safe; call only from the owner's thread.
-    """
-
-    def __init__(self, on_progress: Callable[[], object] | None = None) -> None:
-        """Start a loop thread.
-
-        Args:
-            on_progress: Called on it after tiers have posted events.
-        """
-        self._loop_thread = LoopThread(on_progress=on_progress)
-        self.bridge = Bridge(self._loop_thread)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the loop; idempotent. The links close their pools."""
-        self._loop_thread.close(timeout_s)
 
 
 def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:

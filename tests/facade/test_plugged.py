@@ -267,7 +267,7 @@ def test_nothing_fails_and_nothing_is_found_after_the_loop_has_ended(plug, rows,
     monkeypatch.setattr(gated_tiers.GatedTier, "capabilities", capable)
     plugged = plug(GATED)
     stored(plugged, rows, 1)
-    plugged._host.close()
+    plugged._bridge.close()
     plugged.pin(ks(1), 1.0)
     plugged.unpin(ks(1))
     assert not plugged.store(ks(2), as_block_ids([2])).at_rest.done()  # fails at the next call

@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+from contextlib import closing
 
 import pytest
 
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import key_of, make_job
@@ -40,9 +41,9 @@ class Stopping(ExampleTier):
 
 
 def test_a_tier_that_stops_the_loop_ends_nobodys_job(caplog):
-    with RuntimeHost() as host:
+    with closing(Bridge(LoopThread())) as bridge:
         managers = [
-            SecondaryTierManager(None, view(), f"t{i}", tier, runtime=host.bridge)
+            SecondaryTierManager(None, view(), f"t{i}", tier, runtime=bridge)
             for i, tier in enumerate((Stopping(), ExampleTier()))
         ]
         for job_id in range(3):

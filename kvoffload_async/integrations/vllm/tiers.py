@@ -55,8 +55,9 @@ from kvoffload_async.integrations.vllm.options import (
 )
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, make_offload_key
 
@@ -166,7 +167,7 @@ class VllmTier(tiering.SecondaryTierManager):
         self._finished: list[tiering.JobResult] = []
         self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
         with naming_shortage("the event loop of the tier cannot be started"):
-            self._host = RuntimeHost()
+            self._bridge = Bridge(LoopThread())
         self._rows = convert.rows_of(primary_kv_view)
         try:
             config = self.layout(offloading_spec, options)
@@ -179,13 +180,13 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
                 self._rows,
-                _Surroundings(self._host.bridge, geometry),
+                _Surroundings(self._bridge, geometry),
             )
             self._state = self._tier.tier_state
             self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
             self._breaker_log = BreakerLog([self._state])
         except BaseException as error:
-            self._host.close()
+            self._bridge.close()
             self._rows.release()
             self._remove_process_folders()
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
@@ -303,7 +304,7 @@ class VllmTier(tiering.SecondaryTierManager):
                     f"{self.tier_type}: after {self._drain_timeout_s} s the copies of jobs {jobs} "
                     "still run; their slots cannot be reused"
                 )
-            self._host.bridge.wait_for_progress(left_s)
+            self._bridge.wait_for_progress(left_s)
             self._collect()
         self._tier.announce_anew()
 
@@ -316,7 +317,7 @@ class VllmTier(tiering.SecondaryTierManager):
         """
         self._state.health.close()
         report = self._tier.shutdown()
-        self._host.close()
+        self._bridge.close()
         if report.unfinished_jobs:
             jobs = ", ".join(map(str, report.unfinished_jobs))
             raise TierTimeoutError(
