@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload_async.core.room import RoomWatch
@@ -46,6 +46,7 @@ class Step:
         self.allocated.discard(NULL_BLOCK)
 
 
+@dataclass(slots=True)
 class GroupState:
     """One KV-cache group of a request.
 
@@ -55,14 +56,12 @@ class GroupState:
         next_chunk: The first chunk not yet offered to the manager.
     """
 
-    __slots__ = ("block_ids", "keys", "next_chunk")
-
-    def __init__(self) -> None:
-        self.keys: list[OffloadKey] = []
-        self.block_ids: list[int] = []
-        self.next_chunk = 0
+    keys: list[OffloadKey] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    next_chunk: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class ConnectorRequest:
     """One request, from its first lookup to the end of its last transfer.
 
@@ -84,47 +83,21 @@ class ConnectorRequest:
         generation: The generation in which it began; used for the keys of all its blocks.
     """
 
-    __slots__ = (
-        "ctx",
-        "finish_signalled",
-        "generation",
-        "groups",
-        "has_ended",
-        "loaded_tokens",
-        "local_tokens",
-        "may_load",
-        "offered_tokens",
-        "policy",
-        "reads_content",
-        "request",
-        "room_watch",
-        "transfer_jobs",
-        "waits_below",
-    )
-
-    def __init__(
-        self,
-        request: SchedulerRequest,
-        ctx: ReqContext,
-        policy: OffloadPolicy,
-        groups: int,
-        generation: Generation,
-    ) -> None:
-        self.request = request
-        self.generation = generation
-        self.ctx = ctx
-        self.policy = policy
-        self.groups = [GroupState() for _ in range(groups)]
-        self.local_tokens = 0
-        self.offered_tokens = 0
-        self.loaded_tokens = 0
-        self.reads_content: bool | None = None
-        self.waits_below: JobId | None = None
-        self.transfer_jobs: set[JobId] = set()
-        self.room_watch = RoomWatch()
-        self.may_load = True
-        self.has_ended = False
-        self.finish_signalled = False
+    request: SchedulerRequest
+    ctx: ReqContext
+    policy: OffloadPolicy
+    groups: Sequence[GroupState]
+    generation: Generation
+    local_tokens: int = 0
+    offered_tokens: int = 0
+    loaded_tokens: int = 0
+    reads_content: bool | None = None
+    waits_below: JobId | None = None
+    transfer_jobs: set[JobId] = field(default_factory=set)
+    room_watch: RoomWatch = field(default_factory=RoomWatch)
+    may_load: bool = True
+    has_ended: bool = False
+    finish_signalled: bool = False
 
     def restart(self, local_tokens: int) -> None:
         """Clear the block tables: the request starts or was preempted.

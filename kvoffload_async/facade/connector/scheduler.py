@@ -30,10 +30,11 @@ from kvoffload_async.facade.connector.protocol import (
     StepOutput,
     TransferJobSpec,
 )
-from kvoffload_async.facade.connector.requests import ConnectorRequest, Step
+from kvoffload_async.facade.connector.requests import ConnectorRequest, GroupState, Step
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     CPULoadStoreSpec,
+    GPULoadStoreSpec,
     JobId,
     OffloadKey,
     OffloadPolicy,
@@ -77,12 +78,8 @@ class JobTable:
         self._stale: dict[JobId, ConnectorJob] = {}
         self._by_block: dict[int, set[JobId]] = {}
         self._loading: dict[OffloadKey, JobId] = {}
-        self._next_id: JobId = 0
-
-    @property
-    def next_id(self) -> JobId:
+        self.next_id: JobId = 0
         """The id of the next job; all lower ids have been used."""
-        return self._next_id
 
     @property
     def has_stale(self) -> bool:
@@ -100,14 +97,14 @@ class JobTable:
         self,
         request: ConnectorRequest,
         keys: Sequence[OffloadKey],
-        device_blocks: Iterable[int],
+        device: GPULoadStoreSpec,
         *,
         is_store: bool,
     ) -> JobId:
         """Register a job and its device blocks; return its id."""
-        job_id = self._next_id
-        self._next_id += 1
-        blocks = frozenset(device_blocks) - {NULL_BLOCK}
+        job_id = self.next_id
+        self.next_id += 1
+        blocks = frozenset(device.block_ids.tolist()) - {NULL_BLOCK}
         self._jobs[job_id] = ConnectorJob(
             job_id, request, keys, is_store, blocks, self._num_workers
         )
@@ -405,8 +402,8 @@ class OffloadingConnectorScheduler:
         if state is None:
             ctx = ReqContext(request.request_id, request.kv_transfer_params)
             policy = self.manager.on_new_request(ctx).policy
-            groups, generation = len(self.geometry.groups), self.manager.generation
-            state = ConnectorRequest(request, ctx, policy, groups, generation)
+            groups = [GroupState() for _ in self.geometry.groups]
+            state = ConnectorRequest(request, ctx, policy, groups, self.manager.generation)
             self._requests[request.request_id] = state
         return state
 
@@ -459,8 +456,7 @@ class OffloadingConnectorScheduler:
             raise StateError(
                 f"{type(self.manager).__name__} has no primary in host memory to load from"
             )
-        blocks = plan.device.block_ids.tolist()
-        job_id = self._jobs.add(state, plan.keys, blocks, is_store=False)
+        job_id = self._jobs.add(state, plan.keys, plan.device, is_store=False)
         self._step.load_jobs[job_id] = TransferJobSpec(plan.device, host, state.ctx.req_id)
         self.counters.loaded_tokens += total_tokens - state.local_tokens
         if state.policy is OffloadPolicy.BLOCK_LEVEL:
@@ -519,8 +515,7 @@ class OffloadingConnectorScheduler:
             self.counters.stores_cut += bool(left_out)
             if granted.keys_to_store:
                 plan = plan_store(state, self.geometry, offer.ends, granted.keys_to_store)
-                blocks = plan.device.block_ids.tolist()
-                job_id = self._jobs.add(state, plan.keys, blocks, is_store=True)
+                job_id = self._jobs.add(state, plan.keys, plan.device, is_store=True)
                 jobs[job_id] = TransferJobSpec(plan.device, granted.store_spec, state.ctx.req_id)
                 self.counters.stored_blocks += len(plan.keys)
         if left_out:
