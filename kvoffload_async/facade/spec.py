@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from kvoffload_async.abc.tier import TierLocation
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.errors import (
-    ClosedError,
-    ConfigError,
-    TierUnavailableError,
-    naming_shortage,
-)
+from kvoffload_async.errors import ClosedError, ConfigError, naming_shortage
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
-from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, reuse_capacity
+from kvoffload_async.facade.tier_factory import check_tiers, naming_tier, reuse_capacity
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
@@ -72,18 +64,14 @@ class _Spec(ABC):
             self.config.cpu_bytes_to_use, self.config.block_bytes, self.config.num_workers
         )
         check_policy(self.config.eviction_policy)
+        memory_bytes = self.num_blocks * self.stride_bytes
         for limit in self._memory_limits():
-            if self.num_blocks * self.stride_bytes > limit.size_bytes:
+            if memory_bytes > limit.size_bytes:
                 raise ConfigError(
                     f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
                     f"{limit.name}, which is {limit.size_bytes} bytes; use less"
                 )
-        locations: list[tuple[str, TierLocation]] = []
-        for index, tier in enumerate(self.config.secondary_tiers):
-            with naming_tier(index, tier), _unless_required(tier):
-                found = SecondaryTierFactory.check_config(tier, self.config)
-                locations += [(f"secondary_tiers[{index}]: ", location) for location in found]
-        check_locations(locations, self.num_blocks * self.stride_bytes)
+        check_tiers(self.config.secondary_tiers, self.config, memory_bytes=memory_bytes)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
@@ -416,13 +404,6 @@ class TieringOffloadingSpec(_Spec):
                 reuse_capacity(tier_config, self.stride_bytes) for tier_config in tier_configs
             ],
         )
-
-
-def _unless_required(tier_config: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context that suppresses TierUnavailableError unless the tier is `required`."""
-    if tier_config.get("required", True) is False:
-        return suppress(TierUnavailableError)
-    return nullcontext()
 
 
 _STOP_THREADS_S = 0.5
