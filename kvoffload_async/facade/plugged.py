@@ -45,6 +45,7 @@ from kvoffload_async.facade.external import closed, is_external
 from kvoffload_async.facade.host_rows import HostRows
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_options import Surroundings
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.loop import LoopThread
@@ -265,14 +266,6 @@ class _Port:
         yield from self.overdue.take(ended, jobs.take_released())
 
 
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    """What a manager needs of a spec."""
-
-    runtime: Bridge
-    config: OffloadConfig | None
-
-
 class PluggedTiers:
     """Secondary tiers under a host, in the order in which they are looked up and loaded from.
 
@@ -323,7 +316,7 @@ class PluggedTiers:
         self._runner = self._bridge.runner
         self._ports: list[_Port] = []
         try:
-            spec = _Spec(self._bridge, config)
+            spec = Surroundings(self._bridge, config)
             for index, tier in enumerate(tiers):
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)

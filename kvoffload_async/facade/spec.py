@@ -208,20 +208,12 @@ class CPUOffloadingSpec(_Spec):
 
     def __init__(self, config: Mapping[str, Any] | OffloadConfig) -> None:
         super().__init__(config)
-        if self.config.secondary_tiers:
-            raise ConfigError(
-                "secondary_tiers: CPUOffloadingSpec has none; use TieringOffloadingSpec"
-            )
-        if self.config.record_trace is not None:
-            raise ConfigError(
-                "record_trace: CPUOffloadingSpec records none; use TieringOffloadingSpec, which "
-                "needs no tiers"
-            )
-        if self.config.status_socket is not None:
-            raise ConfigError(
-                "status_socket: CPUOffloadingSpec has none; use TieringOffloadingSpec, which needs "
-                "no tiers"
-            )
+        for key in ("secondary_tiers", "record_trace", "status_socket"):
+            if getattr(self.config, key):
+                raise ConfigError(
+                    f"{key}: CPUOffloadingSpec has none; use TieringOffloadingSpec, also without "
+                    "tiers"
+                )
         self._manager: CPUPrimaryTierOffloadingManager | None = None
 
     def get_manager(self) -> CPUPrimaryTierOffloadingManager:

@@ -17,7 +17,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
@@ -40,7 +39,7 @@ from kvoffload_async.facade.plugged import OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
-from kvoffload_async.facade.tier_options import options_of
+from kvoffload_async.facade.tier_options import Surroundings, options_of
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
@@ -75,14 +74,6 @@ _DRAIN_GRACE_S: Final = 5.0
 
 _TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
 """Number of tiers per type in each spec."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """The spec's settings that a tier needs."""
-
-    runtime: Bridge
-    config: OffloadConfig
 
 
 class UnusablePlaceError(ConfigError, OSError):
@@ -180,7 +171,7 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
                 self._rows,
-                _Surroundings(self._bridge, geometry),
+                Surroundings(self._bridge, geometry),
             )
             self._state = self._tier.tier_state
             self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
