@@ -20,7 +20,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -70,10 +70,6 @@ class SocketCounters:
     timed_out: int = 0
     broken_off: int = 0
 
-    def read(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
-
 
 class StatusSocket:
     """Listens from construction, and answers from `serve` until `close`.
@@ -100,8 +96,13 @@ class StatusSocket:
         self._peer: socket.socket | None = None
         """The connection being served."""
         self._closed = False
-        with _usable(path):
+        try:
             self._listener, self._identity = _listen(path)
+        except OSError as error:
+            raise ConfigError(
+                f"status_socket: cannot create a socket at {path!r}: {error.strerror or error}; "
+                "give a path in an existing directory that this user can write to"
+            ) from error
         _open_sockets.add(self)
 
     def serve(self, answer: Answer) -> None:
@@ -301,18 +302,6 @@ def _identity(path: Path) -> _Identity:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-@contextlib.contextmanager
-def _usable(path: str) -> Iterator[None]:
-    """Convert an OSError to a ConfigError that names the option."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"status_socket: cannot create a socket at {path!r}: {error.strerror or error}; give "
-            "a path in an existing directory that this user can write to"
-        ) from error
-
-
 ReadStatistics = Callable[[], OffloadingStatistics]
 ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
 
@@ -358,7 +347,7 @@ class EngineStatus:
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
             counters = self._socket.counters
-            self._socket.serve(lambda asked: self._answer(asked, method, slowest, counters.read))
+            self._socket.serve(lambda asked: self._answer(asked, method, slowest, counters))
 
     def close(self) -> None:
         """Remove the socket; idempotent."""
@@ -371,7 +360,7 @@ class EngineStatus:
         request: bytes,
         method: WeakMethod[ReadStatistics],
         slowest: WeakMethod[ReadSlowest],
-        read_counters: Callable[[], Mapping[str, int]],
+        counters: SocketCounters,
     ) -> bytes:
         """Return the answer to a request. Runs on the socket's thread."""
         if request.strip() != STATUS_REQUEST:
@@ -380,7 +369,7 @@ class EngineStatus:
         if read is None or read_slowest is None:
             return _error("the engine was garbage-collected without `close()`")
         try:
-            return self._status_line(read(), read_slowest(), read_counters())
+            return self._status_line(read(), read_slowest(), counters)
         except OffloadError as error:
             return _error(text_of(error))
         except BaseException as error:  # noqa: BLE001 - a third party's tier; keep serving
@@ -394,7 +383,7 @@ class EngineStatus:
         self,
         stats: OffloadingStatistics,
         slowest: Sequence[SlowRequest] | None,
-        socket: Mapping[str, int],
+        counters: SocketCounters,
     ) -> bytes:
         statistics = asdict(stats)
         for tier in statistics["tiers"]:
@@ -408,7 +397,7 @@ class EngineStatus:
             "kind": type(stats).__name__,
             "statistics": statistics,
             "slowest": None if slowest is None else [asdict(request) for request in slowest],
-            "socket": dict(socket),
+            "socket": asdict(counters),
         }
         return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
 

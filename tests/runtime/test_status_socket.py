@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,7 @@ class Served:
 
     @property
     def counted(self):
-        return {name: count for name, count in self.socket.counters.read().items() if count}
+        return {name: count for name, count in asdict(self.socket.counters).items() if count}
 
 
 @pytest.fixture
