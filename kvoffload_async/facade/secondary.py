@@ -76,21 +76,13 @@ def create_index(
     return index if min_blocks == 1 else CostGatedIndex(index, min_blocks)
 
 
-def create_state(
-    name: str,
-    tier: AsyncTier,
-    index: KeyIndex,
-    slot_bytes: int,
-    *,
-    enable_kv_events: bool,
-    backpressure: Backpressure | None,
-) -> TierState:
+def create_state(name: str, tier: AsyncTier, options: ManagerOptions, slot_bytes: int) -> TierState:
     """Return the initial state of a tier."""
     capabilities = tier.capabilities
     events = EventLog(
         capabilities.medium,
         capabilities.locality,
-        enabled=enable_kv_events,
+        enabled=options.enable_kv_events,
         ownership=name,
         announces_removals=capabilities.announces_removals,
         # For other tiers the table would grow without bound: they announce no removals.
@@ -98,12 +90,12 @@ def create_state(
     )
     return TierState(
         name,
-        index,
+        create_index(tier, options.min_blocks, options.prefill_blocks_per_s),
         slot_bytes,
         events,
         medium=capabilities.medium,
         locality=capabilities.locality,
-        backpressure=backpressure,
+        backpressure=options.backpressure_detector,
         remedies=check_remedies(tier.remedies, type(tier)),
     )
 
@@ -204,14 +196,7 @@ class SecondaryTierManager:
         self.backpressure_detector = common.backpressure_detector
         self.io_timeout_s = common.io_timeout_s
         self._close_timeout_s = common.close_timeout_s
-        state = create_state(
-            tier_type,
-            tier,
-            create_index(tier, common.min_blocks, common.prefill_blocks_per_s),
-            shape[1],
-            enable_kv_events=common.enable_kv_events,
-            backpressure=common.backpressure_detector,
-        )
+        state = create_state(tier_type, tier, common, shape[1])
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
         owns_loop = bridge is None
         if tier.io_threads is None:
