@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
@@ -708,24 +708,12 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
         pinned += rows.num_own - rows.num_free
         sizes.add(rows.row_bytes)
         tiers += [replace(tier, name=owner_name(tier.name, seen)) for tier in plugged.stats()]
-    primary = PrimaryStatistics(
-        slots=SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0),
-        row_bytes=sizes.pop() if len(sizes) == 1 else 0,
-        lookups=0,
-        hits=0,
-        pending_hits=0,
-        misses=0,
-        stored_blocks=0,
-        loaded_blocks=0,
-        evicted_blocks=0,
-        refused_stores=0,
-        declined_blocks=0,
-        used_blocks=0,
-        found_blocks=0,
-        load_pins=0,
-        events_dropped=0,
+    figures: dict[str, Any] = dict.fromkeys(
+        (figure.name for figure in fields(PrimaryStatistics)), 0
     )
-    return OffloadingStatistics(primary=primary, tiers=tuple(tiers))
+    figures["slots"] = SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0)
+    figures["row_bytes"] = sizes.pop() if len(sizes) == 1 else 0
+    return OffloadingStatistics(primary=PrimaryStatistics(**figures), tiers=tuple(tiers))
 
 
 def _make(calls: Iterable[Callable[[], object]]) -> None:

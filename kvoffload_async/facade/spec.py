@@ -13,7 +13,6 @@ from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.errors import ClosedError, ConfigError, naming_shortage
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
-from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import check_tiers, naming_tier, reuse_capacity
@@ -79,12 +78,8 @@ class _Spec(ABC):
         return f"<{type(self).__name__}: {size}, {tiers}>"
 
     @abstractmethod
-    def get_manager(self) -> OffloadingManager:
+    def get_manager(self) -> CPUPrimaryTierOffloadingManager | TieringOffloadingManager:
         """Return the manager; the first call creates it."""
-
-    @abstractmethod
-    def _get_kv_view(self) -> memoryview:
-        """Return the manager's buffer."""
 
     def register_kv_caches(
         self,
@@ -174,7 +169,7 @@ class _Spec(ABC):
         create_transport = self.transport_maker(
             kv_caches, groups, block_dim=block_dim, worker_index=worker_index, runtime=runtime
         )
-        transport = create_transport(self._get_kv_view())
+        transport = create_transport(self.get_manager().get_primary_kv_view())
         try:
             with naming_shortage("the event loop of the worker cannot be started"):
                 return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
@@ -221,9 +216,6 @@ class CPUOffloadingSpec(_Spec):
         if self._manager is None:
             self._manager = self._create_primary()
         return self._manager
-
-    def _get_kv_view(self) -> memoryview:
-        return self.get_manager().get_primary_kv_view()
 
 
 class TieringOffloadingSpec(_Spec):
@@ -326,9 +318,6 @@ class TieringOffloadingSpec(_Spec):
     def _trace_path(self) -> str | None:
         """Return the path of the trace of requests, or None."""
         return self.config.record_trace
-
-    def _get_kv_view(self) -> memoryview:
-        return self.get_manager().get_primary_kv_view()
 
     def __del__(self) -> None:
         if getattr(self, "_own_runtime", None) is not None:

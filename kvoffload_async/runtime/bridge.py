@@ -13,10 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Final, Protocol
+from typing import Final
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
 from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
@@ -43,18 +43,6 @@ KEYS_A_STEP: Final = 4096
 """Maximum number of announced keys applied per step; they take about 1 ms."""
 
 
-class PoolRunner(IoRunner, Protocol):
-    """An `IoRunner` that can be closed."""
-
-    def close(self, timeout_s: float) -> int:
-        """Stop the threads; return how many are still in a call."""
-        ...
-
-    def abandon(self) -> None:
-        """Fail the coroutines that await hanging calls, after the tier could not be opened."""
-        ...
-
-
 class TierLink:
     """One tier's pair of queues: a state on the owner's side, an actor on the loop's.
 
@@ -75,7 +63,7 @@ class TierLink:
         tier: AsyncTier,
         *,
         kv_view: memoryview,
-        pool: PoolRunner,
+        pool: IoPool,
         io_timeout_s: float,
         probe_timeout_s: float,
         identity: KVIdentity,
@@ -270,7 +258,7 @@ class Bridge:
     """
 
     def __init__(
-        self, runner: LoopRunner, create_pool: Callable[[int, int, int], PoolRunner] = IoPool
+        self, runner: LoopRunner, create_pool: Callable[[int, int, int], IoPool] = IoPool
     ) -> None:
         """Start without links.
 
@@ -286,7 +274,7 @@ class Bridge:
         self.wake_ups = 0
         self.lag = Histogram()
         """Seconds from a hand-over until the loop processes it; observed on the loop's thread."""
-        self.hung_openings: dict[str, PoolRunner] = {}
+        self.hung_openings: dict[str, IoPool] = {}
         """Tier -> pool of its last failed opening with a thread still in a call."""
 
     def opening_hangs(self, tier: str) -> bool:

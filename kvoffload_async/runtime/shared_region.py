@@ -26,7 +26,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
@@ -66,7 +66,6 @@ class SharedBuffer(PrimaryBuffer):
         directory: str | Path = SHARED_MEMORY,
         join_timeout_s: float = 30.0,
         note: bytes = b"",
-        free_bytes: Callable[[Path], int | None] | None = None,
     ) -> None:
         """Create the mapping or join it; waits for its creator.
 
@@ -82,7 +81,6 @@ class SharedBuffer(PrimaryBuffer):
             directory: Directory of the file until all have arrived, on an in-memory filesystem.
             join_timeout_s: Seconds until the sizes are known and the file has its own.
             note: Message for the other participants, at most `NOTE_BYTES`.
-            free_bytes: Returns a directory's free space in bytes, or None for "no limit".
 
         Raises:
             ConfigError: There is not enough space, another engine uses the name, the participants'
@@ -107,7 +105,7 @@ class SharedBuffer(PrimaryBuffer):
             mapped_bytes = _whole_pages(rows_bytes + num_slots)
             file_bytes = header_bytes + mapped_bytes
             if self.is_creator:
-                _require_room(mapped_bytes, self._directory, free_bytes or free_space_bytes)
+                _require_room(mapped_bytes, self._directory)
                 os.ftruncate(self._file, file_bytes)
             else:
                 _await_size(self._file, file_bytes, self._path, deadline_s, header_bytes)
@@ -308,10 +306,8 @@ def _await_size(
             )
 
 
-def _require_room(
-    size_bytes: int, directory: Path, free_bytes: Callable[[Path], int | None]
-) -> None:
-    available = free_bytes(directory)
+def _require_room(size_bytes: int, directory: Path) -> None:
+    available = free_space_bytes(directory)
     if available is not None and size_bytes > available:
         raise _no_room(size_bytes, directory, f"only {available} are free")
 
