@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -309,7 +308,6 @@ class PluggedTiers:
         self._on_events = on_events
         self._is_open = self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = math.inf
         self._closing: Closing[CloseReport] = Closing()
         with naming_shortage("the event loop of the tiers cannot be started"):
             self._bridge = Bridge(LoopThread(on_progress=self._progressed))
@@ -670,22 +668,12 @@ class PluggedTiers:
                 self._runner.notify()
             deadlines = [lookup.deadline_s for lookup in self._lookups]
             deadlines += [pins.deadline_s for pins in islice(self._pins, 1)]
-            if deadlines:
-                self._call_at(min(deadlines))
-        _make(calls)
-
-    def _call_at(self, deadline_s: float) -> None:
-        """Call `_progressed` at a time, unless it is called before."""
-        if deadline_s < self._timer_at_s:
             if self._timer is not None:
                 self._timer.cancel()
-            loop = asyncio.get_running_loop()
-            self._timer_at_s = deadline_s
-            self._timer = loop.call_later(deadline_s - self._runner.now_s(), self._time_is_up)
-
-    def _time_is_up(self) -> None:
-        self._timer, self._timer_at_s = None, math.inf
-        self._progressed()
+            if deadlines:
+                delay_s = min(deadlines) - self._runner.now_s()
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._progressed)
+        _make(calls)
 
     @staticmethod
     def _answer(lookup: _Lookup) -> None:

@@ -157,22 +157,25 @@ class Metric:
 
 
 def _metric(
-    name: str, documentation: str, read: str | Read, *, is_histogram: bool = False
+    name: str, documentation: str, read: str | Read, kind: MetricKind | None = None
 ) -> Metric:
-    """Return the metric `kvoffload_<name>`; `read` may be the path of its only value."""
-    kind = MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
-    kind = MetricKind.HISTOGRAM if is_histogram else kind
+    """Return the metric `kvoffload_<name>`; `read` may be the path of its only value.
+
+    By default, the kind follows from the name.
+    """
+    by_unit = {"total": MetricKind.COUNTER, "seconds": MetricKind.HISTOGRAM}
+    kind = kind or by_unit.get(name.rpartition("_")[2], MetricKind.GAUGE)
     read = at(read) if isinstance(read, str) else read
     return Metric(f"kvoffload_{name}", kind, documentation, *read)
 
 
 def _tier(
-    name: str, documentation: str, read: str | Read = "", *, is_histogram: bool = False
+    name: str, documentation: str, read: str | Read = "", kind: MetricKind | None = None
 ) -> Metric:
     """Return the metric `kvoffload_tier_<name>`; its default is a tier's field of that name."""
     read = read or name.removesuffix("_total")
     of_one = at(read) if isinstance(read, str) else read
-    return _metric(f"tier_{name}", documentation, of_tiers(of_one), is_histogram=is_histogram)
+    return _metric(f"tier_{name}", documentation, of_tiers(of_one), kind)
 
 
 METRICS: Final[tuple[Metric, ...]] = (
@@ -251,7 +254,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         "decision_seconds",
         "Time from a request's first lookup until the request proceeds.",
         "planner.decision_seconds",
-        is_histogram=True,
     ),
     # Each tier.
     _tier("open", "1 if the tier is open, 0 if it could not be opened or was closed.", "is_open"),
@@ -259,6 +261,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "unopened_since_timestamp_seconds",
         "Time of the first failed attempt to open the tier, since 1970; absent if it is open.",
         "unopened.since_s",
+        MetricKind.GAUGE,
     ),
     _tier(
         "lookups_total",
@@ -279,6 +282,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "load_latency_seconds",
         "Measured fixed cost of a load; absent if not measured.",
         "break_even.latency_s",
+        MetricKind.GAUGE,
     ),
     _tier(
         "load_blocks_per_second",
@@ -336,19 +340,16 @@ METRICS: Final[tuple[Metric, ...]] = (
         "job_seconds",
         "Time from a job's submission to the end of its I/O.",
         by_name("direction", load="load_seconds.total", store="store_seconds.total"),
-        is_histogram=True,
     ),
     _tier(
         "queue_seconds",
         "Time from a job's submission until the tier started it.",
         by_name("direction", load="load_seconds.queue", store="store_seconds.queue"),
-        is_histogram=True,
     ),
     _tier(
         "copy_seconds",
         "Time from a job's start to the end of its I/O.",
         by_name("direction", load="load_seconds.copy", store="store_seconds.copy"),
-        is_histogram=True,
     ),
     _metric(
         "events_dropped_total",
@@ -360,13 +361,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "loop_lag_seconds",
         "Delay between waking up the event loop and its callback.",
         "runtime.loop_lag_seconds",
-        is_histogram=True,
     ),
     _metric(
         "step_seconds",
         "Time that the owner's thread spends per step on results and on the end of the step.",
         "runtime.step_seconds",
-        is_histogram=True,
     ),
     # Copies to and from the device, which an `OffloadEngine` makes.
     _metric("device_copies", "Copies to or from the device in progress.", "copies"),
@@ -375,7 +374,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         "device_copy_seconds",
         "Duration of copies to or from the device.",
         by_name("direction", load="load_copy_seconds", store="store_copy_seconds"),
-        is_histogram=True,
     ),
     _metric(
         "waiting_calls",
