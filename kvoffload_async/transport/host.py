@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -192,15 +192,6 @@ class HostTransfer(CompletableTransfer):
         self.parts: Sequence[GroupCopies] = ()
 
 
-@dataclass(slots=True)
-class _DirectionQueue:
-    """One direction: a FIFO, its thread and copier."""
-
-    copier: Copier
-    queue: queue.SimpleQueue[HostTransfer | None] = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread = field(init=False)
-
-
 class HostTransport(Transport):
     """Copies between host tensors that simulate a device and the primary's slots.
 
@@ -239,12 +230,16 @@ class HostTransport(Transport):
         self._layout = layout
         self._compute_timeout_s = compute_timeout_s
         self._closed = False
-        self._directions: dict[Direction, _DirectionQueue] = {}
+        self._copiers: dict[Direction, Copier] = {}
+        self._submitted: dict[Direction, queue.SimpleQueue[HostTransfer | None]] = {
+            direction: queue.SimpleQueue() for direction in self.faults
+        }
+        self._threads: list[threading.Thread] = []
         try:
-            for direction in (Direction.LOAD, Direction.STORE):
-                copier = Copier(layout, rows, cell_offset_bytes)
+            for direction in self._submitted:
+                copier = self._copiers[direction] = Copier(layout, rows, cell_offset_bytes)
                 try:
-                    self._directions[direction] = self._started(direction, copier)
+                    self._start(direction)
                 except BaseException:
                     copier.close()
                     raise
@@ -268,36 +263,32 @@ class HostTransport(Transport):
         except TransportError as error:
             transfer.fail(error)
             return transfer
-        self._directions[copies.direction].queue.put(transfer)
+        self._submitted[copies.direction].put(transfer)
         return transfer
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
         deadline_s = time.monotonic() + timeout_s
-        for entry in self._directions.values():
-            entry.queue.put(None)
-        threads = [entry.thread for entry in self._directions.values()]
-        for thread in threads:
+        for submitted in self._submitted.values():
+            submitted.put(None)
+        for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
+        if any(thread.is_alive() for thread in self._threads):
             return False
         self._release_pages()
         return True
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _started(self, direction: Direction, copier: Copier) -> _DirectionQueue:
-        """Start a direction's thread, which closes the copier at its end."""
-        entry = _DirectionQueue(copier)
+    def _start(self, direction: Direction) -> None:
         name = f"kvoffload-copy-{direction.name.lower()}"
-        entry.thread = threading.Thread(
-            target=self._serve, args=(direction, entry), name=name, daemon=True
-        )
-        entry.thread.start()
-        return entry
+        thread = threading.Thread(target=self._serve, args=(direction,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
-    def _serve(self, direction: Direction, entry: _DirectionQueue) -> None:
-        while (transfer := entry.queue.get()) is not None:
+    def _serve(self, direction: Direction) -> None:
+        """Perform the transfers of a direction in order, then close its copier."""
+        while (transfer := self._submitted[direction].get()) is not None:
             started_s = time.monotonic()
             try:
                 self._perform(direction, transfer)
@@ -307,7 +298,7 @@ class HostTransport(Transport):
                 seconds = time.monotonic() - started_s
                 num_bytes = self._layout.num_bytes(transfer.parts)
                 transfer.end(TransferOutcome(num_bytes, seconds))
-        entry.copier.close()
+        self._copiers[direction].close()
 
     def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
         if not transfer.after.wait(self._compute_timeout_s):
@@ -316,4 +307,4 @@ class HostTransport(Transport):
         if hook is not None:
             hook(transfer.copies)
         for index, part in enumerate(transfer.parts):
-            self._directions[direction].copier.copy(direction, index, part)
+            self._copiers[direction].copy(direction, index, part)

@@ -28,7 +28,7 @@ def transport(device):
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_native_threads_copy_what_is_worth_waking_them(transport, host_moves, blocks, monkeypatch):
     copied = []
-    copier = transport._directions[STORE].copier
+    copier = transport._copiers[STORE]
     if host_moves == "native":
         copy = copier._copies.copy
         monkeypatch.setattr(copier._copies, "copy", lambda b: copied.append(1) or copy(b))
