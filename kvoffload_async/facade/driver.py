@@ -355,7 +355,8 @@ class PlannerDriver:
         `Planner.reset_flushed`.
         """
         self._ensure_open()
-        self._tiers.abandon()
+        for external in self._tiers.external:
+            external.abandon()
         self._reset()
 
     def _reset(self) -> None:
@@ -455,10 +456,6 @@ def planner_text(planner: Planner) -> str:
         else f"{tier.name} (suspended)"
         for tier in planner.tiers
     ]
-    parts = [
-        primary_text(planner.primary),
-        counted(len(planner.requests), "request"),
-        f"{counted(jobs, 'job')} in flight",
-        tiers_text(tiers),
-    ]
-    return ", ".join(parts)
+    requests = counted(len(planner.requests), "request")
+    flights = f"{counted(jobs, 'job')} in flight"
+    return ", ".join([primary_text(planner.primary), requests, flights, tiers_text(tiers)])

@@ -317,16 +317,6 @@ class TierGroup:
 
     # -- calls that block ----------------------------------------------------------------------
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait for running jobs, at most `timeout_s` per tier."""
-        for link in self.links.values():
-            link.drain(timeout_s)
-
-    def abandon(self) -> None:
-        """Fail the jobs that have no result."""
-        for link in self.links.values():
-            link.abandon()
-
     def store_pending(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
         """Write pending blocks back to the tiers, for at most `timeout_s`; needs a bridge."""
         left_s = timeout_s

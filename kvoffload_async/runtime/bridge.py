@@ -191,10 +191,6 @@ class TierLink:
         self.bridge.flush()
         return self.bridge.runner.wait_until(self._is_drained, timeout_s)
 
-    def abandon(self) -> None:
-        """Fail every job that has no result."""
-        self.state.abandon_rest()
-
     def close(self, timeout_s: float) -> CloseReport:
         """Close state and actor; every job has its result afterwards. Idempotent; see `Closing`.
 

@@ -225,9 +225,16 @@ class LoopThread(LoopRunner):
             logger.warning("%s did not stop within %s s", self._thread.name, timeout_s)
 
     def _main(self) -> None:
+        """Run the loop until `close`; restart it if anything else stops it."""
         asyncio.set_event_loop(self._loop)
         try:
-            self._run_until_closed()
+            self._loop.run_forever()
+            if not self._closed:
+                logger.error(
+                    "%s was stopped by a task or callback, and was restarted", self._thread.name
+                )
+            while not self._closed:
+                self._loop.run_forever()
         finally:
             try:
                 self._end_tasks()
@@ -239,25 +246,11 @@ class LoopThread(LoopRunner):
         if left:
             names = ", ".join(sorted(task.get_name() for task in left))
             logger.warning("%s stopped with unfinished tasks: %s", self._thread.name, names)
-            self._cancel(left)
-            self._loop.set_exception_handler(_repeat_quietly)
-
-    def _run_until_closed(self) -> None:
-        """Run the loop until `close`; restart it if anything else stops it."""
-        self._loop.run_forever()
-        if not self._closed:
-            logger.error(
-                "%s was stopped by a task or callback, and was restarted", self._thread.name
-            )
-        while not self._closed:
+            for task in left:
+                task.cancel()
+            self._loop.call_later(0.05, self._loop.stop)  # orphaned copies do not end
             self._loop.run_forever()
-
-    def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
-        """Cancel tasks and run the loop briefly; orphaned copies do not end."""
-        for task in tasks:
-            task.cancel()
-        self._loop.call_later(0.05, self._loop.stop)
-        self._loop.run_forever()
+            self._loop.set_exception_handler(_repeat_quietly)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
