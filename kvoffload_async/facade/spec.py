@@ -31,7 +31,6 @@ from kvoffload_async.waiting import seconds
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
 
-    from kvoffload_async.transport.layout import KVLayout
     from kvoffload_async.transport.streams import DeviceRuntime
 
 
@@ -81,35 +80,6 @@ class _Spec(ABC):
     def get_manager(self) -> CPUPrimaryTierOffloadingManager | TieringOffloadingManager:
         """Return the manager; the first call creates it."""
 
-    def register_kv_caches(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        groups: Sequence[Sequence[str]] | None = None,
-        *,
-        block_dim: int | None = None,
-    ) -> KVLayout:
-        """Return the layout of one worker's tensors, without copying them.
-
-        Args:
-            kv_caches: Layer name -> tensor, of any dtype, on one device.
-            groups: Layer names of each KV-cache group; default: all layers in one group.
-            block_dim: Index of the device block dimension; None: the first, unless that looks
-                like key and value.
-
-        Raises:
-            ConfigError: The tensors cannot be addressed by block, or one chunk of them is larger
-                than `block_bytes`.
-        """
-        from kvoffload_async.transport.layout import register_kv_caches  # noqa: PLC0415 - torch
-
-        layout = register_kv_caches(kv_caches, groups, self.config.blocks_per_chunk, block_dim)
-        if layout.chunk_bytes > self.config.block_bytes:
-            raise ConfigError(
-                f"block_bytes: {self.config.block_bytes} bytes do not hold a chunk of the KV "
-                f"caches, which takes {layout.chunk_bytes}"
-            )
-        return layout
-
     def transport_maker(
         self,
         kv_caches: Mapping[str, torch.Tensor],
@@ -122,23 +92,31 @@ class _Spec(ABC):
         """Return a factory of the transport for the tensors' device; its argument is the buffer.
 
         Args:
-            kv_caches: One worker's tensors; see `register_kv_caches`.
-            groups: See `register_kv_caches`.
-            block_dim: See `register_kv_caches`.
+            kv_caches: One worker's tensors: layer name -> tensor, of any dtype, on one device.
+            groups: Layer names of each KV-cache group; default: all layers in one group.
+            block_dim: Index of the device block dimension; None: the first, unless that looks
+                like key and value.
             worker_index: Index of the worker's cell among the `num_workers` cells of a slot.
             runtime: Runtime of the tensors' device; see `create_transport`.
 
         Raises:
-            ConfigError: As `register_kv_caches`, or `worker_index` is out of range.
+            ConfigError: The tensors cannot be addressed by block, one chunk of them is larger than
+                `block_bytes`, or `worker_index` is out of range.
         """
         if not 0 <= worker_index < self.config.num_workers:
             raise ConfigError(
                 f"worker_index: {worker_index} is not valid; num_workers is "
                 f"{self.config.num_workers}"
             )
-        layout = self.register_kv_caches(kv_caches, groups, block_dim=block_dim)
         from kvoffload_async.transport.choice import create_transport  # noqa: PLC0415 - torch
+        from kvoffload_async.transport.layout import register_kv_caches  # noqa: PLC0415 - torch
 
+        layout = register_kv_caches(kv_caches, groups, self.config.blocks_per_chunk, block_dim)
+        if layout.chunk_bytes > self.config.block_bytes:
+            raise ConfigError(
+                f"block_bytes: {self.config.block_bytes} bytes do not hold a chunk of the KV "
+                f"caches, which takes {layout.chunk_bytes}"
+            )
         offset = worker_index * self.config.block_bytes
         return partial(create_transport, layout, cell_offset_bytes=offset, runtime=runtime)
 
