@@ -28,7 +28,6 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
@@ -279,7 +278,6 @@ class PluggedTiers:
         self,
         tiers: Sequence[Mapping[str, Any]],
         rows: memoryview,
-        config: OffloadConfig | None = None,
         on_events: OnEvents | None = None,
     ) -> None:
         """Open the tiers; blocks, at most for the tiers' `open_timeout_s`.
@@ -288,7 +286,6 @@ class PluggedTiers:
             tiers: Configuration of each tier, as for `SecondaryTierFactory`.
             rows: The primary, shape `[num_slots, slot_bytes]`, item size 1 byte. The memory must
                 stay valid until `close` has returned, and as long as it reports unfinished jobs.
-            config: Gives the tiers their model, fingerprint and geometry.
             on_events: Called with the events of tiers with `enable_kv_events`, in order; with those
                 of a transfer before it ends. Thread: the loop's, perhaps before this constructor
                 returns.
@@ -314,7 +311,7 @@ class PluggedTiers:
         self._runner = self._bridge.runner
         self._ports: list[_Port] = []
         try:
-            spec = Surroundings(self._bridge, config)
+            spec = Surroundings(self._bridge)
             for index, tier in enumerate(tiers):
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)

@@ -134,7 +134,7 @@ class Surroundings:
     """The parts of a spec that a tier's manager reads, for callers without a spec."""
 
     runtime: Bridge
-    config: OffloadConfig | None
+    config: OffloadConfig | None = None
 
 
 def config_of(spec: object) -> OffloadConfig | None:
