@@ -20,7 +20,8 @@ from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
 from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
+from kvoffload_async.error_log import ErrorLog
+from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.runtime.loop import LoopRunner, SameLoopRunner
@@ -89,7 +90,7 @@ class TierLink:
         self._pool = pool
         self._owns_loop = owns_loop
         self._closing: Closing[CloseReport] = Closing()
-        self._gauges_failed = False
+        self._gauge_errors = ErrorLog(logger, f"tier {state.name}: gauges()")
         self._opening_s = tier.opening_s(kv_view.nbytes // len(kv_view))
         self.inbox: deque[TierEvent] = deque()
         self.actor = TierActor(
@@ -147,14 +148,9 @@ class TierLink:
         Args:
             taken: The planner's figures from `take_tier`.
         """
-        try:
+        gauges: dict[str, float] = {}
+        with self._gauge_errors.survived():
             gauges = dict(self.tier.gauges())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
-            gauges = {}
-            if not self._gauges_failed:
-                self._gauges_failed = True
-                drop_tracebacks(error)  # before it is logged, as logs may be kept
-                logger.warning("tier %s: gauges() failed: %s", self.state.name, text_of(error))
         return read_tier(taken, self.state, waiting_jobs=self.actor.waiting_jobs, gauges=gauges)
 
     # -- calls that block ----------------------------------------------------------------------

@@ -332,7 +332,7 @@ class EngineStatus:
         self._method = None if read is None else WeakMethod(read)
         self._began_s = time.monotonic()
         self._socket: StatusSocket | None = None
-        self._failed = False
+        self._errors = ErrorLog(logger, "reading the statistics for the status socket")
 
     def listen(self, path: str | None) -> None:
         """Create the socket if there is a path; clients wait for answers until `serve`.
@@ -373,11 +373,8 @@ class EngineStatus:
         except OffloadError as error:
             return _error(text_of(error))
         except BaseException as error:  # noqa: BLE001 - a third party's tier; keep serving
-            what = f"the statistics cannot be read: {text_of(error)}"
-            if not self._failed:
-                self._failed = True
-                logger.warning("status socket: %s", what)
-            return _error(what)
+            self._errors.note(error)
+            return _error(f"the statistics cannot be read: {text_of(error)}")
 
     def _status_line(
         self,
