@@ -87,7 +87,6 @@ class EngineLifecycle:
         self._bounds = EngineBounds() if bounds is None else bounds
         if not isinstance(self._bounds, EngineBounds):
             raise ConfigError(f"bounds: {bounds!r} is not valid; give an EngineBounds(...)")
-        self._has_transport = False
         self._is_open = False
         self._is_closed = True
         """Whether nothing is left to be closed."""
@@ -205,7 +204,6 @@ class EngineLifecycle:
         """Create driver and transport; runs on a helper thread that the loop awaits."""
         self._driver = self._spec.get_driver(PlannerDriver)
         self._transport = self._create_transport(self._driver.get_primary_kv_view())
-        self._has_transport = True
 
     async def _end(self, timeout_s: float) -> None:
         """Close transport and tiers, then end the helper thread."""
@@ -216,7 +214,7 @@ class EngineLifecycle:
     def _close_parts(self, timeout_s: float) -> None:
         """Close transport and tiers; runs on a helper thread that the loop awaits."""
         try:
-            if self._has_transport and not self._transport.close(timeout_s):
+            if hasattr(self, "_transport") and not self._transport.close(timeout_s):
                 hold_pages(self._driver.get_primary_kv_view(), "a copy that has not ended")
         finally:
             self._spec.shutdown(timeout_s)

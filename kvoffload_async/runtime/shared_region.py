@@ -31,7 +31,8 @@ from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer, rows_within
-from kvoffload_async.system_calls import REFUSALS, REMEDY, RefusedCallError, naming_refusal
+from kvoffload_async.runtime.machine import space_of
+from kvoffload_async.system_calls import REMEDY, RefusedCallError, naming_refusal
 
 NOTE_BYTES = 16
 _CELL_BYTES = 8
@@ -258,13 +259,8 @@ def file_name(name: str) -> str:
 
 def free_space_bytes(directory: Path) -> int | None:
     """Return the free bytes of a directory's filesystem; None if it has no limit, or is unknown."""
-    try:
-        space = os.statvfs(directory)
-    except OSError as error:
-        if error.errno not in REFUSALS:
-            raise
-        return None
-    return space.f_bavail * space.f_frsize if space.f_blocks else None
+    space = space_of(directory)
+    return None if space is None else space.f_bavail * space.f_frsize
 
 
 def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
