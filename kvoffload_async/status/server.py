@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakMethod, WeakSet
@@ -54,23 +54,6 @@ Answer = Callable[[bytes], bytes]
 """Maps a request to its response, both without line end; must not raise."""
 
 
-@dataclass(slots=True)
-class SocketCounters:
-    """Counters of connections.
-
-    Attributes:
-        answered: Connections that received their response.
-        refused: Connections with a too long request.
-        timed_out: Connections that did not complete in time.
-        broken_off: Connections closed early by the client.
-    """
-
-    answered: int = 0
-    refused: int = 0
-    timed_out: int = 0
-    broken_off: int = 0
-
-
 class StatusSocket:
     """Listens from construction, and answers from `serve` until `close`.
 
@@ -78,7 +61,6 @@ class StatusSocket:
 
     Attributes:
         path: Path of the socket.
-        counters: Counters of connections.
     """
 
     def __init__(self, path: str) -> None:
@@ -89,7 +71,6 @@ class StatusSocket:
                 created.
         """
         self.path = path
-        self.counters = SocketCounters()
         self._errors = ErrorLog(logger, "answering a client of the status socket")
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -145,28 +126,20 @@ class StatusSocket:
             self._listener.close()
 
     def _serve_next(self, answer: Answer) -> None:
-        """Wait for a client and answer its request."""
+        """Wait for a client, and answer its request if it is not too long."""
         try:
             peer, _ = self._listener.accept()
         except OSError:  # the socket is closed, or no descriptor is free
             return
-        with peer:
+        # If the client is too slow or has gone, the next one is served.
+        with peer, contextlib.suppress(OSError):
             self._peer = peer
             try:
-                if self._stop.is_set():
-                    return
-                request = _request_of(peer)
-                if request is None:
-                    self.counters.refused += 1
+                if self._stop.is_set() or (request := _request_of(peer)) is None:
                     return
                 response = answer(request) + b"\n"
                 peer.settimeout(CONNECTION_TIMEOUT_S)
                 peer.sendall(response)
-                self.counters.answered += 1
-            except TimeoutError:
-                self.counters.timed_out += 1
-            except OSError:
-                self.counters.broken_off += 1
             finally:
                 self._peer = None
 
@@ -346,8 +319,7 @@ class EngineStatus:
         """Answer requests with the results of two methods, as long as their object exists."""
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
-            counters = self._socket.counters
-            self._socket.serve(lambda asked: self._answer(asked, method, slowest, counters))
+            self._socket.serve(lambda asked: self._answer(asked, method, slowest))
 
     def close(self) -> None:
         """Remove the socket; idempotent."""
@@ -360,7 +332,6 @@ class EngineStatus:
         request: bytes,
         method: WeakMethod[ReadStatistics],
         slowest: WeakMethod[ReadSlowest],
-        counters: SocketCounters,
     ) -> bytes:
         """Return the answer to a request. Runs on the socket's thread."""
         if request.strip() != STATUS_REQUEST:
@@ -369,7 +340,7 @@ class EngineStatus:
         if read is None or read_slowest is None:
             return _error("the engine was garbage-collected without `close()`")
         try:
-            return self._status_line(read(), read_slowest(), counters)
+            return self._status_line(read(), read_slowest())
         except OffloadError as error:
             return _error(text_of(error))
         except BaseException as error:  # noqa: BLE001 - a third party's tier; keep serving
@@ -377,10 +348,7 @@ class EngineStatus:
             return _error(f"the statistics cannot be read: {text_of(error)}")
 
     def _status_line(
-        self,
-        stats: OffloadingStatistics,
-        slowest: Sequence[SlowRequest] | None,
-        counters: SocketCounters,
+        self, stats: OffloadingStatistics, slowest: Sequence[SlowRequest] | None
     ) -> bytes:
         statistics = asdict(stats)
         for tier in statistics["tiers"]:
@@ -394,7 +362,6 @@ class EngineStatus:
             "kind": type(stats).__name__,
             "statistics": statistics,
             "slowest": None if slowest is None else [asdict(request) for request in slowest],
-            "socket": asdict(counters),
         }
         return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
 
