@@ -130,7 +130,17 @@ class IoPool:
 
         Thread: loop.
         """
-        work = self._submit(direction, call, helpers, LastingFuture(withdraw))
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        work = _Call(call, LastingFuture(withdraw), helpers > 0, helpers)
+        with self._mutex:
+            if self._stopping:
+                raise TierClosedError("the I/O pool is closed")
+            if len(self._queues[direction]) >= self._queued_calls:
+                raise BusyError(f"{self._queued_calls} calls are queued")
+            self._queues[direction].append(work)
+        for _ in range(1 + helpers):
+            self._bells[direction].put(None)
         self._awaited[work] = None
         try:
             return await work.future  # type: ignore[no-any-return]  # the call's own type
@@ -181,28 +191,6 @@ class IoPool:
             if not work.future.done():
                 error = TierTimeoutError("the system call hangs and was abandoned")
                 work.future.set_exception(error)
-
-    def _submit(
-        self,
-        direction: Direction,
-        call: Callable[[], Any],
-        helpers: int,
-        future: asyncio.Future[Any],
-    ) -> _Call:
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = asyncio.get_running_loop()
-        work = _Call(call, future, helpers > 0, helpers)
-        with self._mutex:
-            if self._stopping:
-                raise TierClosedError("the I/O pool is closed")
-            if len(self._queues[direction]) >= self._queued_calls:
-                raise BusyError(f"{self._queued_calls} calls are queued")
-            self._queues[direction].append(work)
-        bell = self._bells[direction]
-        for _ in range(1 + helpers):
-            bell.put(None)
-        return work
 
     def _work(self, order: tuple[Direction, ...]) -> None:
         bell = self._bells[order[0]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from kvoffload_async.facade.connector.protocol import NULL_BLOCK, ConnectorGeometry
 from kvoffload_async.facade.connector.requests import ConnectorRequest
@@ -15,23 +15,16 @@ class DeviceContents:
     filled it or its request computes its tokens. Until then it stays unfilled, whichever request
     finds it in the device's prefix cache. Blocks found there are otherwise trusted.
 
-    Records at most one entry per device block.
+    Attributes:
+        unfilled: The blocks without known content; at most one entry per device block.
     """
 
     def __init__(self) -> None:
-        self._unfilled: set[int] = set()
+        self.unfilled: set[int] = set()
 
     def have_content(self, blocks: Collection[int]) -> bool:
         """Return whether all of the blocks, none of which is null, have known content."""
-        return NULL_BLOCK not in blocks and self._unfilled.isdisjoint(blocks)
-
-    def note_allocated(self, blocks: Iterable[int]) -> None:
-        """Record blocks that get new owners, without null blocks."""
-        self._unfilled.update(blocks)
-
-    def note_loaded(self, blocks: Iterable[int]) -> None:
-        """Record blocks that a load has filled."""
-        self._unfilled.difference_update(blocks)
+        return NULL_BLOCK not in blocks and self.unfilled.isdisjoint(blocks)
 
     def note_computed(
         self, state: ConnectorRequest, geometry: ConnectorGeometry, tokens: int
@@ -46,7 +39,7 @@ class DeviceContents:
         if state.reads_content is None:
             known = min(start, state.local_tokens + state.loaded_tokens)
             state.reads_content = all(
-                self._unfilled.isdisjoint(
+                self.unfilled.isdisjoint(
                     group.block_ids[shape.first_block_read(start) : known // shape.tokens_per_block]
                 )
                 for group, shape in shapes
@@ -57,4 +50,4 @@ class DeviceContents:
             size = shape.tokens_per_block
             # The first tokens of a partly found block come from the device's prefix cache.
             first = start // size if start == state.local_tokens else -(-start // size)
-            self._unfilled.difference_update(group.block_ids[first : -(-(start + tokens) // size)])
+            self.unfilled.difference_update(group.block_ids[first : -(-(start + tokens) // size)])

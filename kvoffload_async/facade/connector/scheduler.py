@@ -302,7 +302,7 @@ class OffloadingConnectorScheduler:
             self._preempt(req_id)
         final_stores = self._final_stores()
         # Only now: what has ended is stored before the step overwrites its blocks.
-        self._contents.note_allocated(step.allocated)
+        self._contents.unfilled |= step.allocated
         running_stores = self._running_stores(output)
         # Flush earlier jobs that use a block allocated in this step, but not this step's own
         # loads, nor stores of blocks that it computes.
@@ -340,7 +340,7 @@ class OffloadingConnectorScheduler:
             if not job.has_failed:
                 # Others may have the blocks that a preemption during the load took away.
                 held = {block for group in job.request.groups for block in group.block_ids}
-                self._contents.note_loaded(job.device_blocks & held)
+                self._contents.unfilled -= job.device_blocks & held
                 continue
             # The request may have ended; what it has besides is still stored.
             invalid = job.request.load_failed(self.geometry)
