@@ -229,12 +229,6 @@ class PlannerDriver:
         for link in self._tiers.links.values():
             link.announce_anew()
 
-    @property
-    def dropped_events(self) -> int:
-        """Number of events of primary and tiers that were dropped because a buffer was full."""
-        logs = [tier.event_log for tier in self.planner.tiers]
-        return sum(log.dropped for log in (self._primary.core.event_log, *logs))
-
     def has_pending_work(self) -> bool:
         links = self._tiers.links.values()
         return self.planner.has_pending_work or any(link.has_pending_work() for link in links)
