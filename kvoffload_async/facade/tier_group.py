@@ -115,11 +115,10 @@ class UnopenedTier:
             why,
         )
         now_s = time.time()
-        self.failing: UnopenedStatistics | None = UnopenedStatistics(
-            since_s=now_s, attempts=1, reason=why, next_attempt_s=now_s
-        )
+        failing = UnopenedStatistics(since_s=now_s, attempts=1, reason=why, next_attempt_s=now_s)
+        self.failing: UnopenedStatistics | None = failing
         self._thread = threading.Thread(
-            target=self._reopen, name=f"kvoffload-reopen:{tier_type}", daemon=True
+            target=self._reopen, args=(failing,), name=f"kvoffload-reopen:{tier_type}", daemon=True
         )
         self._thread.start()
 
@@ -149,10 +148,8 @@ class UnopenedTier:
             return CloseReport(error=TierTimeoutError(f"{self.tier_type} is still being opened"))
         return CloseReport()
 
-    def _reopen(self) -> None:
+    def _reopen(self, failing: UnopenedStatistics) -> None:
         """Retry until the tier opens. Runs on the background thread."""
-        failing = self.failing
-        assert failing is not None  # noqa: S101 - for the type checker
         for pause_s in pauses_s():
             failing = self.failing = replace(failing, next_attempt_s=time.time() + pause_s)
             if self._stop.wait(pause_s):
@@ -205,17 +202,16 @@ class BreakerLog:
         for index, tier in enumerate(self._tiers):
             health = tier.health
             for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
-                is_known = (index, direction) in self._suspended
-                if (breaker.state is BreakerState.CLOSED) is not is_known:
+                is_open = breaker.state is not BreakerState.CLOSED
+                if is_open is ((index, direction) in self._suspended):
                     continue
-                if is_known:
-                    self._suspended.remove((index, direction))
+                self._suspended ^= {(index, direction)}
+                if not is_open:
                     open_s = now_s - breaker.opened_at_s
                     logger.warning(
                         "tier %s: %s resumed after %.1f s", tier.label, direction, open_s
                     )
                     continue
-                self._suspended.add((index, direction))
                 logger.warning(
                     "tier %s: %s are suspended, and tried again after %s s: %s; the engine runs "
                     "without this tier's %s; fix the cause above",

@@ -67,7 +67,6 @@ class IoPool:
         payload_free_threads: int = 1,
         *,
         queued_calls: int = 4096,
-        name: str = "kvoffload-io",
     ) -> None:
         """Start the threads.
 
@@ -77,7 +76,6 @@ class IoPool:
             payload_free_threads: Threads that take only calls without payload.
             queued_calls: Maximum number of queued calls per direction; beyond it, BusyError is
                 raised.
-            name: Prefix of the threads' names.
         """
         self._queues: dict[Direction, deque[_Call]] = {d: deque() for d in Direction}
         self._queued_calls = queued_calls
@@ -106,7 +104,7 @@ class IoPool:
         try:
             for number, order in enumerate(orders):
                 thread = threading.Thread(
-                    target=self._work, args=(order,), name=f"{name}-{number}", daemon=True
+                    target=self._work, args=(order,), name=f"kvoffload-io-{number}", daemon=True
                 )
                 thread.start()
                 self._threads.append(thread)
