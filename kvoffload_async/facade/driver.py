@@ -18,14 +18,19 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
 from kvoffload_async.facade.generation import Generation
-from kvoffload_async.facade.losses import LossWarnings
 from kvoffload_async.facade.primary import (
     CPUPrimaryTierOffloadingManager,
     create_admission,
     primary_text,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier, tiers_text
+from kvoffload_async.facade.tier_group import (
+    POLL_S,
+    LossWarnings,
+    TierGroup,
+    UnopenedTier,
+    tiers_text,
+)
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
 from kvoffload_async.runtime.readings import (

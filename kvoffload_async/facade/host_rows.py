@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _MAX_ROWS: Final = 2**31 - 1
 _READ_WRITE: Final = 0x200  # PyBUF_WRITE
 
+Numbers = npt.NDArray[np.int64]
+
 _view_at = ctypes.PYFUNCTYPE(
     *(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int),
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
@@ -144,9 +146,7 @@ class RowCopies:
         self._rows = rows
         self._flat = rows.view.cast("B", (rows.view.nbytes,))
 
-    def gather(
-        self, rows: BlockIds, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-    ) -> None:
+    def gather(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
         """Fill rows with pieces, one after the other; blocks until they are copied.
 
         Args:
@@ -156,9 +156,7 @@ class RowCopies:
         """
         self._copy(rows, addresses, sizes, is_gather=True)
 
-    def scatter(
-        self, rows: BlockIds, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-    ) -> None:
+    def scatter(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
         """Copy rows to pieces; otherwise as `gather`."""
         self._copy(rows, addresses, sizes, is_gather=False)
 
@@ -168,14 +166,7 @@ class RowCopies:
         if self._copies is not None:
             self._copies.close()
 
-    def _copy(
-        self,
-        rows: BlockIds,
-        addresses: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        *,
-        is_gather: bool,
-    ) -> None:
+    def _copy(self, rows: BlockIds, addresses: Numbers, sizes: Numbers, *, is_gather: bool) -> None:
         if not sizes.size:
             return
         if (sizes < 0).any() or (sizes.sum(axis=1) > self._rows.row_bytes).any():

@@ -22,7 +22,7 @@ from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealt
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
+from kvoffload_async.errors import TierTimeoutError, Trouble, drop_tracebacks, remedy_of, text_of
 from kvoffload_async.facade.external import ExternalLink, closed, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
@@ -42,6 +42,7 @@ POLL_S: Final = 0.05
 """Interval, in seconds, of polling external managers, which send no notifications."""
 
 
+_SECONDS_BETWEEN: Final = 60.0
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 
@@ -221,6 +222,76 @@ class BreakerLog:
                     breaker.reason,
                     direction,
                 )
+
+
+class LossWarnings:
+    """Logs a warning when blocks were not stored in a tier, at most once a minute per tier.
+
+    Blocks dropped by a reset do not count: the caller asked for it.
+
+    Not thread-safe; call only from the owner's thread.
+    """
+
+    def __init__(self, planner: Planner, now_s: float) -> None:
+        """Count the losses from `now_s` on, in seconds."""
+        self._planner = planner
+        self._reported = [Counter[str]() for _ in planner.tiers]
+        self._reported_s = [now_s for _ in planner.tiers]
+        self._next_s = [now_s for _ in planner.tiers]
+
+    def check(self, now_s: float, *, is_last: bool = False) -> None:
+        """Log the blocks that each tier has lost since its last warning, if a warning is due."""
+        for index, tier in enumerate(self._planner.tiers):
+            counters, reported = tier.counters, self._reported[index]
+            lost = counters.dropped_blocks - counters.dropped["reset"]
+            lost += counters.failed_store_blocks
+            if lost > reported.total() and (is_last or now_s >= self._next_s[index]):
+                self._warn(index, tier, now_s)
+                self._reported_s[index], self._next_s[index] = now_s, now_s + _SECONDS_BETWEEN
+
+    def _warn(self, index: int, tier: TierState, now_s: float) -> None:
+        """Log the losses by reason, each with its remedy."""
+        dropped, reported = tier.counters.dropped, self._reported[index]
+        since = {
+            reason: count - reported[reason]
+            for reason, count in (
+                ("evicted", dropped["evicted"]),
+                ("failed", tier.counters.failed_store_blocks),
+                ("closed", dropped["closed"]),
+            )
+            if count > reported[reason]
+        }
+        reported.update(since)
+        logger.warning(
+            "tier %s: %d blocks have been lost in the last %.0f s: %s; %d more wait for room",
+            tier.label,
+            sum(since.values()),
+            now_s - self._reported_s[index],
+            "; ".join(
+                f"{count} {_LOSSES[reason]} ({remedy_of(_cause_of(reason, tier), tier.remedies)})"
+                for reason, count in since.items()
+            ),
+            self._planner.cascades.queues[index].count,
+        )
+
+
+_LOSSES: Final = {
+    "evicted": "evicted from the primary before the tier had room for them",
+    "failed": "given up after failed stores",
+    "closed": "not stored before the shutdown",
+}
+_TROUBLES: Final = {"evicted": Trouble.TOO_SLOW, "closed": Trouble.CLOSED_TOO_SOON}
+
+
+def _cause_of(reason: str, tier: TierState) -> Trouble:
+    """Return why a tier's blocks were lost for a reason."""
+    if reason == "failed":
+        return Trouble.STORES_FAILED
+    if not tier.is_available:
+        return Trouble.NOT_OPEN
+    if tier.health.stores.state is not BreakerState.CLOSED:
+        return Trouble.SUSPENDED
+    return Trouble.HANGING if tier.jobs.orphaned_count else _TROUBLES[reason]
 
 
 class TierGroup:

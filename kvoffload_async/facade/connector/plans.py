@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     ConnectorGeometry,
     SchedulerRequest,
 )
-from kvoffload_async.facade.connector.requests import ConnectorRequest
+from kvoffload_async.facade.connector.requests import ConnectorRequest, DeviceContents
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     GPULoadStoreSpec,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.plans import (
     ends_before,
     final_tokens,
@@ -30,7 +29,12 @@ from kvoffload_async.facade.connector.protocol import (
     StepOutput,
     TransferJobSpec,
 )
-from kvoffload_async.facade.connector.requests import ConnectorRequest, GroupState, Step
+from kvoffload_async.facade.connector.requests import (
+    ConnectorRequest,
+    DeviceContents,
+    GroupState,
+    Step,
+)
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     CPULoadStoreSpec,
