@@ -43,6 +43,7 @@ POLL_S: Final = 0.05
 
 
 _SECONDS_BETWEEN: Final = 60.0
+"""Seconds between two warnings of blocks that a tier has lost."""
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 

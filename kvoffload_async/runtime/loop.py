@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from kvoffload_async.errors import ClosedError, StateError
 
@@ -159,7 +159,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class LoopThread(LoopRunner):
-    """Runs an event loop on a thread for its owner; a `LoopRunner` and a context manager.
+    """Runs an event loop on a thread for its owner; a `LoopRunner`.
 
     The thread does only I/O bookkeeping and holds no policy state. It is a daemon, so that a loop
     that cannot be stopped does not keep the process alive.
@@ -187,12 +187,6 @@ class LoopThread(LoopRunner):
         except BaseException:
             self._loop.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
 
     def notify(self) -> None:
         """See `LoopRunner.notify`."""

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import threading
+from contextlib import closing
 
 import pytest
 from own_threads import Threadless, open_files
@@ -195,7 +196,7 @@ def test_tiers_that_wait_for_a_device_have_four_threads_on_any_number_of_cpus(
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
     pools = []
-    with LoopThread() as loop:
+    with closing(LoopThread()) as loop:
         bridge = Bridge(loop, lambda *given: pools.append(given[:2]) or IoPool(*given))
         buffer = PrimaryBuffer(4, 4096)
         root = {} if kind == "example" else {"root_dir": str(tmp_path)}

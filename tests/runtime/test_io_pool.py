@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import weakref
+from contextlib import closing
 
 import pytest
 from runtime.gates import DEADLINE_S, Gate, start
@@ -305,7 +306,7 @@ def test_a_call_after_close_is_refused(loop, pools):
 def test_a_hung_call_is_left_behind_and_may_end_after_its_loop(pools):
     pool = pools(1, 0, 0)
     gate = Gate()
-    with LoopThread() as loop:
+    with closing(LoopThread()) as loop:
         start(loop, pool.run(LOAD, gate))
         assert gate.entered.wait(DEADLINE_S)
         assert pool.close(0.0) == 1

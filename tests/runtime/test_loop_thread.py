@@ -30,7 +30,7 @@ class UnpooledIo(InlineIo):
 
 @pytest.fixture
 def loop():
-    with LoopThread() as thread:
+    with contextlib.closing(LoopThread()) as thread:
         yield thread
 
 
