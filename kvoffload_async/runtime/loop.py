@@ -166,19 +166,15 @@ class LoopThread(LoopRunner):
     """
 
     def __init__(
-        self,
-        name: str = "kvoffload-loop",
-        loop_factory: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
-        on_progress: Callable[[], object] | None = None,
+        self, name: str = "kvoffload-loop", on_progress: Callable[[], object] | None = None
     ) -> None:
         """Start the thread.
 
         Args:
             name: Its name.
-            loop_factory: Creates the loop.
             on_progress: Called on the thread after one or several calls of `notify`.
         """
-        super().__init__(loop_factory())
+        super().__init__(new_event_loop())
         self._on_progress = on_progress
         self._is_called = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)

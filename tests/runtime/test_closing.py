@@ -16,6 +16,7 @@ from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
+from kvoffload_async.runtime import loop
 from kvoffload_async.runtime.loop import LoopThread, new_event_loop
 from kvoffload_async.runtime.shared_region import SharedBuffer
 from kvoffload_async.testing.fakes import ScriptedTier, VirtualRunner
@@ -42,8 +43,9 @@ def test_a_loop_that_cannot_have_its_thread_is_closed(monkeypatch):
         loops.append(new_event_loop())
         return loops[-1]
 
+    monkeypatch.setattr(loop, "new_event_loop", create)
     with pytest.raises(RuntimeError, match="can't start"):
-        LoopThread(loop_factory=create)
+        LoopThread()
     assert loops[0].is_closed()
 
 

@@ -13,6 +13,7 @@ from runtime.gates import DEADLINE_S, Gate, start
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.config import suitable_threads
 from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
+from kvoffload_async.runtime import io_pool
 from kvoffload_async.runtime.loop import LoopThread
 
 LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.METADATA
@@ -107,8 +108,9 @@ def test_a_call_without_payload_never_waits_behind_transfers(loop, pools):
         future.result(DEADLINE_S)
 
 
-def test_a_call_over_the_queues_bound_is_refused_at_once(loop, pools):
-    pool = pools(1, 0, 0, queued_calls=1)
+def test_a_call_over_the_queues_bound_is_refused_at_once(loop, pools, monkeypatch):
+    monkeypatch.setattr(io_pool, "MOST_QUEUED", 1)
+    pool = pools(1, 0, 0)
     gate = Gate()
     blocked = start(loop, pool.run(LOAD, gate))
     assert gate.entered.wait(DEADLINE_S)
