@@ -413,8 +413,8 @@ class OffloadCollector(Collector):
     """
 
     def __init__(self, engines: Mapping[str, ReadStatistics]) -> None:
-        """Create a collector of engine name -> its `stats` method."""
-        self._engines = dict(engines)
+        """Create a collector of engine name -> its `stats` method; engines may be added later."""
+        self._engines = engines
 
     def describe(self) -> Iterable[_Family]:
         """Return the metrics without samples, so that registration reads no statistics."""
@@ -423,7 +423,7 @@ class OffloadCollector(Collector):
     def collect(self) -> Iterator[_Family]:
         """Read all statistics once; yield each metric that has samples."""
         read: dict[str, OffloadingStatistics] = {}
-        for name, engine in self._engines.items():
+        for name, engine in list(self._engines.items()):
             with suppress(ClosedError):
                 read[name] = engine()
         for metric in METRICS:
@@ -437,7 +437,8 @@ class OffloadCollector(Collector):
 
 _hosted: Final[dict[str, ReadStatistics]] = {}
 _hosted_lock: Final = threading.Lock()
-_registered: Final[list[OffloadCollector]] = []
+_hosts: Final = OffloadCollector(_hosted)
+"""Registered as long as an engine is published, since a registry takes a metric once."""
 
 
 def publish(name: str, read: ReadStatistics) -> Callable[[], None]:
@@ -453,29 +454,20 @@ def publish(name: str, read: ReadStatistics) -> Callable[[], None]:
     with _hosted_lock:
         number = next(n for n in count(1) if _numbered(name, n) not in _hosted)
         name = _numbered(name, number)
+        if not _hosted:
+            REGISTRY.register(_hosts)
         _hosted[name] = read
-        _register_anew()
 
     def remove() -> None:
         with _hosted_lock:
-            if _hosted.pop(name, None) is not None:
-                _register_anew()
+            if _hosted.pop(name, None) is not None and not _hosted:
+                REGISTRY.unregister(_hosts)
 
     return remove
 
 
 def _numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
-
-
-def _register_anew() -> None:
-    """Register one collector for all published engines, as a registry takes a metric once."""
-    while _registered:
-        REGISTRY.unregister(_registered.pop())
-    if _hosted:
-        collector = OffloadCollector(_hosted)
-        REGISTRY.register(collector)
-        _registered.append(collector)
 
 
 def _family(metric: Metric) -> _Family:

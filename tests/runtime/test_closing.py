@@ -13,10 +13,10 @@ from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.runtime import loop
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
-from kvoffload_async.runtime import loop
 from kvoffload_async.runtime.loop import LoopThread, new_event_loop
 from kvoffload_async.runtime.shared_region import SharedBuffer
 from kvoffload_async.testing.fakes import ScriptedTier, VirtualRunner
