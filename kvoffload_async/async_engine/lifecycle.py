@@ -224,7 +224,7 @@ class EngineLifecycle:
         self._steps.stop()
         self._transfers.stop()
         has_landed = await self._transfers.running.quiesce(timeout_s / 2)
-        self._transfers.abandon()
+        self._transfers.running.abandon()
         self._steps.waiters.give_up()
         try:
             self._steps.end(self._driver)

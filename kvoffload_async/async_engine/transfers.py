@@ -224,10 +224,6 @@ class Transfers:
         for limiter in self._limiters.values():
             limiter.open()
 
-    def abandon(self) -> None:
-        """Stop tracking running copies; their callers get a ClosedError."""
-        self.running.abandon(ClosedError("the engine was closed before the copy had ended"))
-
 
 @dataclass(slots=True, eq=False)
 class _Running:
@@ -278,8 +274,9 @@ class RunningTransfers:
             await asyncio.wait([copy.landed for copy in copies], timeout=timeout_s)
         return all(copy.has_ended for copy in copies)
 
-    def abandon(self, error: Exception) -> None:
-        """Stop tracking all copies: their futures get `error`, and `ended` is never called."""
+    def abandon(self) -> None:
+        """Stop tracking all copies: their callers get a ClosedError; `ended` is never called."""
+        error = ClosedError("the engine was closed before the copy had ended")
         abandoned, self._running = self._running, {}
         for running in abandoned:
             running.landed.set_result(TransferOutcome(0, error=error))
