@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -171,17 +170,6 @@ class HostEvent(threading.Event):
             self.set()
 
 
-@dataclass(slots=True)
-class TransferFaults:
-    """Injected faults of a direction; tests may change them at any time.
-
-    Attributes:
-        before_copy: Called with each transfer, in order, before it copies; may block or raise.
-    """
-
-    before_copy: Callable[[BlockCopies], None] | None = None
-
-
 class HostTransfer(CompletableTransfer):
     """A transfer of the host transport."""
 
@@ -196,7 +184,8 @@ class HostTransport(Transport):
     """Copies between host tensors that simulate a device and the primary's slots.
 
     Attributes:
-        faults: Injected faults, by direction.
+        before_copy: Direction -> called with each transfer before it copies; may block or raise.
+            For tests, which may change it at any time.
     """
 
     is_on_host = True
@@ -226,13 +215,13 @@ class HostTransport(Transport):
         layout.require_room(rows.shape[1], cell_offset_bytes)
         self._release_pages = hold_pages(kv_view, "a host transport")
         self._num_slots = rows.shape[0]
-        self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
+        self.before_copy: dict[Direction, Callable[[BlockCopies], None] | None] = {}
         self._layout = layout
         self._compute_timeout_s = compute_timeout_s
         self._closed = False
         self._copiers: dict[Direction, Copier] = {}
         self._submitted: dict[Direction, queue.SimpleQueue[HostTransfer | None]] = {
-            direction: queue.SimpleQueue() for direction in self.faults
+            direction: queue.SimpleQueue() for direction in (Direction.LOAD, Direction.STORE)
         }
         self._threads: list[threading.Thread] = []
         try:
@@ -303,8 +292,7 @@ class HostTransport(Transport):
     def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
         if not transfer.after.wait(self._compute_timeout_s):
             raise TransportError("the compute event timed out")
-        hook = self.faults[direction].before_copy
-        if hook is not None:
+        if (hook := self.before_copy.get(direction)) is not None:
             hook(transfer.copies)
         for index, part in enumerate(transfer.parts):
             self._copiers[direction].copy(direction, index, part)

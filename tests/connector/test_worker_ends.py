@@ -46,7 +46,7 @@ def test_a_hung_copy_is_given_up_in_time_and_reported_once():
     def hang(_copies):
         hung.wait(DEADLINE_S)
 
-    world.transport.faults[STORE].before_copy = hang
+    world.transport.before_copy[STORE] = hang
     world.worker.submit_store(1, job((1,), (1,)))
     world.worker.submit_load(2, job((2,), (2,)))
     assert world.worker.wait({2}, DEADLINE_S)
