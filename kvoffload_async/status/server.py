@@ -256,17 +256,11 @@ def _remove_stale(path: Path) -> None:
         except BlockingIOError:  # its queue is full
             owner = "a busy process"
         else:
-            owner = f"process {_pid_of(probe)}"
+            given = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            owner = f"process {struct.unpack('3i', given)[0]}"
     raise ConfigError(
         f"status_socket: {str(path)!r} is in use by {owner}; give each engine a path of its own"
     )
-
-
-def _pid_of(connected: socket.socket) -> int:
-    size = struct.calcsize("3i")
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    pid: int = struct.unpack("3i", credentials)[0]
-    return pid
 
 
 def _identity(path: Path) -> _Identity:
@@ -369,14 +363,12 @@ class EngineStatus:
 def _drop_what_is_no_number(tier: dict[str, Any]) -> None:
     """Remove gauges of a tier that JSON cannot represent."""
     gauges = tier["gauges"] = {
-        str(name): value for name, value in tier["gauges"].items() if _is_number(value)
+        str(name): value
+        for name, value in tier["gauges"].items()
+        if isinstance(value, int | float) and math.isfinite(value)
     }
     for name in ("used_bytes", "capacity_bytes"):
         tier[name] = gauges.get(name)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _error(message: str) -> bytes:
