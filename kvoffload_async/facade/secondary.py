@@ -64,13 +64,10 @@ def create_index(
     The minimum is `min_blocks` or, with `prefill_blocks_per_s`, the break-even point if that is
     higher.
     """
-    index: KeyIndex = (
-        ExactIndex()
-        if tier.capabilities.exclusive
-        else ProbedIndex(
-            tier.bounds.concurrent_probes, keeps_order=tier.capabilities.probes_prefixes
-        )
-    )
+    index: KeyIndex = ExactIndex()
+    if not tier.capabilities.exclusive:
+        keeps_order = tier.capabilities.probes_prefixes
+        index = ProbedIndex(tier.bounds.concurrent_probes, keeps_order=keeps_order)
     if prefill_blocks_per_s is not None:
         return CostGatedIndex(index, min_blocks, BreakEven(prefill_blocks_per_s))
     return index if min_blocks == 1 else CostGatedIndex(index, min_blocks)

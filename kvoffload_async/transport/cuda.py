@@ -48,11 +48,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.transport.completion import CompletableTransfer
 from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.transport.staging import StagedCopies
-from kvoffload_async.transport.streams import (
-    DeviceRuntime,
-    DeviceStream,
-    StreamEvent,
-)
+from kvoffload_async.transport.streams import DeviceRuntime, DeviceStream, StreamEvent
 
 logger = logging.getLogger(__name__)
 
