@@ -27,6 +27,7 @@ class Waiters:
     Attributes:
         has_given_up: Whether running copies were given up; their end is not reported.
         wake_ups: Number of wake-ups.
+        round: Number of times that room was reported.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,7 @@ class Waiters:
         """Requests with a callback that waits for their release."""
         self.has_given_up = False
         self.wake_ups = 0
-        self._round = 0
-        """Number of times that room was reported."""
+        self.round = 0
 
     def decided(self, keys: Iterable[OffloadKey]) -> None:
         """Wake the waiters for keys whose write has ended or whose probe was answered."""
@@ -58,7 +58,7 @@ class Waiters:
         for waiter in woken:
             waiter.wake()
         if has_room:
-            self._round += 1
+            self.round += 1
             self.room_left()
 
     def room_left(self) -> None:
@@ -67,13 +67,9 @@ class Waiters:
         So waiters are served in FIFO order, and none is woken after the room is used up.
         """
         waiter = next(iter(self.for_room), None)
-        if waiter is not None and self.for_room[waiter] != self._round:
+        if waiter is not None and self.for_room[waiter] != self.round:
             del self.for_room[waiter]
             waiter.wake()
-
-    def wait_for_room(self, waiter: Waiter) -> None:
-        """Append a waiter that has found no room to the queue of waiters for room."""
-        self.for_room[waiter] = self._round
 
     def wake_all(self) -> None:
         """Wake all waiters."""
@@ -123,7 +119,7 @@ class Waiter:
 
     def expect_room(self) -> None:
         """Register for a wake-up, in FIFO order, when there may be room in the primary."""
-        self._waiters.wait_for_room(self)
+        self._waiters.for_room[self] = self._waiters.round
 
     def expect_progress(self) -> None:
         """Register for a wake-up at any progress of a tier or copy."""

@@ -119,8 +119,7 @@ class Steps:
         """
         if self._driver is not None:
             self._driver.interrupt_step()
-        self._has_progress = True
-        self.schedule()
+        self.note_progress()
 
     def schedule(self) -> None:
         """End the step after this iteration of the loop; repeated calls have no effect."""

@@ -56,7 +56,6 @@ _WAYS: Final[dict[Direction, TransferDirection]] = {
     Direction.LOAD: "load",
     Direction.STORE: "store",
 }
-_CALLS: Final = {Direction.LOAD: "loads", Direction.STORE: "stores"}
 
 Ended = Callable[[BaseException | None], None]
 """Called once when a copy has ended, with its error or None."""
@@ -103,7 +102,7 @@ class Transfers:
             return free
         if self._recorder is not None:
             self._recorder.advance(self._clock())
-            self._recorder.note(ctx, "waits", reason=f"other {_CALLS[direction]} to end")
+            self._recorder.note(ctx, "waits", reason=f"other {_WAYS[direction]}s to end")
         with self.waiting(direction):
             async with asyncio.timeout_at(deadline_s):
                 return await limiter.acquire()
@@ -112,7 +111,7 @@ class Transfers:
     def waiting(self, direction: Direction) -> Iterator[None]:
         """Count a waiting call within the block; BusyError if too many wait."""
         if self._num_waiting[direction] >= self._most_waiting:
-            raise BusyError(f"too many {_CALLS[direction]} are waiting")
+            raise BusyError(f"too many {_WAYS[direction]}s are waiting")
         self._num_waiting[direction] += 1
         try:
             yield
@@ -224,10 +223,6 @@ class Transfers:
         for limiter in self._limiters.values():
             limiter.open()
 
-    def abandon(self) -> None:
-        """Stop tracking running copies; their callers get a ClosedError."""
-        self.running.abandon(ClosedError("the engine was closed before the copy had ended"))
-
 
 @dataclass(slots=True, eq=False)
 class _Running:
@@ -278,8 +273,9 @@ class RunningTransfers:
             await asyncio.wait([copy.landed for copy in copies], timeout=timeout_s)
         return all(copy.has_ended for copy in copies)
 
-    def abandon(self, error: Exception) -> None:
-        """Stop tracking all copies: their futures get `error`, and `ended` is never called."""
+    def abandon(self) -> None:
+        """Stop tracking all copies: their callers get a ClosedError; `ended` is never called."""
+        error = ClosedError("the engine was closed before the copy had ended")
         abandoned, self._running = self._running, {}
         for running in abandoned:
             running.landed.set_result(TransferOutcome(0, error=error))

@@ -230,9 +230,9 @@ def _runtime_of(device: str) -> DeviceRuntime | None:
     """Return the runtime of a device, None for the host; raises ConfigError if there is none."""
     if device == "cpu":
         return None
-    from kvoffload_async.transport.streams import CudaRuntime  # noqa: PLC0415 - loads torch
+    from kvoffload_async.transport.streams import DeviceRuntime  # noqa: PLC0415 - loads torch
 
-    runtime = CudaRuntime()
+    runtime = DeviceRuntime()
     if not runtime.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; give cpu")
     return runtime

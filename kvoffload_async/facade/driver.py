@@ -23,15 +23,19 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.generation import Generation
-from kvoffload_async.facade.losses import LossWarnings
 from kvoffload_async.facade.primary import (
     CPUPrimaryTierOffloadingManager,
     create_admission,
     primary_text,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier, tiers_text
-from kvoffload_async.facade.timelines import Explaining
+from kvoffload_async.facade.tier_group import (
+    POLL_S,
+    LossWarnings,
+    TierGroup,
+    UnopenedTier,
+    tiers_text,
+)
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
 from kvoffload_async.statistics import (
@@ -39,6 +43,7 @@ from kvoffload_async.statistics import (
     OffloadingStatistics,
     RuntimeStatistics,
 )
+from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     OffloadingEvent,
@@ -50,8 +55,13 @@ from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
 
+TimelineListener = Callable[[RequestTimeline], None]
+"""Called on the owner's thread; must not block."""
 
-class PlannerDriver(Explaining):
+FindParent = Callable[[ReqContext], object | None]
+
+
+class PlannerDriver:
     """Drives a planner and its tiers, step by step, for a manager or an asynchronous engine.
 
     The driver's user calls `planner` directly for all that concerns blocks.
@@ -60,10 +70,11 @@ class PlannerDriver(Explaining):
     its stores, unless lookups have polled before. Submitted jobs are handed over at the end of the
     step.
 
-    Not thread-safe, except `stats`; call only from the owner's thread.
+    Not thread-safe, except `stats` and `slowest_requests`; call only from the owner's thread.
 
     Attributes:
         planner: Decides on all transfers.
+        recorder: Records the timelines of the last `explain_requests` requests; None: it is off.
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
     """
@@ -134,6 +145,7 @@ class PlannerDriver(Explaining):
         self._publish()
         self._block_io = _block_io()
         self._polled_this_step = self._polled_for_stores = False
+        self._listeners: tuple[TimelineListener, ...] = ()
         self._closed = False
         self._closing: Closing[None] = Closing()
         guard_forks(self, _closed=True, _closing=Closing.closed(None))
@@ -233,12 +245,6 @@ class PlannerDriver(Explaining):
         for link in self._tiers.links.values():
             link.announce_anew()
 
-    @property
-    def dropped_events(self) -> int:
-        """Number of events of primary and tiers that were dropped because a buffer was full."""
-        logs = [tier.event_log for tier in self.planner.tiers]
-        return sum(log.dropped for log in (self._primary.core.event_log, *logs))
-
     def has_pending_work(self) -> bool:
         links = self._tiers.links.values()
         return self.planner.has_pending_work or any(link.has_pending_work() for link in links)
@@ -306,6 +312,58 @@ class PlannerDriver(Explaining):
         self._ensure_open()
         self.generation = Generation(parse_generation(generation, "generation"))
 
+    # -- timelines of requests ------------------------------------------------------------------
+
+    def explain(self, req_id: str) -> RequestTimeline | None:
+        """Return the timeline of a request so far, also after its end; `print` it.
+
+        If several requests have the id, the latest is returned.
+
+        Returns:
+            None if the request is not recorded.
+
+        Raises:
+            StateError: Recording is off: `explain_requests` is 0.
+        """
+        return self._require_recorder().explain(req_id)
+
+    def timelines(self) -> tuple[RequestTimeline, ...]:
+        """Return the timelines of all recorded requests, oldest first.
+
+        Raises:
+            StateError: Recording is off: `explain_requests` is 0.
+        """
+        return self._require_recorder().timelines()
+
+    def slowest_requests(self, count: int = 5) -> tuple[SlowRequest, ...] | None:
+        """Return the recent requests with the longest waits; None if recording is off.
+
+        Thread-safe.
+        """
+        return None if self.recorder is None else self.recorder.slowest(count)
+
+    def watch_timelines(
+        self, listener: TimelineListener, find_parent: FindParent | None = None
+    ) -> None:
+        """Pass each timeline to a listener, once, at the end of the step that completes it.
+
+        A timeline is complete when no copy for its request is running. At shutdown, and when the
+        recorder drops a request, the timeline is passed incomplete. The error of a listener is
+        logged, and the listener is removed.
+
+        Args:
+            listener: Called on the owner's thread; must not block.
+            find_parent: Returns the trace context of a new request; by default the request's own.
+
+        Raises:
+            StateError: Recording is off: `explain_requests` is 0.
+        """
+        recorder = self._require_recorder()
+        recorder.keep_complete()
+        if find_parent is not None:
+            recorder.find_parent = find_parent
+        self._listeners += (listener,)
+
     # -- calls that block ----------------------------------------------------------------------
 
     def reset_cache_now(self) -> None:
@@ -315,7 +373,8 @@ class PlannerDriver(Explaining):
         `Planner.reset_flushed`.
         """
         self._ensure_open()
-        self._tiers.abandon()
+        for external in self._tiers.external:
+            external.abandon()
         self._reset()
 
     def _reset(self) -> None:
@@ -355,7 +414,10 @@ class PlannerDriver(Explaining):
         self._losses.check(self._clock(), is_last=True)  # while the tiers' states say why
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)
-        self._give_timelines_up()
+        if self.recorder is not None:  # pass the incomplete timelines, too
+            self._hand_timelines_over()
+            self.recorder.give_up()
+            self._hand_timelines_over()
         self._publish()
         if unfinished:
             logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
@@ -381,6 +443,28 @@ class PlannerDriver(Explaining):
         self._owner = threading.get_ident()
         self._published = self.planner.snapshot()
 
+    def _require_recorder(self) -> RequestRecorder:
+        if self.recorder is None:
+            raise StateError(
+                "no request is recorded: set explain_requests, the number of requests to keep"
+            )
+        return self.recorder
+
+    def _hand_timelines_over(self) -> None:
+        if self.recorder is None or not self._listeners:
+            return
+        for timeline in self.recorder.take_complete():
+            for listener in self._listeners:
+                try:
+                    listener(timeline)
+                except Exception:
+                    self._listeners = tuple(one for one in self._listeners if one != listener)
+                    logger.exception(
+                        "request %s: a listener for timelines failed and is not called again; "
+                        "fix it, and watch again",
+                        timeline.req_id,
+                    )
+
     def _ensure_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was shut down")
@@ -396,13 +480,9 @@ def planner_text(planner: Planner) -> str:
         else f"{tier.name} (suspended)"
         for tier in planner.tiers
     ]
-    parts = [
-        primary_text(planner.primary),
-        counted(len(planner.requests), "request"),
-        f"{counted(jobs, 'job')} in flight",
-        tiers_text(tiers),
-    ]
-    return ", ".join(parts)
+    requests = counted(len(planner.requests), "request")
+    flights = f"{counted(jobs, 'job')} in flight"
+    return ", ".join([primary_text(planner.primary), requests, flights, tiers_text(tiers)])
 
 
 def _block_io() -> str:

@@ -162,7 +162,7 @@ class ExternalLink:
                     case StartJob(job):
                         self._submit(job)
                     case TouchBlocks(keys, ReqContext() as ctx):  # pragma: no branch - no others
-                        self._begin_once(ctx)
+                        self._begin(ctx)
                         self._call("touch", keys, ctx)
         ended = tuple(self._ended)
         self._ended.clear()
@@ -326,6 +326,9 @@ class ExternalLink:
             return LookupResult.MISS
 
     def _begin(self, ctx: ReqContext) -> bool:
+        """Begin a request, once; return whether the manager wants all blocks of a new one."""
+        if ctx in self._live:
+            return False
         self._live.add(ctx)
         try:
             return self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL
@@ -333,13 +336,8 @@ class ExternalLink:
             self._complain("on_new_request", error)
             return False
 
-    def _begin_once(self, ctx: ReqContext) -> None:
-        """Call the manager's `on_new_request` for the engine's internal request, once."""
-        if ctx not in self._live:
-            self._begin(ctx)
-
     def _submit(self, job: JobMetadata) -> None:
-        self._begin_once(job.req_context)
+        self._begin(job.req_context)
         try:
             if job.is_promotion:
                 self.manager.submit_load(job)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 _MAX_ROWS: Final = 2**31 - 1
 _READ_WRITE: Final = 0x200  # PyBUF_WRITE
+
+Numbers = npt.NDArray[np.int64]
 
 _view_at = ctypes.PYFUNCTYPE(
     *(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int),
@@ -89,7 +90,7 @@ class HostRows:
         flat: memoryview = _view_at(first, num_rows * row_bytes, _READ_WRITE)
         self.view = flat.cast("B", (num_rows, row_bytes))
         first_own = -(-(own - first) // row_bytes)
-        self._is_changed = threading.Condition()
+        self._lock = threading.Lock()
         self._free = list(range(first_own + num_own - 1, first_own - 1, -1))
 
     def row_of(self, address: int) -> int | None:
@@ -102,25 +103,18 @@ class HostRows:
             return None
         return row + (host.address - self._first) // self.row_bytes
 
-    def take(self, count: int, timeout_s: float) -> BlockIds:
-        """Take at least one and at most `count` own rows; blocks while none is free.
-
-        Returns:
-            The rows; none if the time is up.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        with self._is_changed:
-            while not self._free and (left_s := deadline_s - time.monotonic()) > 0:
-                self._is_changed.wait(left_s)
-            taken = self._free[-count:][::-1]
-            del self._free[-count:]
-        return as_block_ids(taken)
+    def take(self, most: int) -> BlockIds:
+        """Take own rows, as many as are free and at most `most`. Non-blocking."""
+        with self._lock:
+            first = max(0, len(self._free) - most)
+            taken = self._free[first:]
+            del self._free[first:]
+        return as_block_ids(taken[::-1])
 
     def give_back(self, rows: BlockIds) -> None:
         """Return own rows, which are at rest."""
-        with self._is_changed:
+        with self._lock:
             self._free += rows.tolist()
-            self._is_changed.notify_all()
 
     @property
     def num_free(self) -> int:
@@ -152,9 +146,7 @@ class RowCopies:
         self._rows = rows
         self._flat = rows.view.cast("B", (rows.view.nbytes,))
 
-    def gather(
-        self, rows: BlockIds, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-    ) -> None:
+    def gather(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
         """Fill rows with pieces, one after the other; blocks until they are copied.
 
         Args:
@@ -164,9 +156,7 @@ class RowCopies:
         """
         self._copy(rows, addresses, sizes, is_gather=True)
 
-    def scatter(
-        self, rows: BlockIds, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-    ) -> None:
+    def scatter(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
         """Copy rows to pieces; otherwise as `gather`."""
         self._copy(rows, addresses, sizes, is_gather=False)
 
@@ -176,14 +166,7 @@ class RowCopies:
         if self._copies is not None:
             self._copies.close()
 
-    def _copy(
-        self,
-        rows: BlockIds,
-        addresses: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        *,
-        is_gather: bool,
-    ) -> None:
+    def _copy(self, rows: BlockIds, addresses: Numbers, sizes: Numbers, *, is_gather: bool) -> None:
         if not sizes.size:
             return
         if (sizes < 0).any() or (sizes.sum(axis=1) > self._rows.row_bytes).any():

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
@@ -43,11 +41,12 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.facade.external import closed, is_external
 from kvoffload_async.facade.host_rows import HostRows
-from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.facade.tier_options import PartialSpec
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.statistics import (
     OffloadingStatistics,
     PrimaryStatistics,
@@ -141,6 +140,7 @@ class Ended(NamedTuple):
     error: Exception | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A store or load that was submitted to the tiers.
 
@@ -149,42 +149,30 @@ class Transfer:
         block_ids: Its rows of the primary, parallel to `keys`.
         ended: Completed at its end, at the latest at the jobs' deadline, with an `Ended`.
         at_rest: Completed with None when its rows may be reused; not before `ended`.
+        jobs: Number of its jobs without a result.
+        moving: Number of its jobs whose copies may run.
+        errors: Errors of its jobs, and of tiers that were not used.
     """
 
-    __slots__ = (
-        *("_errors", "_has_ended", "_jobs", "_landed", "_moving"),
-        *("at_rest", "block_ids", "ended", "keys"),
-    )
-
-    def __init__(self, keys: tuple[OffloadKey, ...], block_ids: BlockIds) -> None:
-        self.keys = keys
-        self.block_ids = block_ids
-        self.ended: Future[Ended] = Future()
-        self.at_rest: Future[None] = Future()
-        self._jobs = self._moving = 0
-        """Jobs without a result; jobs whose copies may run."""
-        self._has_ended = False
-        self._landed: set[OffloadKey] = set()
-        self._errors: list[Exception] = []
-
-    def add_job(self) -> None:
-        """Record a submitted job."""
-        self._jobs += 1
-        self._moving += 1
+    keys: tuple[OffloadKey, ...]
+    block_ids: BlockIds
+    ended: Future[Ended] = field(default_factory=Future)
+    at_rest: Future[None] = field(default_factory=Future)
+    jobs: int = 0
+    moving: int = 0
+    errors: list[Exception] = field(default_factory=list)
+    _has_ended: bool = False
+    _landed: set[OffloadKey] = field(default_factory=set)
 
     def take(self, end: JobEnd) -> None:
         """Record the result of a job, or that its copy has ended."""
         if not end.is_late_rest:
-            self._jobs -= 1
+            self.jobs -= 1
             landed = end.job.keys if end.result.success else end.result.successful_keys or ()
             self._landed.update(landed)
             if end.result.error is not None:
-                self._errors.append(end.result.error)
-        self._moving -= end.is_at_rest
-
-    def refuse(self, error: Exception) -> None:
-        """Record that a tier was not used."""
-        self._errors.append(error)
+                self.errors.append(end.result.error)
+        self.moving -= end.is_at_rest
 
     def missing(self) -> list[int]:
         """Return the positions of the keys that were not transferred so far."""
@@ -192,13 +180,13 @@ class Transfer:
 
     def completions(self) -> Iterator[Callable[[], object]]:
         """Yield the calls that complete the futures now, each once."""
-        if not self._jobs and not self._has_ended:
+        if not self.jobs and not self._has_ended:
             self._has_ended = True
             is_whole = len(self._landed) == len(self.keys)
-            error = None if is_whole or not self._errors else self._errors[0]
+            error = None if is_whole or not self.errors else self.errors[0]
             ended = Ended(frozenset(self._landed), error)
             yield partial(self.ended.set_result, ended)
-        if not self._moving:
+        if not self.moving:
             yield partial(self.at_rest.set_result, None)
 
 
@@ -214,25 +202,24 @@ class ListPosition(NamedTuple):
     key: OffloadKey | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Lookup:
-    """A lookup that waits for probes."""
+    """A lookup that waits for probes.
 
-    __slots__ = ("context", "deadline_s", "found", "future", "keys", "port", "stops_at_miss")
+    Attributes:
+        port: Number of the tier that is asked.
+    """
 
-    def __init__(
-        self, keys: Sequence[OffloadKey], deadline_s: float, *, stops_at_miss: bool
-    ) -> None:
-        self.context = ReqContext("lookup")
-        self.keys = keys
-        self.found: set[OffloadKey] = set()
-        self.port = 0
-        """Number of the tier that is asked."""
-        self.deadline_s = deadline_s
-        self.stops_at_miss = stops_at_miss
-        self.future: Future[list[bool]] = Future()
+    keys: Sequence[OffloadKey]
+    deadline_s: float
+    stops_at_miss: bool
+    context: ReqContext = field(default_factory=partial(ReqContext, "lookup"))
+    found: set[OffloadKey] = field(default_factory=set)
+    port: int = 0
+    future: Future[list[bool]] = field(default_factory=Future)
 
 
-class _Pins:
+class _Pins(NamedTuple):
     """Keys that one call has pinned.
 
     Attributes:
@@ -240,11 +227,8 @@ class _Pins:
         deadline_s: When their pins expire.
     """
 
-    __slots__ = ("deadline_s", "keys")
-
-    def __init__(self, keys: Iterable[OffloadKey], deadline_s: float) -> None:
-        self.keys = set(keys)
-        self.deadline_s = deadline_s
+    keys: set[OffloadKey]
+    deadline_s: float
 
 
 class _Port:
@@ -280,33 +264,6 @@ class _Port:
         yield from self.overdue.take(ended, jobs.take_released())
 
 
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    """What a manager needs of a spec."""
-
-    runtime: Bridge
-    config: OffloadConfig | None
-
-
-def check_tiers(tiers: Sequence[Mapping[str, Any]], config: OffloadConfig | None = None) -> None:
-    """Check configurations of tiers without creating anything.
-
-    Args:
-        tiers: See `PluggedTiers`.
-        config: See `PluggedTiers`.
-
-    Raises:
-        ConfigError: A configuration is unusable; the message begins with `tier[` and its position.
-        TierUnavailableError: A tier's filesystem cannot be reached.
-    """
-    locations = []
-    for index, tier in enumerate(tiers):
-        with naming_tier(index, tier, "tier"):
-            found = SecondaryTierFactory.check_config(tier, config)
-        locations += [(f"tier[{index}]: ", location) for location in found]
-    check_locations(locations)
-
-
 class PluggedTiers:
     """Secondary tiers under a host, in the order in which they are looked up and loaded from.
 
@@ -321,7 +278,6 @@ class PluggedTiers:
         self,
         tiers: Sequence[Mapping[str, Any]],
         rows: memoryview,
-        config: OffloadConfig | None = None,
         on_events: OnEvents | None = None,
     ) -> None:
         """Open the tiers; blocks, at most for the tiers' `open_timeout_s`.
@@ -330,7 +286,6 @@ class PluggedTiers:
             tiers: Configuration of each tier, as for `SecondaryTierFactory`.
             rows: The primary, shape `[num_slots, slot_bytes]`, item size 1 byte. The memory must
                 stay valid until `close` has returned, and as long as it reports unfinished jobs.
-            config: Gives the tiers their model, fingerprint and geometry.
             on_events: Called with the events of tiers with `enable_kv_events`, in order; with those
                 of a transfer before it ends. Thread: the loop's, perhaps before this constructor
                 returns.
@@ -350,14 +305,13 @@ class PluggedTiers:
         self._on_events = on_events
         self._is_open = self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = math.inf
         self._closing: Closing[CloseReport] = Closing()
         with naming_shortage("the event loop of the tiers cannot be started"):
-            self._host = RuntimeHost(self._progressed)
-        self._runner = self._host.bridge.runner
+            self._bridge = Bridge(LoopThread(on_progress=self._progressed))
+        self._runner = self._bridge.runner
         self._ports: list[_Port] = []
         try:
-            spec = _Spec(self._host.bridge, config)
+            spec = PartialSpec(self._bridge)
             for index, tier in enumerate(tiers):
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)
@@ -368,7 +322,7 @@ class PluggedTiers:
         except BaseException:
             for port in self._ports:
                 port.manager.shutdown()
-            self._host.close()
+            self._bridge.close()
             raise
         guard_forks(self, _closing=Closing.closed(CloseReport()))
 
@@ -388,17 +342,15 @@ class PluggedTiers:
             For each key, whether it was found.
         """
         now_s = self._runner.now_s()
-        lookup = _Lookup(keys, now_s + timeout_s, stops_at_miss=stops_at_miss)
+        lookup = _Lookup(keys, now_s + timeout_s, stops_at_miss)
         with self._lock:
-            is_done = self._is_closed or self._advance(lookup, now_s)
-            if not is_done and len(self._lookups) < MOST_LOOKUPS:
+            waits = not (self._is_closed or self._advance(lookup, now_s))
+            if waits and len(self._lookups) < MOST_LOOKUPS:
                 self._lookups.append(lookup)
-                self._wake()  # for its deadline
-            else:
-                self._forget(lookup)
-                is_done = True
-        if is_done:
-            self._answer(lookup)
+                self._runner.notify()  # for its deadline
+                return lookup.future
+            self._forget(lookup)
+        self._answer(lookup)
         return lookup.future
 
     def store(self, keys: Sequence[OffloadKey], block_ids: BlockIds) -> Transfer:
@@ -413,7 +365,7 @@ class PluggedTiers:
             now_s = self._runner.now_s()
             for port in self._ports:
                 if self._is_closed or not port.state.takes_store(now_s):
-                    transfer.refuse(self._refusal(port, "stores"))
+                    transfer.errors.append(self._refusal(port, "stores"))
                 else:
                     self._submit(port, transfer, range(len(keys)), now_s)
             calls = self._hand_over(transfer)
@@ -440,7 +392,7 @@ class PluggedTiers:
             if not self._is_closed:
                 for port in self._ports:
                     port.manager.touch(keys, self._context)
-                self._host.bridge.flush()
+                self._bridge.flush()
 
     def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
         """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.
@@ -451,12 +403,12 @@ class PluggedTiers:
         """
         with self._lock:
             if self._pinning and not self._is_closed:
-                pins = _Pins(keys, self._runner.now_s() + timeout_s)
+                pins = _Pins(set(keys), self._runner.now_s() + timeout_s)
                 self._pins.append(pins)
                 for key in keys:
                     self._pins_of.setdefault(key, deque()).append(pins)
                 self._call_tiers("pin", self._pinning, keys)
-                self._wake()  # for the deadline
+                self._runner.notify()  # for the deadline
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
         """Remove one pin, the oldest, from each key that has one. Non-blocking; never fails."""
@@ -551,7 +503,7 @@ class PluggedTiers:
             calls.append(partial(self._answer, lookup))
         self._lookups.clear()
         _make(calls)
-        self._host.close()
+        self._bridge.close()
         errors = (report.error for report in reports if report.error is not None)
         unfinished = tuple(job for report in reports for job in report.unfinished_jobs)
         return CloseReport(unfinished, next(errors, None))
@@ -599,7 +551,6 @@ class PluggedTiers:
                 counters.hits += len(hits)
                 counters.misses += len(answers) - len(hits)
             lookup.port += 1
-        self._forget(lookup)
         return True
 
     def _ask(
@@ -622,11 +573,11 @@ class PluggedTiers:
         for number in range(first, len(self._ports)):
             port, missing = self._ports[number], transfer.missing()
             if self._is_closed or port.state.skips_load(self._context, now_s) is not None:
-                transfer.refuse(self._refusal(port, "loads"))
+                transfer.errors.append(self._refusal(port, "loads"))
                 continue
             absent = set(port.state.index.lacks([transfer.keys[index] for index in missing]))
             if absent:
-                transfer.refuse(BlockMissingError(f"{port.state.name} has no such block"))
+                transfer.errors.append(BlockMissingError(f"{port.state.name} has no such block"))
             if wanted := [index for index in missing if transfer.keys[index] not in absent]:
                 self._submit(port, transfer, wanted, now_s, following=number + 1)
                 return
@@ -656,16 +607,17 @@ class PluggedTiers:
             self._context,
             now_s,
         )
-        transfer.add_job()
+        transfer.jobs += 1
+        transfer.moving += 1
         port.transfers[job.job_id] = transfer, following
         port.state.submit(job)
         if port.state.jobs.ended:  # it was refused
-            self._wake()
+            self._runner.notify()
 
     def _hand_over(self, transfer: Transfer) -> list[Callable[[], object]]:
         """Hand over submitted jobs; return the calls that complete a transfer without any."""
         if not self._is_closed:
-            self._host.bridge.flush()
+            self._bridge.flush()
         return list(transfer.completions())
 
     def _collect(self) -> list[Callable[[], object]]:
@@ -701,9 +653,6 @@ class PluggedTiers:
                 self._load_from(following, transfer, now_s)
         return self._hand_over(transfer)
 
-    def _wake(self) -> None:
-        self._runner.notify()
-
     # -- the loop's thread ------------------------------------------------------------------------
 
     def _progressed(self) -> None:
@@ -713,25 +662,15 @@ class PluggedTiers:
                 return
             calls = self._collect()
             if any(map(_inbox_of, self._ports)):
-                self._wake()
+                self._runner.notify()
             deadlines = [lookup.deadline_s for lookup in self._lookups]
             deadlines += [pins.deadline_s for pins in islice(self._pins, 1)]
-            if deadlines:
-                self._call_at(min(deadlines))
-        _make(calls)
-
-    def _call_at(self, deadline_s: float) -> None:
-        """Call `_progressed` at a time, unless it is called before."""
-        if deadline_s < self._timer_at_s:
             if self._timer is not None:
                 self._timer.cancel()
-            loop = asyncio.get_running_loop()
-            self._timer_at_s = deadline_s
-            self._timer = loop.call_later(deadline_s - self._runner.now_s(), self._time_is_up)
-
-    def _time_is_up(self) -> None:
-        self._timer, self._timer_at_s = None, math.inf
-        self._progressed()
+            if deadlines:
+                delay_s = min(deadlines) - self._runner.now_s()
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._progressed)
+        _make(calls)
 
     @staticmethod
     def _answer(lookup: _Lookup) -> None:
@@ -754,24 +693,10 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
         pinned += rows.num_own - rows.num_free
         sizes.add(rows.row_bytes)
         tiers += [replace(tier, name=owner_name(tier.name, seen)) for tier in plugged.stats()]
-    primary = PrimaryStatistics(
-        slots=SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0),
-        row_bytes=sizes.pop() if len(sizes) == 1 else 0,
-        lookups=0,
-        hits=0,
-        pending_hits=0,
-        misses=0,
-        stored_blocks=0,
-        loaded_blocks=0,
-        evicted_blocks=0,
-        refused_stores=0,
-        declined_blocks=0,
-        used_blocks=0,
-        found_blocks=0,
-        load_pins=0,
-        events_dropped=0,
-    )
-    return OffloadingStatistics(primary=primary, tiers=tuple(tiers))
+    figures: dict[str, Any] = {figure.name: 0 for figure in fields(PrimaryStatistics)}
+    figures["slots"] = SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0)
+    figures["row_bytes"] = sizes.pop() if len(sizes) == 1 else 0
+    return OffloadingStatistics(primary=PrimaryStatistics(**figures), tiers=tuple(tiers))
 
 
 def _make(calls: Iterable[Callable[[], object]]) -> None:

@@ -26,8 +26,9 @@ from kvoffload_async.facade.tier_options import (
     reject_unknown_options,
     signature_of,
 )
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
+from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.tiers.example import ExampleTier
@@ -62,33 +63,22 @@ def create_index(
     The minimum is `min_blocks` or, with `prefill_blocks_per_s`, the break-even point if that is
     higher.
     """
-    index: KeyIndex = (
-        ExactIndex()
-        if tier.capabilities.exclusive
-        else ProbedIndex(
-            tier.bounds.concurrent_probes, keeps_order=tier.capabilities.probes_prefixes
-        )
-    )
+    index: KeyIndex = ExactIndex()
+    if not tier.capabilities.exclusive:
+        keeps_order = tier.capabilities.probes_prefixes
+        index = ProbedIndex(tier.bounds.concurrent_probes, keeps_order=keeps_order)
     if prefill_blocks_per_s is not None:
         return CostGatedIndex(index, min_blocks, BreakEven(prefill_blocks_per_s))
     return index if min_blocks == 1 else CostGatedIndex(index, min_blocks)
 
 
-def create_state(
-    name: str,
-    tier: AsyncTier,
-    index: KeyIndex,
-    slot_bytes: int,
-    *,
-    enable_kv_events: bool,
-    backpressure: Backpressure | None,
-) -> TierState:
+def create_state(name: str, tier: AsyncTier, options: ManagerOptions, slot_bytes: int) -> TierState:
     """Return the initial state of a tier."""
     capabilities = tier.capabilities
     events = EventLog(
         capabilities.medium,
         capabilities.locality,
-        enabled=enable_kv_events,
+        enabled=options.enable_kv_events,
         ownership=name,
         announces_removals=capabilities.announces_removals,
         # For other tiers the table would grow without bound: they announce no removals.
@@ -96,10 +86,10 @@ def create_state(
     )
     return TierState(
         name,
-        index,
+        create_index(tier, options.min_blocks, options.prefill_blocks_per_s),
         slot_bytes,
         events,
-        backpressure=backpressure,
+        backpressure=options.backpressure_detector,
         remedies=check_remedies(tier.remedies, type(tier)),
     )
 
@@ -200,16 +190,9 @@ class SecondaryTierManager:
         self.backpressure_detector = common.backpressure_detector
         self.io_timeout_s = common.io_timeout_s
         self._close_timeout_s = common.close_timeout_s
-        state = create_state(
-            tier_type,
-            tier,
-            create_index(tier, common.min_blocks, common.prefill_blocks_per_s),
-            shape[1],
-            enable_kv_events=common.enable_kv_events,
-            backpressure=common.backpressure_detector,
-        )
+        state = create_state(tier_type, tier, common, shape[1])
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
-        host = None
+        owns_loop = bridge is None
         if tier.io_threads is None:
             loads = common.read_threads(waits_for_device=tier.waits_for_device)
             stores = common.n_write_threads
@@ -221,9 +204,8 @@ class SecondaryTierManager:
                 f"{tier_type} cannot be started"
             ):
                 if bridge is None:
-                    host = RuntimeHost()
-                    undo.callback(host.close)
-                    bridge = host.bridge
+                    bridge = Bridge(LoopThread())
+                    undo.callback(bridge.close)
                 pool = bridge.create_pool(loads, stores, tier.bounds.concurrent_probes)
             undo.callback(pool.close, _STOP_THREADS_S)
             self.link = TierLink(
@@ -235,7 +217,7 @@ class SecondaryTierManager:
                 io_timeout_s=common.io_timeout_s,
                 probe_timeout_s=common.probe_timeout_s,
                 identity=identity,
-                host=host,
+                owns_loop=owns_loop,
             )
             undo.pop_all()
         self.link.open(common.open_timeout_s)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import inf
@@ -339,6 +339,34 @@ BUILT_IN: Final = {
 
 for _name, (_module, _class) in BUILT_IN.items():
     SecondaryTierFactory.register_tier(_name, f"kvoffload_async.tiers.{_module}", _class)
+
+
+def check_tiers(
+    tiers: Sequence[Mapping[str, Any]],
+    config: OffloadConfig | None = None,
+    *,
+    key: str = "secondary_tiers",
+    memory_bytes: int = 0,
+) -> None:
+    """Check configurations of tiers without creating anything.
+
+    Args:
+        tiers: Configuration of each tier; see `SecondaryTierFactory`.
+        config: Gives the tiers their model, fingerprint and geometry.
+        key: Name of the list of tiers, for messages.
+        memory_bytes: Memory of the primary.
+
+    Raises:
+        ConfigError: A configuration is unusable; the message begins with `key` and the position.
+        TierUnavailableError: The filesystem of a tier that is `required` cannot be reached.
+    """
+    locations: list[tuple[str, TierLocation]] = []
+    for index, tier in enumerate(tiers):
+        tolerated = [TierUnavailableError] if tier.get("required") is False else []
+        with naming_tier(index, tier, key), suppress(*tolerated):
+            found = SecondaryTierFactory.check_config(tier, config)
+            locations += [(f"{key}[{index}]: ", location) for location in found]
+    check_locations(locations, memory_bytes)
 
 
 def reuse_capacity(tier_config: Mapping[str, Any], row_bytes: int) -> float | None:

@@ -23,7 +23,7 @@ from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealt
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
+from kvoffload_async.errors import TierTimeoutError, Trouble, drop_tracebacks, remedy_of, text_of
 from kvoffload_async.facade.external import ExternalLink, closed, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
@@ -42,6 +42,8 @@ POLL_S: Final = 0.05
 """Interval, in seconds, of polling external managers, which send no notifications."""
 
 
+_SECONDS_BETWEEN: Final = 60.0
+"""Seconds between two warnings of blocks that a tier has lost."""
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 
@@ -115,11 +117,10 @@ class UnopenedTier:
             why,
         )
         now_s = time.time()
-        self.failing: UnopenedStatistics | None = UnopenedStatistics(
-            since_s=now_s, attempts=1, reason=why, next_attempt_s=now_s
-        )
+        failing = UnopenedStatistics(since_s=now_s, attempts=1, reason=why, next_attempt_s=now_s)
+        self.failing: UnopenedStatistics | None = failing
         self._thread = threading.Thread(
-            target=self._reopen, name=f"kvoffload-reopen:{tier_type}", daemon=True
+            target=self._reopen, args=(failing,), name=f"kvoffload-reopen:{tier_type}", daemon=True
         )
         self._thread.start()
 
@@ -149,10 +150,8 @@ class UnopenedTier:
             return CloseReport(error=TierTimeoutError(f"{self.tier_type} is still being opened"))
         return CloseReport()
 
-    def _reopen(self) -> None:
+    def _reopen(self, failing: UnopenedStatistics) -> None:
         """Retry until the tier opens. Runs on the background thread."""
-        failing = self.failing
-        assert failing is not None  # noqa: S101 - for the type checker
         for pause_s in pauses_s():
             failing = self.failing = replace(failing, next_attempt_s=time.time() + pause_s)
             if self._stop.wait(pause_s):
@@ -205,17 +204,16 @@ class BreakerLog:
         for index, tier in enumerate(self._tiers):
             health = tier.health
             for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
-                is_known = (index, direction) in self._suspended
-                if (breaker.state is BreakerState.CLOSED) is not is_known:
+                is_open = breaker.state is not BreakerState.CLOSED
+                if is_open is ((index, direction) in self._suspended):
                     continue
-                if is_known:
-                    self._suspended.remove((index, direction))
+                self._suspended ^= {(index, direction)}
+                if not is_open:
                     open_s = now_s - breaker.opened_at_s
                     logger.warning(
                         "tier %s: %s resumed after %.1f s", tier.label, direction, open_s
                     )
                     continue
-                self._suspended.add((index, direction))
                 logger.warning(
                     "tier %s: %s are suspended, and tried again after %s s: %s; the engine runs "
                     "without this tier's %s; fix the cause above",
@@ -225,6 +223,76 @@ class BreakerLog:
                     breaker.reason,
                     direction,
                 )
+
+
+class LossWarnings:
+    """Logs a warning when blocks were not stored in a tier, at most once a minute per tier.
+
+    Blocks dropped by a reset do not count: the caller asked for it.
+
+    Not thread-safe; call only from the owner's thread.
+    """
+
+    def __init__(self, planner: Planner, now_s: float) -> None:
+        """Count the losses from `now_s` on, in seconds."""
+        self._planner = planner
+        self._reported = [Counter[str]() for _ in planner.tiers]
+        self._reported_s = [now_s for _ in planner.tiers]
+        self._next_s = [now_s for _ in planner.tiers]
+
+    def check(self, now_s: float, *, is_last: bool = False) -> None:
+        """Log the blocks that each tier has lost since its last warning, if a warning is due."""
+        for index, tier in enumerate(self._planner.tiers):
+            counters, reported = tier.counters, self._reported[index]
+            lost = counters.dropped_blocks - counters.dropped["reset"]
+            lost += counters.failed_store_blocks
+            if lost > reported.total() and (is_last or now_s >= self._next_s[index]):
+                self._warn(index, tier, now_s)
+                self._reported_s[index], self._next_s[index] = now_s, now_s + _SECONDS_BETWEEN
+
+    def _warn(self, index: int, tier: TierState, now_s: float) -> None:
+        """Log the losses by reason, each with its remedy."""
+        dropped, reported = tier.counters.dropped, self._reported[index]
+        since = {
+            reason: count - reported[reason]
+            for reason, count in (
+                ("evicted", dropped["evicted"]),
+                ("failed", tier.counters.failed_store_blocks),
+                ("closed", dropped["closed"]),
+            )
+            if count > reported[reason]
+        }
+        reported.update(since)
+        logger.warning(
+            "tier %s: %d blocks have been lost in the last %.0f s: %s; %d more wait for room",
+            tier.label,
+            sum(since.values()),
+            now_s - self._reported_s[index],
+            "; ".join(
+                f"{count} {_LOSSES[reason]} ({remedy_of(_cause_of(reason, tier), tier.remedies)})"
+                for reason, count in since.items()
+            ),
+            self._planner.cascades.queues[index].count,
+        )
+
+
+_LOSSES: Final = {
+    "evicted": "evicted from the primary before the tier had room for them",
+    "failed": "given up after failed stores",
+    "closed": "not stored before the shutdown",
+}
+_TROUBLES: Final = {"evicted": Trouble.TOO_SLOW, "closed": Trouble.CLOSED_TOO_SOON}
+
+
+def _cause_of(reason: str, tier: TierState) -> Trouble:
+    """Return why a tier's blocks were lost for a reason."""
+    if reason == "failed":
+        return Trouble.STORES_FAILED
+    if not tier.is_available:
+        return Trouble.NOT_OPEN
+    if tier.health.stores.state is not BreakerState.CLOSED:
+        return Trouble.SUSPENDED
+    return Trouble.HANGING if tier.jobs.orphaned_count else _TROUBLES[reason]
 
 
 class TierGroup:
@@ -317,16 +385,6 @@ class TierGroup:
 
     # -- calls that block ----------------------------------------------------------------------
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait for running jobs, at most `timeout_s` per tier."""
-        for link in self.links.values():
-            link.drain(timeout_s)
-
-    def abandon(self) -> None:
-        """Fail the jobs that have no result."""
-        for link in self.links.values():
-            link.abandon()
-
     def store_pending(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
         """Write pending blocks back to the tiers, for at most `timeout_s`; needs a bridge."""
         left_s = timeout_s
@@ -390,9 +448,8 @@ class TierGroup:
         if is_external(manager):
             link = ExternalLink(manager, name, self._slot_bytes, self._clock)
         else:
-            link, state = manager.link, manager.link.state
-            state.event_log.ownership = name
-            state.backpressure = manager.backpressure_detector
+            manager.ownership = name
+            link = manager.link
         self.managers = dict(sorted({**self.managers, index: manager}.items()))
         self.links = dict(sorted({**self.links, index: link}.items()))
         links = self.links.values()

@@ -129,6 +129,14 @@ def _defaults_of(declared: type[Options]) -> dict[str, Any]:
     return {k: f.metadata["default"] for k, f in fields if not f.metadata["is_internal"]}
 
 
+@dataclass(frozen=True, slots=True)
+class PartialSpec:
+    """The parts of a spec that a tier's manager reads, for callers without a spec."""
+
+    runtime: Bridge
+    config: OffloadConfig | None = None
+
+
 def config_of(spec: object) -> OffloadConfig | None:
     """Return a spec's configuration; None if it has no `OffloadConfig`."""
     config = getattr(spec, "config", None)

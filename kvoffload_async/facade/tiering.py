@@ -124,7 +124,8 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
         `on_reset_flushed`.
         """
         self._ensure_open()
-        self._tiers.drain(self._drain_timeout_s)
+        for link in self._tiers.links.values():
+            link.drain(self._drain_timeout_s)
         self._reset()
 
     def on_reset_flushed(self) -> None:

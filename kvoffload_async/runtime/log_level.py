@@ -11,11 +11,8 @@ from kvoffload_async.errors import ConfigError
 
 PACKAGE_LOGGER: Final = "kvoffload_async"
 LEVEL_VARIABLE: Final = "KVOFFLOAD_LOG_LEVEL"
-LEVELS: Final = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
+LEVELS: Final[dict[str, int]] = {
+    name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")
 }
 
 

@@ -26,12 +26,13 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer, rows_within
-from kvoffload_async.system_calls import REFUSALS, REMEDY, RefusedCallError, naming_refusal
+from kvoffload_async.runtime.machine import space_of
+from kvoffload_async.system_calls import REMEDY, RefusedCallError, naming_refusal
 
 NOTE_BYTES = 16
 _CELL_BYTES = 8
@@ -66,7 +67,6 @@ class SharedBuffer(PrimaryBuffer):
         directory: str | Path = SHARED_MEMORY,
         join_timeout_s: float = 30.0,
         note: bytes = b"",
-        free_bytes: Callable[[Path], int | None] | None = None,
     ) -> None:
         """Create the mapping or join it; waits for its creator.
 
@@ -82,7 +82,6 @@ class SharedBuffer(PrimaryBuffer):
             directory: Directory of the file until all have arrived, on an in-memory filesystem.
             join_timeout_s: Seconds until the sizes are known and the file has its own.
             note: Message for the other participants, at most `NOTE_BYTES`.
-            free_bytes: Returns a directory's free space in bytes, or None for "no limit".
 
         Raises:
             ConfigError: There is not enough space, another engine uses the name, the participants'
@@ -107,7 +106,7 @@ class SharedBuffer(PrimaryBuffer):
             mapped_bytes = _whole_pages(rows_bytes + num_slots)
             file_bytes = header_bytes + mapped_bytes
             if self.is_creator:
-                _require_room(mapped_bytes, self._directory, free_bytes or free_space_bytes)
+                _require_room(mapped_bytes, self._directory)
                 os.ftruncate(self._file, file_bytes)
             else:
                 _await_size(self._file, file_bytes, self._path, deadline_s, header_bytes)
@@ -260,13 +259,8 @@ def file_name(name: str) -> str:
 
 def free_space_bytes(directory: Path) -> int | None:
     """Return the free bytes of a directory's filesystem; None if it has no limit, or is unknown."""
-    try:
-        space = os.statvfs(directory)
-    except OSError as error:
-        if error.errno not in REFUSALS:
-            raise
-        return None
-    return space.f_bavail * space.f_frsize if space.f_blocks else None
+    space = space_of(directory)
+    return None if space is None else space.f_bavail * space.f_frsize
 
 
 def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
@@ -308,10 +302,8 @@ def _await_size(
             )
 
 
-def _require_room(
-    size_bytes: int, directory: Path, free_bytes: Callable[[Path], int | None]
-) -> None:
-    available = free_bytes(directory)
+def _require_room(size_bytes: int, directory: Path) -> None:
+    available = free_space_bytes(directory)
     if available is not None and size_bytes > available:
         raise _no_room(size_bytes, directory, f"only {available} are free")
 

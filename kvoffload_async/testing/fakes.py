@@ -39,6 +39,7 @@ from kvoffload_async.errors import (
     TierError,
     TierUnavailableError,
 )
+from kvoffload_async.runtime.loop import LoopRunner
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 from kvoffload_async.waiting import until_done
 
@@ -557,7 +558,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Do nothing: the loop never sleeps."""
 
 
-class VirtualRunner:
+class VirtualRunner(LoopRunner):
     """A `LoopRunner` over a `VirtualLoop`; the owner and the loop share one thread.
 
     The loop runs only inside `run`, `wait_until`, `run_ready` and `advance`; between these calls
@@ -567,6 +568,8 @@ class VirtualRunner:
     def __init__(self) -> None:
         """Create a loop at virtual time 0."""
         self.loop = VirtualLoop()
+        super().__init__(self.loop)
+        self.now_s = self.loop.time
         self.callbacks = 0
         """Number of `call_soon` calls, each of which would wake a loop thread."""
 
@@ -578,10 +581,8 @@ class VirtualRunner:
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         """See `LoopRunner.call_soon`."""
-        if self.loop.is_closed():
-            raise ClosedError("the virtual loop is closed")
+        super().call_soon(callback, *args)
         self.callbacks += 1
-        self.loop.call_soon(callback, *args)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """See `LoopRunner.run`; the deadline is in virtual time."""
@@ -599,27 +600,11 @@ class VirtualRunner:
             raise TimeoutError(f"not done after {timeout_s} virtual seconds")
         return task.result()
 
-    def refuse_own_thread(self, call: str) -> None:
-        """See `LoopRunner.refuse_own_thread`."""
-        if self.loop.is_running():
-            raise StateError(f"{call} was called from inside the loop, which would deadlock it")
-
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """See `LoopRunner.wait_until`; the deadline is in virtual time."""
         if self.loop.is_closed():
             return is_done()
         return self.loop.run_until(is_done, timeout_s)
-
-    def notify(self) -> None:
-        """Do nothing: `wait_until` checks after every iteration."""
-
-    def has_ended(self) -> bool:
-        """See `LoopRunner.has_ended`."""
-        return self.loop.is_closed()
-
-    def now_s(self) -> float:
-        """Return the loop's virtual time."""
-        return self.loop.time()
 
     def run_ready(self) -> None:
         """Run until nothing is ready, without advancing time."""

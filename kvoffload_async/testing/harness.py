@@ -19,8 +19,9 @@ from kvoffload_async.abc.events import BlockFailures, BlocksAppeared, BlocksEvic
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import text_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.runtime.bridge import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.types import (
     JobId,
@@ -74,7 +75,7 @@ class _Surroundings:
         self._next_job_id = 0
         self._threads_before = set(threading.enumerate())
         self.buffer = PrimaryBuffer(num_slots, slot_bytes)
-        self.host = RuntimeHost()
+        self.bridge = Bridge(LoopThread())
         self.rows: Rows = np.asarray(self.buffer.view)
         self.rows[:] = GUARD
 
@@ -100,7 +101,7 @@ class _Surroundings:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop, within the deadline."""
-        return self.host.bridge.runner.run(coroutine, self.timeout_s)
+        return self.bridge.runner.run(coroutine, self.timeout_s)
 
     def on_loop(self, call: Callable[[], object]) -> None:
         """Run a function on the loop's thread and wait for it."""
@@ -113,7 +114,7 @@ class _Surroundings:
     def stop(self) -> None:
         """Stop the threads and unmap the memory; raises AssertionError for leftovers."""
         tasks = self.run(_task_names())
-        self.host.close(self.timeout_s)
+        self.bridge.close(self.timeout_s)
         self.rows = np.empty((0, 0), dtype=np.uint8)
         unmapped = self.buffer.release()
         threads = self._threads_left()
@@ -158,7 +159,7 @@ class TierHarness(_Surroundings):
         self.tier = tier
         self.events: list[TierEvent] = []
         bounds = tier.bounds
-        self._pool = self.host.bridge.create_pool(
+        self._pool = self.bridge.create_pool(
             bounds.concurrent_loads, bounds.concurrent_stores, bounds.concurrent_probes
         )
         self._env = ActorEnvironment(memoryview(self.buffer.view), self._pool, self.events.append)
@@ -252,7 +253,7 @@ class ManagerHarness(_Surroundings):
                 self.buffer.view,
                 "tier",
                 tier,
-                runtime=self.host.bridge,
+                runtime=self.bridge,
                 io_timeout_s=io_timeout_s,
                 enable_kv_events=enable_kv_events,
             )
@@ -312,7 +313,7 @@ class ManagerHarness(_Surroundings):
             self.collect()
             if is_done():
                 return
-            progress = self.host.bridge.wait_for_progress(self.timeout_s)
+            progress = self.bridge.wait_for_progress(self.timeout_s)
             assert progress, f"no progress within {self.timeout_s} s"
 
     def wait_released(self, job_ids: set[JobId]) -> None:

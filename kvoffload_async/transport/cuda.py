@@ -48,12 +48,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.transport.completion import CompletableTransfer
 from kvoffload_async.transport.layout import KVLayout
 from kvoffload_async.transport.staging import StagedCopies
-from kvoffload_async.transport.streams import (
-    CudaRuntime,
-    DeviceRuntime,
-    DeviceStream,
-    StreamEvent,
-)
+from kvoffload_async.transport.streams import DeviceRuntime, DeviceStream, StreamEvent
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +142,7 @@ class CudaTransport(Transport):
                 chunk, or the memory cannot be allocated or pinned.
             RuntimeError: A thread cannot be started.
         """
-        self._runtime: DeviceRuntime = CudaRuntime() if runtime is None else runtime
+        self._runtime = runtime or DeviceRuntime()
         if layout.device.type != self._runtime.device_type:
             raise ConfigError(
                 f"kv_caches: the tensors are on {layout.device}; use the host transport"

@@ -22,8 +22,7 @@ from async_engine.worlds import (
 )
 from own_threads import Threadless
 
-from kvoffload_async.async_engine.lifecycle import on_helper
-from kvoffload_async.async_engine.surface import OffloadEngine
+from kvoffload_async.async_engine.surface import OffloadEngine, on_helper
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import (
     ClosedError,

@@ -74,13 +74,13 @@ class Counted:
         self.hand_overs = self.python_calls = 0
         for name in CALLS:
             monkeypatch.setattr(FileOps, name, self._counting(getattr(FileOps, name)))
-        submit = IoPool._submit
+        run = IoPool.run
 
-        def counting(pool, direction, call, helpers, future):
+        def counting(pool, direction, call, *, helpers=0, withdraw=None):
             self.hand_overs += 1 + helpers
-            return submit(pool, direction, call, helpers, future)
+            return run(pool, direction, call, helpers=helpers, withdraw=withdraw)
 
-        monkeypatch.setattr(IoPool, "_submit", counting)
+        monkeypatch.setattr(IoPool, "run", counting)
 
     def _counting(self, call):
         def counting(*args, **kwargs):

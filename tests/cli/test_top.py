@@ -47,7 +47,7 @@ def stats():
 
 def report(stats, **changes):
     fields = {"version": 1, "pid": 7, "model": "org/model", "time_s": 0.0, "uptime_s": 3661.0}
-    return EngineReport(**{**fields, "statistics": stats, "socket": {}, **changes})
+    return EngineReport(**{**fields, "statistics": stats, **changes})
 
 
 def screen(stats, width=80, height=24, complaint="", **changes):

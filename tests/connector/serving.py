@@ -430,7 +430,7 @@ class Serving:
             if refs >= 0:
                 for worker in range(self.num_workers):
                     self._check_bytes(key, self.host[slot, worker])
-        assert len(self.connector._contents._unfilled) <= self.num_blocks
+        assert len(self.connector._contents.unfilled) <= self.num_blocks
 
     def _check_bytes(self, key, number):
         assert self.contents[number] == self._expected(key), f"wrong bytes of {key!r}"

@@ -112,7 +112,7 @@ def test_statistics_that_cannot_be_read_are_an_error_and_one_line_in_the_log(pat
         for _ in range(2):
             with pytest.raises(NoAnswerError, match="the statistics cannot be read: ZeroDiv"):
                 report_of(path)
-    assert caplog.text.count("cannot be read") == 1
+    assert caplog.text.count("reading the statistics for the status socket failed") == 1
 
 
 class Unspeakable(Exception):

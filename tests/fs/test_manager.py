@@ -274,7 +274,7 @@ def _end(harness: ManagerHarness) -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("kvoffload-io"):
             thread.join(DEADLINE_S)
-    harness.host.close()
+    harness.bridge.close()
 
 
 def tiering(directory: FsDirectory, ops: FaultyFileOps, **options):

@@ -13,6 +13,7 @@ from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.runtime import loop
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
@@ -42,8 +43,9 @@ def test_a_loop_that_cannot_have_its_thread_is_closed(monkeypatch):
         loops.append(new_event_loop())
         return loops[-1]
 
+    monkeypatch.setattr(loop, "new_event_loop", create)
     with pytest.raises(RuntimeError, match="can't start"):
-        LoopThread(loop_factory=create)
+        LoopThread()
     assert loops[0].is_closed()
 
 

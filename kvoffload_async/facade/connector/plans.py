@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     ConnectorGeometry,
     SchedulerRequest,
 )
-from kvoffload_async.facade.connector.requests import ConnectorRequest
+from kvoffload_async.facade.connector.requests import ConnectorRequest, DeviceContents
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     GPULoadStoreSpec,
@@ -202,10 +201,7 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
         StateError: The block table of a group is too short.
     """
     per_chunk = geometry.blocks_per_chunk
-    keys: list[OffloadKey] = []
-    blocks: list[int] = []
-    sizes: list[int] = []
-    indices: list[int] = []
+    parts: list[_Part] = []
     for index, group in enumerate(state.groups):
         tokens = geometry.groups[index].tokens_per_block
         last = total_tokens // tokens
@@ -220,12 +216,9 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
             first = max(first, last - window * per_chunk)
         while first < last and group.block_ids[first] == NULL_BLOCK:
             first += 1
-        if first < last:
-            keys += group.keys[first // per_chunk : last // per_chunk]
-        blocks += group.block_ids[first:last]
-        sizes.append(last - first)
-        indices.append(first)
-    return CopyPlan(tuple(keys), _device_spec(blocks, sizes, indices))
+        keys = group.keys[first // per_chunk : last // per_chunk]
+        parts.append((keys, group.block_ids[first:last], first))
+    return _joined(parts)
 
 
 def offer_store(
@@ -300,18 +293,13 @@ def plan_store(
     """Return the copy of the accepted chunks among those offered."""
     per_chunk = geometry.blocks_per_chunk
     accepted = frozenset(accepted)
-    keys: list[OffloadKey] = []
-    blocks: list[int] = []
-    sizes: list[int] = []
-    indices: list[int] = []
+    parts: list[_Part] = []
     for group, end in zip(state.groups, ends, strict=True):
         chunks = [c for c in range(group.next_chunk, end) if group.keys[c] in accepted]
-        for chunk in chunks:
-            keys.append(group.keys[chunk])
-            blocks += _blocks_of(group.block_ids, chunk, per_chunk)
-        sizes.append(len(chunks) * per_chunk)
-        indices.append(chunks[0] * per_chunk if chunks else 0)
-    return CopyPlan(tuple(keys), _device_spec(blocks, sizes, indices))
+        blocks = [block for c in chunks for block in _blocks_of(group.block_ids, c, per_chunk)]
+        first = chunks[0] * per_chunk if chunks else 0
+        parts.append(([group.keys[c] for c in chunks], blocks, first))
+    return _joined(parts)
 
 
 def final_tokens(request: SchedulerRequest) -> int:
@@ -332,7 +320,13 @@ def _blocks_of(block_ids: Sequence[int], chunk: int, per_chunk: int) -> Sequence
     return block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
 
 
-def _device_spec(
-    blocks: Sequence[int], sizes: Sequence[int], indices: Sequence[int]
-) -> GPULoadStoreSpec:
-    return GPULoadStoreSpec(as_block_ids(blocks), tuple(sizes), tuple(indices))
+_Part = tuple[Sequence[OffloadKey], Sequence[int], int]
+"""A group's part of a copy: its keys, its device blocks, and the index of the first of these."""
+
+
+def _joined(parts: Sequence[_Part]) -> CopyPlan:
+    keys = tuple(chain.from_iterable(keys for keys, _, _ in parts))
+    blocks = list(chain.from_iterable(blocks for _, blocks, _ in parts))
+    sizes = tuple(len(blocks) for _, blocks, _ in parts)
+    indices = tuple(first for _, _, first in parts)
+    return CopyPlan(keys, GPULoadStoreSpec(as_block_ids(blocks), sizes, indices))

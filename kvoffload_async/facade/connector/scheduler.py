@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.plans import (
     ends_before,
     final_tokens,
@@ -30,10 +29,16 @@ from kvoffload_async.facade.connector.protocol import (
     StepOutput,
     TransferJobSpec,
 )
-from kvoffload_async.facade.connector.requests import ConnectorRequest, Step
+from kvoffload_async.facade.connector.requests import (
+    ConnectorRequest,
+    DeviceContents,
+    GroupState,
+    Step,
+)
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     CPULoadStoreSpec,
+    GPULoadStoreSpec,
     JobId,
     OffloadKey,
     OffloadPolicy,
@@ -77,12 +82,8 @@ class JobTable:
         self._stale: dict[JobId, ConnectorJob] = {}
         self._by_block: dict[int, set[JobId]] = {}
         self._loading: dict[OffloadKey, JobId] = {}
-        self._next_id: JobId = 0
-
-    @property
-    def next_id(self) -> JobId:
+        self.next_id: JobId = 0
         """The id of the next job; all lower ids have been used."""
-        return self._next_id
 
     @property
     def has_stale(self) -> bool:
@@ -100,14 +101,14 @@ class JobTable:
         self,
         request: ConnectorRequest,
         keys: Sequence[OffloadKey],
-        device_blocks: Iterable[int],
+        device: GPULoadStoreSpec,
         *,
         is_store: bool,
     ) -> JobId:
         """Register a job and its device blocks; return its id."""
-        job_id = self._next_id
-        self._next_id += 1
-        blocks = frozenset(device_blocks) - {NULL_BLOCK}
+        job_id = self.next_id
+        self.next_id += 1
+        blocks = frozenset(device.block_ids.tolist()) - {NULL_BLOCK}
         self._jobs[job_id] = ConnectorJob(
             job_id, request, keys, is_store, blocks, self._num_workers
         )
@@ -305,7 +306,7 @@ class OffloadingConnectorScheduler:
             self._preempt(req_id)
         final_stores = self._final_stores()
         # Only now: what has ended is stored before the step overwrites its blocks.
-        self._contents.note_allocated(step.allocated)
+        self._contents.unfilled |= step.allocated
         running_stores = self._running_stores(output)
         # Flush earlier jobs that use a block allocated in this step, but not this step's own
         # loads, nor stores of blocks that it computes.
@@ -343,7 +344,7 @@ class OffloadingConnectorScheduler:
             if not job.has_failed:
                 # Others may have the blocks that a preemption during the load took away.
                 held = {block for group in job.request.groups for block in group.block_ids}
-                self._contents.note_loaded(job.device_blocks & held)
+                self._contents.unfilled -= job.device_blocks & held
                 continue
             # The request may have ended; what it has besides is still stored.
             invalid = job.request.load_failed(self.geometry)
@@ -405,8 +406,8 @@ class OffloadingConnectorScheduler:
         if state is None:
             ctx = ReqContext(request.request_id, request.kv_transfer_params)
             policy = self.manager.on_new_request(ctx).policy
-            groups, generation = len(self.geometry.groups), self.manager.generation
-            state = ConnectorRequest(request, ctx, policy, groups, generation)
+            groups = [GroupState() for _ in self.geometry.groups]
+            state = ConnectorRequest(request, ctx, policy, groups, self.manager.generation)
             self._requests[request.request_id] = state
         return state
 
@@ -459,8 +460,7 @@ class OffloadingConnectorScheduler:
             raise StateError(
                 f"{type(self.manager).__name__} has no primary in host memory to load from"
             )
-        blocks = plan.device.block_ids.tolist()
-        job_id = self._jobs.add(state, plan.keys, blocks, is_store=False)
+        job_id = self._jobs.add(state, plan.keys, plan.device, is_store=False)
         self._step.load_jobs[job_id] = TransferJobSpec(plan.device, host, state.ctx.req_id)
         self.counters.loaded_tokens += total_tokens - state.local_tokens
         if state.policy is OffloadPolicy.BLOCK_LEVEL:
@@ -519,8 +519,7 @@ class OffloadingConnectorScheduler:
             self.counters.stores_cut += bool(left_out)
             if granted.keys_to_store:
                 plan = plan_store(state, self.geometry, offer.ends, granted.keys_to_store)
-                blocks = plan.device.block_ids.tolist()
-                job_id = self._jobs.add(state, plan.keys, blocks, is_store=True)
+                job_id = self._jobs.add(state, plan.keys, plan.device, is_store=True)
                 jobs[job_id] = TransferJobSpec(plan.device, granted.store_spec, state.ctx.req_id)
                 self.counters.stored_blocks += len(plan.keys)
         if left_out:

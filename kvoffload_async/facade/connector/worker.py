@@ -8,7 +8,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction
@@ -31,12 +30,8 @@ _FOLLOW_S = 0.5
 """Seconds that `wait` gives the loop to report transfers that have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """A job's result, and the request id if it was a load."""
-
-    result: TransferResult
-    loaded_req_id: str | None
+_Report = tuple[TransferResult, str | None]
+"""A job's result, and the request id if it was a load."""
 
 
 class OffloadingConnectorWorker:
@@ -111,7 +106,7 @@ class OffloadingConnectorWorker:
 
     def poll_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, once each. Non-blocking."""
-        return [report.result for report in self._take_reports()]
+        return [result for result, _ in self._take_reports()]
 
     def wait(self, job_ids: Collection[JobId], timeout: float) -> bool:
         """Wait until jobs have ended, at most `timeout` seconds; unknown ids are ignored.
@@ -170,12 +165,12 @@ class OffloadingConnectorWorker:
         """Return the ended jobs since the last call, and the ids of requests with ended loads."""
         self._await_new_loads()
         reports = self._take_reports()
-        results = [report.result for report in reports]
+        results = [result for result, _ in reports]
         output = ConnectorOutput(
             {result.job_id: 1 for result in results},
             frozenset(result.job_id for result in results if not result.success),
         )
-        return output, {r.loaded_req_id for r in reports if r.loaded_req_id is not None}
+        return output, {req_id for _, req_id in reports if req_id is not None}
 
     def shutdown(self, timeout: float = 30.0) -> bool:
         """Stop loads and stores; idempotent. `get_finished` still returns results.
@@ -266,7 +261,7 @@ class OffloadingConnectorWorker:
         if result.job_id in self._overrun:
             self._overrun.discard(result.job_id)
             result = TransferResult(result.job_id, success=False)
-        self._reports.append(_Report(result, self._running.pop(result.job_id)))
+        self._reports.append((result, self._running.pop(result.job_id)))
 
     def _take_reports(self) -> list[_Report]:
         self._collect()

@@ -20,8 +20,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.plugged import check_tiers
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, check_tiers
 from kvoffload_async.integrations.lmcache.keys import StoreId
 
 _DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
@@ -81,7 +80,7 @@ class AdapterOptions(Options):
         reject_unknown(params, cls.declared(), "adapter_params")
         options = cls.take(params)
         config = OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model="model")
-        check_tiers(options.tier, config)
+        check_tiers(options.tier, config, key="tier")
         return options
 
     def tiers_of(self, store: StoreId) -> list[dict[str, Any]]:

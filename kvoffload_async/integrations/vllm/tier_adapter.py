@@ -201,7 +201,7 @@ class AdaptedTierManager(SecondaryTierManager):
         self._helper.end()
         if not self._waits_for:
             self._manager = None
-            with suppress(BufferError):  # the primary names the holders of a view that is left
+            with suppress(BufferError):  # the primary warns of a view that is left
                 self._view.release()
 
 

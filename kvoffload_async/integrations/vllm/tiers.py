@@ -17,7 +17,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
@@ -40,7 +39,7 @@ from kvoffload_async.facade.plugged import OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
-from kvoffload_async.facade.tier_options import options_of
+from kvoffload_async.facade.tier_options import PartialSpec, options_of
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.identity import (
     Identity,
@@ -55,8 +54,9 @@ from kvoffload_async.integrations.vllm.options import (
 )
 from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, make_offload_key
 
@@ -74,14 +74,6 @@ _DRAIN_GRACE_S: Final = 5.0
 
 _TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
 """Number of tiers per type in each spec."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """The spec's settings that a tier needs."""
-
-    runtime: Bridge
-    config: OffloadConfig
 
 
 class UnusablePlaceError(ConfigError, OSError):
@@ -166,7 +158,7 @@ class VllmTier(tiering.SecondaryTierManager):
         self._finished: list[tiering.JobResult] = []
         self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
         with naming_shortage("the event loop of the tier cannot be started"):
-            self._host = RuntimeHost()
+            self._bridge = Bridge(LoopThread())
         self._rows = convert.rows_of(primary_kv_view)
         try:
             config = self.layout(offloading_spec, options)
@@ -179,13 +171,13 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
                 self._rows,
-                _Surroundings(self._host.bridge, geometry),
+                PartialSpec(self._bridge, geometry),
             )
             self._state = self._tier.tier_state
             self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
             self._breaker_log = BreakerLog([self._state])
         except BaseException as error:
-            self._host.close()
+            self._bridge.close()
             self._rows.release()
             self._remove_process_folders()
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
@@ -303,7 +295,7 @@ class VllmTier(tiering.SecondaryTierManager):
                     f"{self.tier_type}: after {self._drain_timeout_s} s the copies of jobs {jobs} "
                     "still run; their slots cannot be reused"
                 )
-            self._host.bridge.wait_for_progress(left_s)
+            self._bridge.wait_for_progress(left_s)
             self._collect()
         self._tier.announce_anew()
 
@@ -316,7 +308,7 @@ class VllmTier(tiering.SecondaryTierManager):
         """
         self._state.health.close()
         report = self._tier.shutdown()
-        self._host.close()
+        self._bridge.close()
         if report.unfinished_jobs:
             jobs = ", ".join(map(str, report.unfinished_jobs))
             raise TierTimeoutError(

@@ -50,7 +50,7 @@ def opened(tier, num_slots=64):
 
 def begun(harness, coroutine):
     """Begin on the harness's loop; return its future."""
-    return asyncio.run_coroutine_threadsafe(coroutine, harness.host.bridge.runner._loop)
+    return asyncio.run_coroutine_threadsafe(coroutine, harness.bridge.runner._loop)
 
 
 def given_up_probe(fake, harness, how="wait-in-exist"):
