@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.errors import text_of
@@ -69,9 +69,7 @@ class OpenStore:
         self.in_place = self.staged = 0
         self._lock = threading.Lock()
         self._direct_loads: set[Transfer] = set()
-        """Loads into LMCache's memory that are not at rest."""
-        self._late_loads: set[Transfer] = set()
-        """Those that have ended."""
+        """Loads into LMCache's memory that are not at rest; late if they have ended."""
         try:
             self.tiers = PluggedTiers(tiers, self.rows.view, on_events=on_events)
             try:
@@ -84,8 +82,8 @@ class OpenStore:
             self.rows.close()
             raise
 
-    def store(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Store distinct objects; the future has the stored keys once the objects may change."""
+    def store(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
+        """Store distinct objects; each future has stored keys once their objects may change."""
         direct, others = self._split(blocks)
         parts = []
         if direct:
@@ -95,10 +93,10 @@ class OpenStore:
         if others:
             parts.append(self.stage.store(others))
         self._count(len(direct), len(others))
-        return _union(parts)
+        return parts
 
-    def load(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Load distinct objects; the future has the loaded keys once the objects may be used."""
+    def load(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
+        """Load distinct objects; each future has loaded keys once their objects may be used."""
         direct, others = self._split(blocks)
         parts = []
         if direct:
@@ -110,7 +108,7 @@ class OpenStore:
         if others:
             parts.append(self.stage.load(others))
         self._count(len(direct), len(others))
-        return _union(parts)
+        return parts
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close the tiers; every future is complete afterwards, but those of copies that hang."""
@@ -128,24 +126,19 @@ class OpenStore:
     def _load_in_place(self, direct: Sequence[tuple[HostBlock, int]]) -> Transfer | None:
         """Load into rows of LMCache's memory; None if too many such loads run or one is late."""
         with self._lock:
-            if self._late_loads or len(self._direct_loads) >= MOST_DIRECT_LOADS:
+            is_late = any(load.ended.done() for load in self._direct_loads)
+            if is_late or len(self._direct_loads) >= MOST_DIRECT_LOADS:
                 return None
         rows = as_block_ids([row for _, row in direct])
         transfer = self.tiers.load([block.key for block, _ in direct], rows)
         with self._lock:
             self._direct_loads.add(transfer)
-        transfer.ended.add_done_callback(lambda _: self._note_ended(transfer))
         transfer.at_rest.add_done_callback(lambda _: self._note_at_rest(transfer))
         return transfer
-
-    def _note_ended(self, transfer: Transfer) -> None:
-        with self._lock:
-            self._late_loads.add(transfer)
 
     def _note_at_rest(self, transfer: Transfer) -> None:
         with self._lock:
             self._direct_loads.discard(transfer)
-            self._late_loads.discard(transfer)
 
     def _split(
         self, blocks: Sequence[HostBlock]
@@ -179,28 +172,6 @@ def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
     return future
 
 
-def _union(parts: Sequence[Future[KeySet]]) -> Future[KeySet]:
-    """Return a future with the keys of all parts."""
-    if len(parts) == 1:
-        return parts[0]
-    future: Future[KeySet] = Future()
-    if not parts:
-        future.set_result(frozenset())
-    lock = threading.Lock()
-    left = list(parts)
-
-    def complete(part: Future[KeySet]) -> None:
-        with lock:
-            left.remove(part)
-            is_last = not left
-        if is_last:
-            future.set_result(frozenset().union(*(one.result() for one in parts)))
-
-    for part in parts:
-        part.add_done_callback(complete)
-    return future
-
-
 class Store:
     """One store, and its opening.
 
@@ -226,24 +197,26 @@ class Store:
         self.error: str | None = None
         self._open_store = open_store
         self._lock = threading.Lock()
-        self._waiting: list[Callable[[OpenStore | None], object]] = []
+        self._waiting: list[Future[OpenStore | None]] = []
         self._thread: threading.Thread | None = None
         self._retry_at_s = 0.0
         self._pause_s = 1.0
         self._is_ended = False
         self._closing: Closing[CloseReport] = Closing()
 
-    def when_open(self, act: Callable[[OpenStore | None], object]) -> None:
-        """Call `act` with the open store, or with None if it cannot be opened. Non-blocking.
+    def when_open(self) -> Future[OpenStore | None]:
+        """Return a future of the open store, or of None if it cannot be opened. Non-blocking.
 
-        Opens the store if it is due. Thread of the call: this one, or the opening one.
+        Opens the store if it is due. The caller may cancel the future.
         """
+        future: Future[OpenStore | None] = Future()
         with self._lock:
             opened = None if self._is_ended else self.opened
             if opened is None and self._may_wait():
-                self._waiting.append(act)
-                return
-        act(opened)
+                self._waiting.append(future)
+                return future
+        future.set_result(opened)
+        return future
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close the store, after it has been opened if it is being opened; idempotent.
@@ -295,8 +268,9 @@ class Store:
             is_ended = self._is_ended
             if opened is not None and not is_ended:
                 self.opened, self.error, self._pause_s = opened, None, 1.0
-        for act in waiting:
-            act(None if is_ended else opened)
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None if is_ended else opened)
         if is_ended and opened is not None:
             opened.close(_CLOSE_LATE_S)
 
@@ -392,21 +366,9 @@ _CURSOR: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.((?:[0-9a-f]{2}){5,96}|)")
 """Numbers of the store and of the tier, and the last key."""
 
 
-class Page(NamedTuple):
-    """A page of the list.
-
-    Attributes:
-        objects: Keys of objects, and their sizes.
-        next_cursor: Where the next page begins; None: this is the last one.
-    """
-
-    objects: list[tuple[Any, int]]
-    next_cursor: str | None
-
-
 def page_of(
     stores: Sequence[Store], keys: Keys, model: str | None, page_size: int, cursor: str | None
-) -> Page:
+) -> tuple[list[tuple[Any, int]], str | None]:
     """Return a page of the objects in open stores.
 
     Args:
@@ -414,7 +376,10 @@ def page_of(
         keys: Decodes keys; an object whose salt is not known is left out.
         model: Name of the only model to list; None: all.
         page_size: Maximum number of objects.
-        cursor: `next_cursor` of the page before; None: the first page.
+        cursor: The cursor that came with the page before; None: the first page.
+
+    Returns:
+        Keys of objects with their sizes, and the cursor of the next page; None after the last one.
 
     Raises:
         NotImplementedError: A store has a tier that does not know its contents.
@@ -438,8 +403,8 @@ def page_of(
             objects += [(key, size) for key in decoded if key is not None]
         number, position = (number + 1, ListPosition()) if after is None else (number, after)
     if number >= len(stores):
-        return Page(objects, None)
-    return Page(objects, f"{number}.{position.tier}.{(position.key or b'').hex()}")
+        return objects, None
+    return objects, f"{number}.{position.tier}.{(position.key or b'').hex()}"
 
 
 def _parsed(cursor: str | None) -> tuple[int, ListPosition]:
