@@ -29,7 +29,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.config import OffloadConfig
+from kvoffload_async.config import OffloadConfig, Parser, shown
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
@@ -286,6 +286,36 @@ class _Spec:
 
     runtime: Bridge
     config: OffloadConfig | None
+
+
+_DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
+"""Options of a tier that follow from a host's keys and settings."""
+
+
+def tiers_under(host: str) -> Parser:
+    """Return a parser of the configurations of tiers, from one or from a list of them.
+
+    Args:
+        host: Determines some options of a tier, which the user must leave out.
+    """
+
+    def parse(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
+        tiers = value if isinstance(value, list | tuple) else [value]
+        if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
+            raise ConfigError(
+                f"{key}: {shown(value)} is not valid; it must be a tier, such as "
+                '{"type": "slab", "root_dir": "/kv", "capacity_bytes": "200GiB"}, or a '
+                "list of tiers"
+            )
+        for index, tier in enumerate(tiers):
+            for name in sorted(_DECIDED & tier.keys()):
+                raise ConfigError(
+                    f"{key}[{index}]: {name}: {shown(tier[name])} is determined by {host}; "
+                    "leave it out, and give namespace or fingerprint to keep blocks apart"
+                )
+        return tuple(tiers)
+
+    return parse
 
 
 def check_tiers(tiers: Sequence[Mapping[str, Any]], config: OffloadConfig | None = None) -> None:

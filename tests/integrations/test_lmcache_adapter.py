@@ -732,11 +732,11 @@ def test_without_a_layout_the_size_used_last_applies(start, memory, lmcache):
     ("params", "message"),
     [
         ({}, "tier: missing"),
-        ({"tier": []}, "tier: .*must be the configuration of a tier"),
+        ({"tier": []}, "tier: .*must be a tier"),
         ({"tier": EXAMPLE, "num_store": 2}, "adapter_params: unknown key 'num_store'.*num_stores"),
         ({"tier": {"type": "slap"}}, r"tier\[0\]: .*did you mean 'slab'"),
         ({"tier": {"type": "slab", "capacity_byte": 1}}, r"tier\[0\]: .*capacity_bytes"),
-        ({"tier": {**EXAMPLE, "model": "m"}}, r"tier\[0\]: model: LMCache's keys determine it"),
+        ({"tier": {**EXAMPLE, "model": "m"}}, r"tier\[0\]: model: 'm' is determined by LMCache"),
         ({"tier": EXAMPLE, "lookup_timeout_s": 0}, "lookup_timeout_s: 0"),
         ("slab", "adapter_params: 'slab' is not valid"),
     ],
