@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.sglang.page_store import PageStore
@@ -114,8 +115,9 @@ class KVOffloadHiCache(HiCacheStorage):
         self._status = EngineStatus(storage_config.model_name)
         self._unpublish: Callable[[], None] | None = None
         self._shared: MultiprocessMetrics | None = None
-        self._loads: deque[_Call] = deque(maxlen=_MOST_CALLS)
-        self._stores: deque[_Call] = deque(maxlen=_MOST_CALLS)
+        self._calls: dict[Direction, deque[_Call]] = {
+            direction: deque(maxlen=_MOST_CALLS) for direction in (Direction.LOAD, Direction.STORE)
+        }
 
     # -- pools ------------------------------------------------------------------------------------
 
@@ -189,12 +191,7 @@ class KVOffloadHiCache(HiCacheStorage):
     ) -> list[bool]:
         """Load pages into the pool; return for each whether it was loaded."""
         del extra_info
-        began_s = time.monotonic()
-        loaded = self._guarded(
-            keys, lambda store: store.load_pages(_keys(keys, _PAGES), host_indices)
-        )
-        self._loads.append(_Call(sum(loaded), time.monotonic() - began_s))
-        return loaded
+        return self._move(Direction.LOAD, keys, host_indices)
 
     def batch_set_v1(
         self,
@@ -209,12 +206,7 @@ class KVOffloadHiCache(HiCacheStorage):
         del extra_info
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        began_s = time.monotonic()
-        stored = self._guarded(
-            keys, lambda store: store.store_pages(_keys(keys, _PAGES), host_indices)
-        )
-        self._stores.append(_Call(sum(stored), time.monotonic() - began_s))
-        return stored
+        return self._move(Direction.STORE, keys, host_indices)
 
     # -- existence --------------------------------------------------------------------------------
 
@@ -261,9 +253,7 @@ class KVOffloadHiCache(HiCacheStorage):
         """Load pages into tensors; return for each the tensor, or None if it was not loaded."""
         del target_sizes
         targets = _tensors(target_locations, len(keys), "target_location")
-        loaded = self._guarded(
-            keys, lambda store: store.load_tensors(_keys(keys, _TENSORS), targets)
-        )
+        loaded = self._move(Direction.LOAD, keys, targets)
         return [
             target if is_loaded else None for target, is_loaded in zip(targets, loaded, strict=True)
         ]
@@ -290,9 +280,7 @@ class KVOffloadHiCache(HiCacheStorage):
         pages = _tensors(values, len(keys), "value")
         if not self._config.is_storage_writer:
             return True
-        return all(
-            self._guarded(keys, lambda store: store.store_tensors(_keys(keys, _TENSORS), pages))
-        )
+        return all(self._move(Direction.STORE, keys, pages))
 
     # -- the whole --------------------------------------------------------------------------------
 
@@ -317,8 +305,8 @@ class KVOffloadHiCache(HiCacheStorage):
         metrics = importlib.import_module("sglang.srt.observability.metrics_collector")
         found = metrics.StorageMetrics()
         for calls, pages, bandwidths in (
-            (self._loads, found.prefetch_pgs, found.prefetch_bandwidth),
-            (self._stores, found.backup_pgs, found.backup_bandwidth),
+            (self._calls[Direction.LOAD], found.prefetch_pgs, found.prefetch_bandwidth),
+            (self._calls[Direction.STORE], found.backup_pgs, found.backup_bandwidth),
         ):
             while calls:
                 call = calls.popleft()
@@ -381,15 +369,29 @@ class KVOffloadHiCache(HiCacheStorage):
     def _slowest(self) -> None:
         """Return no requests: SGLang passes none to a storage backend."""
 
-    def _guarded(self, keys: list[str], call: Callable[[PageStore], list[bool]]) -> list[bool]:
-        """Return the results of a call; all are False without a pool and after an error."""
-        store = self._store
-        if store is not None:
-            try:
-                return call(store)
-            except OffloadError as error:
-                logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
-        return [False] * len(keys)
+    def _move(
+        self, direction: Direction, keys: list[str], pages: torch.Tensor | list[torch.Tensor]
+    ) -> list[bool]:
+        """Store or load pages; return for each whether it was transferred.
+
+        Args:
+            direction: Whether to store or to load.
+            keys: SGLang's keys.
+            pages: Indices of the pages' tokens in the pool, or a tensor for each page.
+        """
+        moved, store = [False] * len(keys), self._store
+        if store is None:
+            return moved
+        began_s = time.monotonic()
+        try:
+            if isinstance(pages, torch.Tensor):
+                moved = store.move_pages(direction, _keys(keys, _PAGES), pages)
+            else:
+                moved = store.move_tensors(direction, _keys(keys, _TENSORS), pages)
+        except OffloadError as error:
+            logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
+        self._calls[direction].append(_Call(sum(moved), time.monotonic() - began_s))
+        return moved
 
 
 def _keys(names: Sequence[str], group: int) -> list[OffloadKey]:
