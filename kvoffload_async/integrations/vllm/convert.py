@@ -50,20 +50,12 @@ class _Hints:
     value: Any
 
 
-_LOOKUP: Final = {
-    LookupResult.HIT: base.LookupResult.HIT,
-    LookupResult.MISS: base.LookupResult.MISS,
-    LookupResult.HIT_PENDING: base.LookupResult.HIT_PENDING,
-    LookupResult.RETRY: base.LookupResult.RETRY,
-}
+_LOOKUP: Final = {own: base.LookupResult[own.name] for own in LookupResult}
 _POLICY: Final = {
     OffloadPolicy.BLOCK_LEVEL: base.OffloadPolicy.CHUNK_LEVEL,
     OffloadPolicy.REQUEST_LEVEL: base.OffloadPolicy.REQUEST_LEVEL,
 }
-_MEDIUM: Final = {
-    Medium.CPU: base.Medium.CPU,
-    Medium.STORAGE: base.Medium.STORAGE,
-}
+_MEDIUM: Final = {own: base.Medium[own.name] for own in Medium}
 
 # -- from vLLM ----------------------------------------------------------------------------------
 
@@ -187,13 +179,12 @@ def event(event: OffloadingEvent, locality: base.Locality | None) -> base.Offloa
     )
 
 
-def counter_definitions(
-    documentation: Mapping[str, str], labels: tuple[str, ...]
+def definitions(
+    kind: type[base.OffloadingMetricMetadata], documentation: Mapping[str, str], *labels: str
 ) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return definitions of counters with common labels, from their help texts."""
+    """Return definitions of metrics of one kind with common labels, from their help texts."""
     return {
-        name: base.OffloadingCounterMetadata(documentation=text, labelnames=labels)
-        for name, text in documentation.items()
+        name: kind(documentation=text, labelnames=labels) for name, text in documentation.items()
     }
 
 
@@ -305,16 +296,6 @@ def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
         if _HAS_METADATA_ONLY:
             made.metadata_only = one.metadata_only
         yield made
-
-
-def gauge_definitions(
-    documentation: Mapping[str, str], labels: tuple[str, ...]
-) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return definitions of gauges with common labels, from their help texts."""
-    return {
-        name: base.OffloadingGaugeMetadata(documentation=text, labelnames=labels)
-        for name, text in documentation.items()
-    }
 
 
 def block_histogram_definition(

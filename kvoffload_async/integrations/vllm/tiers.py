@@ -336,13 +336,11 @@ class VllmTier(tiering.SecondaryTierManager):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, base.OffloadingMetricMetadata]:
         """Return the counters that `get_stats` adds to vLLM's own per-tier metrics."""
-        return convert.counter_definitions(
-            {FAILED_JOBS: "Jobs of a secondary tier with a failed block, by the kind of error."},
-            labels=("tier", "error"),
-        ) | convert.counter_definitions(
-            {OVERDUE_JOBS: "Jobs of a secondary tier whose copy still ran at their deadline."},
-            labels=("tier",),
-        )
+        failed = "Jobs of a secondary tier with a failed block, by the kind of error."
+        overdue = "Jobs of a secondary tier whose copy still ran at their deadline."
+        return convert.definitions(
+            base.OffloadingCounterMetadata, {FAILED_JOBS: failed}, "tier", "error"
+        ) | convert.definitions(base.OffloadingCounterMetadata, {OVERDUE_JOBS: overdue}, "tier")
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the increments since the last call, or None."""
