@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +31,10 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tie
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
+    completed,
     identified,
-    identify,
     takes_identity,
 )
-from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
@@ -43,7 +43,6 @@ from kvoffload_async.integrations.vllm.options import (
     engine_options,
     own_tier,
 )
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
     layout_of_pages,
@@ -67,6 +66,9 @@ class KVOffloadSpec(base.OffloadingSpec):
     """Offloads to a primary in shared memory and this package's tiers behind it.
 
     Supports CUDA devices and vLLM's CPU platform. All workers must be on one host.
+
+    Attributes:
+        process_folders: Removes the folders of this process when it is closed.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -77,12 +79,10 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         show_log()
         super().__init__(config)
-        self._arguments = connector_arguments(config.extra_config)
-        require_one_host(self._arguments)
+        self._arguments = ModelContent.of(self).arguments
         self._require_to_be_alone()
-        self._content = ModelContent(self._arguments)
         self._identity_options: list[IdentityOptions | None] = []
-        self._process_folders: list[ProcessFolder] = []
+        self.process_folders = ExitStack()
         self.replicated_layout = config.replicated_layout
         self._num_participants = config.parallel.world_size + 1
         self._engine = _SharedSpec(self._options(), self)
@@ -178,20 +178,10 @@ class KVOffloadSpec(base.OffloadingSpec):
                     [note.hex() for note in notes], is_replicated=self.replicated_layout
                 )
             if options is None:
-                yield identified(tier, self, layout, self._content)
-                continue
-            identity = identify(self, options, layout, self._content)
-            found, folders = identity.complete(
-                *(tier["type"], tier, options, self._content),
-                replica=self.config.parallel.data_parallel_index,
-            )
-            self._process_folders += folders
-            yield found
-
-    def remove_process_folders(self) -> None:
-        """Remove the folders of this process; idempotent."""
-        while self._process_folders:
-            self._process_folders.pop().close()
+                yield identified(tier, self, layout)
+            else:
+                folders, name = self.process_folders, tier["type"]
+                yield completed(tier, self, options, layout, folders, name=name)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -352,7 +342,7 @@ class _SharedSpec(TieringOffloadingSpec):
         finally:
             if self._buffer is not None:
                 self._buffer.remove_name()
-            self.outer.remove_process_folders()
+            self.outer.process_folders.close()
 
     def _status_path(self) -> str | None:
         return self._of_this_replica(super()._status_path())
@@ -379,7 +369,7 @@ class _SharedSpec(TieringOffloadingSpec):
         try:
             return super()._create_driver(kind)
         except BaseException:
-            self.outer.remove_process_folders()
+            self.outer.process_folders.close()
             raise
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:

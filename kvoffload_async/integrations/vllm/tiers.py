@@ -17,6 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
@@ -42,18 +43,12 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
 from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.integrations.vllm import convert
-from kvoffload_async.integrations.vllm.identity import (
-    Identity,
-    ModelContent,
-    identify,
-)
-from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
+from kvoffload_async.integrations.vllm.identity import ModelContent, completed
 from kvoffload_async.integrations.vllm.options import (
     NAMES_UNDER_VLLM,
     check_place_of_options,
     take_identity_options,
 )
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.log_level import show_log
@@ -139,7 +134,7 @@ class VllmTier(tiering.SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         check_place_of_options(offloading_spec.config.extra_config)
         self.identity_options = take_identity_options(self.kind, options, tier_type)
-        self._process_folders: list[ProcessFolder] = []
+        self._process_folders = ExitStack()
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         TierOptions.take(own)
         self._known = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
@@ -187,7 +182,7 @@ class VllmTier(tiering.SecondaryTierManager):
         except BaseException as error:
             self._host.close()
             self._rows.release()
-            self._remove_process_folders()
+            self._process_folders.close()
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
                 raise UnusablePlaceError(str(error)) from error
             raise
@@ -201,28 +196,15 @@ class VllmTier(tiering.SecondaryTierManager):
         tier = {"type": self.kind, **options}
         if "root_dir" in self._known:
             tier["root_dir"] = _absolute(options.get("root_dir"))
-        identity = self.identify(offloading_spec)
-        if self.identity_options.trust_vllm_directory:
-            _check_common_name(offloading_spec, tier["root_dir"], identity)
-        found, folders = identity.complete(
-            *(self.tier_type, tier, self.identity_options, self._content),
-            replica=offloading_spec.config.parallel.data_parallel_index,
-        )
-        self._process_folders += folders
-        return found
-
-    def identify(self, offloading_spec: base.OffloadingSpec) -> Identity:
-        """Return the identity of the tier's blocks; called from `layout`."""
         config = offloading_spec.config
-        arguments = connector_arguments(config.extra_config)
-        require_one_host(arguments)
+        arguments = ModelContent.of(offloading_spec).arguments
         # With several ranks, the workers' tensors are in other processes.
         is_alone = config.parallel.world_size == 1
         layers = arguments.registered_layers() if arguments and is_alone else {}
         groups = [group.layer_names for group in config.groups]
         layout = layout_of_layers(layers, groups) if layers else announced_layout(arguments)
-        self._content = ModelContent.of(offloading_spec, arguments)
-        return identify(offloading_spec, self.identity_options, layout, self._content)
+        options, folders = self.identity_options, self._process_folders
+        return completed(tier, offloading_spec, options, layout, folders, name=self.tier_type)
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -325,7 +307,7 @@ class VllmTier(tiering.SecondaryTierManager):
             )
         self._rows.release()
         self._primary_kv_view = memoryview(b"")
-        self._remove_process_folders()
+        self._process_folders.close()
         if report.error is not None:
             logger.warning("%s: closing failed: %s", self.tier_type, report.error)
 
@@ -358,10 +340,6 @@ class VllmTier(tiering.SecondaryTierManager):
         return dict(zip(CONFIG_INFO_KEYS, values, strict=True))
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _remove_process_folders(self) -> None:
-        while self._process_folders:
-            self._process_folders.pop().close()
 
     def _submit(self, job: JobMetadata) -> None:
         health = self._state.health
@@ -410,10 +388,10 @@ class FsTier(VllmTier):
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
         found = super().layout(offloading_spec, options)
-        self.file_mapper = Namespace(
-            *(found["root_dir"], found["run_config"], found["rank"]),
-            is_vllms=self.identity_options.trust_vllm_directory,
-        )
+        trust, directory = self.identity_options.trust_vllm_directory, found["root_dir"]
+        self.file_mapper = Namespace(directory, found["run_config"], found["rank"], is_vllms=trust)
+        if trust:
+            _check_common_name(offloading_spec, directory, self.file_mapper)
         return found
 
 
@@ -423,11 +401,10 @@ for _name, _kind in NAMES_UNDER_VLLM.items():
 
 
 def _check_common_name(
-    offloading_spec: base.OffloadingSpec, directory: str, identity: Identity
+    offloading_spec: base.OffloadingSpec, directory: str, namespace: Namespace
 ) -> None:
     """Check that vLLM's own tier and this one use the same file names; raises ConfigError."""
     probe = make_offload_key(bytes(range(32)))
-    namespace = Namespace(directory, identity.run_config, identity.rank, is_vllms=True)
     ours = namespace.get_file_name(probe)
     theirs = convert.file_mapper_of(offloading_spec, directory).get_file_name(probe)
     if ours != theirs:
