@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.cpu import common as cpu
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering import base as tiering
 
+from kvoffload_async.config import one_of
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.connector.protocol import TransferJobSpec
 from kvoffload_async.integrations.vllm.internals import share_positions
@@ -106,18 +107,8 @@ def job_of(job: tiering.TransferJob) -> JobMetadata:
 
 
 def locality_of(value: object) -> base.Locality | None:
-    """Return a tier's configured locality, None if not configured.
-
-    Raises:
-        ConfigError: The value is not a locality.
-    """
-    if value is None:
-        return None
-    try:
-        return base.Locality(value)
-    except ValueError as error:
-        names = ", ".join(member.value for member in base.Locality)
-        raise ConfigError(f"locality: {error}; allowed: {names}") from error
+    """Return a tier's configured locality, None if not configured; raises ConfigError."""
+    return None if value is None else base.Locality(one_of(Locality)(value, "locality").value)
 
 
 def file_mapper_of(
