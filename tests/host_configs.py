@@ -201,7 +201,7 @@ OF_VLLM = [
     Case("type of a tier", whole(FS | {"type": ["fs"]}), "type: ['fs'] is not valid"),
     Case("rank of the tier", tiering(FS_TIER | {"rank": 0}), "unknown key 'rank'"),
     Case("option of the engine", tiering(FS_TIER | {"required": False}), "unknown key 'required'"),
-    Case("locality", tiering(FS_TIER | {"locality": "NEAR"}), "locality: 'NEAR' is not valid"),
+    Case("locality", tiering(FS_TIER | {"locality": "NEAR"}), "locality: 'NEAR' is unknown"),
     Case(
         "no tiers of ours", tiering({"type": "fs", "root_dir": "ROOT/v"}), "nothing here is", True
     ),

@@ -25,8 +25,7 @@ from kvoffload_async.config import (
 )
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.facade.tier_options import options_of
+from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.sglang.settings import EXTRA as SGLANGS_EXTRA
 from kvoffload_async.integrations.sglang.settings import HiCacheOptions
@@ -37,6 +36,7 @@ from kvoffload_async.integrations.vllm.options import (
     check_place_of_options,
     engine_options,
     own_tier,
+    parse_locality,
     take_identity_options,
 )
 
@@ -187,10 +187,6 @@ _TIERING: Final[Rules] = {
     ),
 }
 _VLLMS_TIERS: Final = ("example", "fs", "kvcr", "obj", "p2p")
-_LOCALITY: Final = (
-    lambda value: value in (None, "LOCAL", "REMOTE"),
-    'it must be "LOCAL" or "REMOTE"',
-)
 _OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 
 
@@ -321,10 +317,7 @@ def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("module_path", "backpressure"):  # vLLM's
         options.pop(key, None)
     take_identity_options(kind, options, tier["type"])
-    if "locality" in options_of(SecondaryTierFactory.get_tier_class(kind)):
-        _check(options, {"locality": _LOCALITY})
-    elif options.get("locality") is not None:
-        raise ConfigError(f"locality: blocks of {kind} are always REMOTE; leave it out")
+    parse_locality(kind, options.get("locality"))
     if isinstance(directory := options.get("root_dir"), str) and directory:
         options["root_dir"] = str(Path(directory).absolute())  # vLLM's: relative to where it runs
     return {"type": kind, **options}

@@ -281,7 +281,7 @@ class _Port:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spec:
+class ManagerSpec:
     """What a manager needs of a spec."""
 
     runtime: Bridge
@@ -387,7 +387,7 @@ class PluggedTiers:
         self._runner = self._host.bridge.runner
         self._ports: list[_Port] = []
         try:
-            spec = _Spec(self._host.bridge, config)
+            spec = ManagerSpec(self._host.bridge, config)
             for index, tier in enumerate(tiers):
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)

@@ -21,6 +21,7 @@ from kvoffload_async.errors import text_of
 from kvoffload_async.facade.host_rows import HostMemory, HostRows
 from kvoffload_async.facade.plugged import ListPosition, OnEvents, PluggedTiers, Transfer
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_group import pauses_s
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock, StagedTransfers
@@ -34,7 +35,6 @@ MOST_DIRECT_LOADS: Final = 4
 occupies one of LMCache's prefetches until then (8 by default); further loads use own rows."""
 _MOST_WAITING: Final = 1024
 """Maximum number of requests that wait for a store to open; further ones fail."""
-_MOST_PAUSE_S: Final = 60.0
 _CLOSE_LATE_S: Final = 1.0
 """Seconds to close a store that was opened after the adapter was closed."""
 
@@ -200,7 +200,7 @@ class Store:
         self._waiting: list[Future[OpenStore | None]] = []
         self._thread: threading.Thread | None = None
         self._retry_at_s = 0.0
-        self._pause_s = 1.0
+        self._pauses_s = pauses_s()
         self._is_ended = False
         self._closing: Closing[CloseReport] = Closing()
 
@@ -267,7 +267,7 @@ class Store:
             waiting, self._waiting = self._waiting, []
             is_ended = self._is_ended
             if opened is not None and not is_ended:
-                self.opened, self.error, self._pause_s = opened, None, 1.0
+                self.opened, self.error, self._pauses_s = opened, None, pauses_s()
         for future in waiting:
             if future.set_running_or_notify_cancel():
                 future.set_result(None if is_ended else opened)
@@ -276,14 +276,14 @@ class Store:
 
     def _failed(self, error: BaseException) -> None:
         self.error = text_of(error)
-        self._retry_at_s = time.monotonic() + self._pause_s
+        pause_s = next(self._pauses_s)
+        self._retry_at_s = time.monotonic() + pause_s
         logger.error(
             "the store of model %s cannot be opened, and is tried again after %g s: %s",
             self.store_id,
-            self._pause_s,
+            pause_s,
             self.error,
         )
-        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
 
 class Stores:

@@ -157,16 +157,13 @@ def identified(
             "dtype": str(pool.dtype).removeprefix("torch."),
             "kv_cache_dtype": kv_cache_dtype,
             "page_size": pages.page_indices,
-            "part_bytes": summary_of(pages),
+            "part_bytes": [  # run-length encoded
+                [size, len(list(run))] for size, run in groupby(pages.part_bytes.tolist())
+            ],
             "is_mla": config.is_mla_model,
             **shard.sizes,
         },
     }
-
-
-def summary_of(pages: PoolPages) -> list[list[int]]:
-    """Return the sizes of a page's parts, run-length encoded: pairs of bytes and count."""
-    return [[size, len(list(run))] for size, run in groupby(pages.part_bytes.tolist())]
 
 
 def check_sharing(tier: Mapping[str, Any], config: Any) -> None:  # noqa: ANN401 - SGLang's

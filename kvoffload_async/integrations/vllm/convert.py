@@ -17,7 +17,6 @@ from vllm.v1.kv_offload.cpu import common as cpu
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering import base as tiering
 
-from kvoffload_async.config import one_of
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.connector.protocol import TransferJobSpec
 from kvoffload_async.integrations.vllm.internals import share_positions
@@ -106,9 +105,9 @@ def job_of(job: tiering.TransferJob) -> JobMetadata:
     )
 
 
-def locality_of(value: object) -> base.Locality | None:
-    """Return a tier's configured locality, None if not configured; raises ConfigError."""
-    return None if value is None else base.Locality(one_of(Locality)(value, "locality").value)
+def locality_of(locality: Locality | None) -> base.Locality | None:
+    """Convert a locality, if there is one."""
+    return None if locality is None else base.Locality(locality.value)
 
 
 def file_mapper_of(
@@ -282,8 +281,7 @@ def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
     for one in given:
         if one.metadata_only and not _HAS_METADATA_ONLY:
             continue  # these blocks were never announced as stored
-        locality = None if one.locality is None else base.Locality(one.locality.value)
-        made = event(one, locality)
+        made = event(one, locality_of(one.locality))
         if _HAS_METADATA_ONLY:
             made.metadata_only = one.metadata_only
         yield made

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -125,7 +126,14 @@ def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
         "environment": _environment(),
         "settings": settings.folded(vllm_config),
         "lengths": [_lengths_passed(model) for model, _ in models],
-        "files": [_files_of(model, load) for model, load in models],
+        "files": [
+            fingerprint_files(
+                _local_path(model, load),
+                all_formats=_load_format(load) in _ALL_FORMATS,
+                also=_PROCESSORS if model.multimodal_config is not None else (),
+            )
+            for model, load in models
+        ],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -174,14 +182,6 @@ def _lengths_passed(model: Any) -> list[bool]:  # noqa: ANN401 - vLLM's ModelCon
     known = [getattr(text, name, None) for name in names]
     known += [rope.get(name) for name in names] if isinstance(rope, Mapping) else []
     return [model.max_model_len > limit for limit in (*known, *_LENGTHS) if isinstance(limit, int)]
-
-
-def _files_of(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig and LoadConfig
-    return fingerprint_files(
-        _local_path(model, load),
-        all_formats=_load_format(load) in _ALL_FORMATS,
-        also=_PROCESSORS if model.multimodal_config is not None else (),
-    )
 
 
 def _load_format(load: Any) -> str:  # noqa: ANN401 - vLLM's LoadConfig
@@ -238,14 +238,16 @@ class Identity:
 
 
 class ModelContent:
-    """The fingerprint of a connector's model, computed once on demand.
+    """The fingerprint of a connector's model, computed once on demand, for all tiers of a spec.
 
     Attributes:
         arguments: The connector's; None if they are not accessible.
+        tier_types: Number of open tiers by type.
     """
 
     def __init__(self, arguments: ConnectorArguments | None) -> None:
         self.arguments = arguments
+        self.tier_types: Counter[str] = Counter()
         self._found: Fingerprint | None = None
         self._is_warned_of = False
 

@@ -245,18 +245,18 @@ class KVOffloadSpec(base.OffloadingSpec):
                 self.blocks_per_chunk,
             )
 
-    def _kv_cache_spec_of(self, group_id: int) -> Any:  # noqa: ANN401 - one of vLLM's classes
+    def _kv_cache_specs(self) -> dict[int, Any]:
+        """Return vLLM's `KVCacheSpec` of each group id; empty if they are not accessible."""
         config = None if self._arguments is None else self._arguments.kv_cache_config
-        return None if config is None else config.kv_cache_groups[group_id].kv_cache_spec
+        if config is None:
+            return {}
+        ids = [group.group_id for group in self.config.groups]
+        return {number: config.kv_cache_groups[number].kv_cache_spec for number in ids}
 
     def _groups_with_windows(self) -> list[int]:
         """Return the ids of the groups whose requests let blocks go as they run."""
-        specs = [(g.group_id, self._kv_cache_spec_of(g.group_id)) for g in self.config.groups]
-        return [
-            number
-            for number, spec in specs
-            if spec is not None and not isinstance(spec, FullAttentionSpec)
-        ]
+        specs = self._kv_cache_specs().items()
+        return [number for number, spec in specs if not isinstance(spec, FullAttentionSpec)]
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
         options = self._engine.config
@@ -275,8 +275,8 @@ class KVOffloadSpec(base.OffloadingSpec):
             timeout_s=options.drain_timeout_s,
             state_groups=[
                 index
-                for index, group in enumerate(self.config.groups)
-                if isinstance(self._kv_cache_spec_of(group.group_id), MambaSpec)
+                for index, spec in enumerate(self._kv_cache_specs().values())
+                if isinstance(spec, MambaSpec)
             ],
         )
 

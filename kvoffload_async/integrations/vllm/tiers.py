@@ -18,10 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
-from weakref import WeakKeyDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
@@ -37,7 +35,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     naming_shortage,
 )
-from kvoffload_async.facade.plugged import OverdueJobs
+from kvoffload_async.facade.plugged import ManagerSpec, OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
@@ -47,10 +45,11 @@ from kvoffload_async.integrations.vllm.identity import ModelContent, completed
 from kvoffload_async.integrations.vllm.options import (
     NAMES_UNDER_VLLM,
     check_place_of_options,
+    parse_locality,
     take_identity_options,
 )
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import RuntimeHost
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, make_offload_key
@@ -66,17 +65,6 @@ CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_location",
 )
 _DRAIN_GRACE_S: Final = 5.0
-
-_TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
-"""Number of tiers per type in each spec."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """The spec's settings that a tier needs."""
-
-    runtime: Bridge
-    config: OffloadConfig
 
 
 class UnusablePlaceError(ConfigError, OSError):
@@ -138,16 +126,9 @@ class VllmTier(tiering.SecondaryTierManager):
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         TierOptions.take(own)
         self._known = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
-        if "locality" in self._known:
-            self.locality = convert.locality_of(locality)
-            options |= {} if self.locality is None else {"locality": self.locality.value}
-        elif locality is None:
-            self.locality = base.Locality.REMOTE
-        else:
-            raise ConfigError(
-                f"locality: {locality!r} is not for {self.kind!r}, whose blocks always are REMOTE; "
-                "leave it out"
-            )
+        self.locality = convert.locality_of(parse_locality(self.kind, locality))
+        if locality is not None:
+            options["locality"] = locality
         if enable_kv_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
             logger.warning(
                 "%s: enable_kv_events has no effect, as vLLM's kv_events_config has "
@@ -174,7 +155,7 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
                 self._rows,
-                _Surroundings(self._host.bridge, geometry),
+                ManagerSpec(self._host.bridge, geometry),
             )
             self._state = self._tier.tier_state
             self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
@@ -186,8 +167,7 @@ class VllmTier(tiering.SecondaryTierManager):
             if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
                 raise UnusablePlaceError(str(error)) from error
             raise
-        seen = _TIER_TYPES.setdefault(offloading_spec, Counter())
-        self._tier.ownership = owner_name(tier_type, seen)
+        self._tier.ownership = owner_name(tier_type, ModelContent.of(offloading_spec).tier_types)
 
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
