@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 Signatures = dict[str, dict[str, Any]]
 """Class, as `module:name` -> its description, as JSON."""
 
-_MOST_SHOWN: Final = 3
-
 
 @dataclass(frozen=True, slots=True)
 class HostContract:
@@ -106,13 +104,11 @@ class HostContract:
         if number < self.beyond:
             return
         found = self.read() if read is None else read()
-        if differences := list(self.differences(found)):
-            shown = "; ".join(differences[:_MOST_SHOWN])
-            if len(differences) > _MOST_SHOWN:
-                shown += f"; and {len(differences) - _MOST_SHOWN} more"
+        difference = next(self.differences(found), None)
+        if difference is not None:
             raise ImportError(
                 f"{what} needs {self.title} {self.supported}, and {version} is installed, which "
-                f"differs: {shown}. Install a tested release, or a newer kvoffload-async"
+                f"differs: {difference}. Install a tested release, or a newer kvoffload-async"
             )
         _warn(
             f"{self.title} {version} is newer than the tested releases ({self.supported}); the "

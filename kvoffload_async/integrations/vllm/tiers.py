@@ -67,10 +67,6 @@ CONFIG_INFO_KEYS: Final = (
 _DRAIN_GRACE_S: Final = 5.0
 
 
-class UnusablePlaceError(ConfigError, OSError):
-    """A tier's storage location is unusable; also an `OSError`, like the errors of vLLM's tiers."""
-
-
 class VllmTier(tiering.SecondaryTierManager):
     """Runs a tier of this package under vLLM's `TieringOffloadingManager`; a subclass names it.
 
@@ -160,12 +156,10 @@ class VllmTier(tiering.SecondaryTierManager):
             self._state = self._tier.tier_state
             self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
             self._breaker_log = BreakerLog([self._state])
-        except BaseException as error:
+        except BaseException:
             self._host.close()
             self._rows.release()
             self._process_folders.close()
-            if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
-                raise UnusablePlaceError(str(error)) from error
             raise
         self._tier.ownership = owner_name(tier_type, ModelContent.of(offloading_spec).tier_types)
 
