@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import repeat
 from typing import Any, Final
@@ -14,7 +13,6 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.tier_state import TierLookup, TierState
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.statistics import OffloadingStatistics, TierStatistics
@@ -38,6 +36,7 @@ _COUNTERS: Final = {
     f"{_PREFIX}expired_deferrals": "Requests computed because they had waited too long for blocks.",
 }
 _TIER_COUNTERS: Final = {
+    TieringOffloadingMetrics.CHUNK_HITS: ("Looked-up blocks found in a tier.", "hits"),
     TieringOffloadingMetrics.READ_BYTES: ("Bytes read from a secondary tier.", "loaded_bytes"),
     TieringOffloadingMetrics.WRITE_BYTES: ("Bytes written to a secondary tier.", "stored_bytes"),
     TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: (
@@ -61,8 +60,9 @@ _TIER_COUNTERS: Final = {
 """Metric -> its help text and its field of `TierStatistics`."""
 _DERIVED_COUNTERS: Final = {
     TieringOffloadingMetrics.CASCADE_JOB_FAILURES: "Cascades with a failed block.",
-    TieringOffloadingMetrics.CHUNK_QUERIES: "Blocks looked up in a tier, once per request.",
-    TieringOffloadingMetrics.CHUNK_HITS: "Looked-up blocks found in a tier.",
+    TieringOffloadingMetrics.CHUNK_QUERIES: (
+        "Blocks looked up in a tier; each once while its request waits."
+    ),
 }
 """Metric of a tier -> its help text."""
 _GAUGES: Final = {
@@ -93,6 +93,8 @@ _DERIVED_GAUGES: Final = {
     ),
 }
 _ALLOCATIONS: Final = CPUOffloadingMetrics.CPU_ALLOCATION_SIZE
+_PRIMARY: Final = ("0:primary",)
+"""vLLM's label for the primary."""
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
     "kvoffload_async_primary_blocks",
@@ -115,30 +117,25 @@ def definitions() -> dict[str, Any]:
     )
 
 
-class LookupCounts:
-    """Lookups and hits of blocks per tier; a block counts once per request.
+class PrimaryLookups:
+    """Lookups of blocks in the primary; a block counts once per request.
 
     As in vLLM, the first answer that is a hit or a miss counts, until the request is scheduled.
+
+    Attributes:
+        queries: Blocks that were looked up.
+        hits: Those of them that were hits.
     """
 
     def __init__(self, planner: Planner) -> None:
-        """Observe all lookup answers of the planner's tiers from now on."""
-        self._primary = planner.primary
-        self._labels = [("0:primary",), *map(_label, range(len(planner.tiers)), planner.tiers)]
-        self._hits = [0] * len(self._labels)
-        self._queries = [0] * len(self._labels)
-        self._open: dict[str, dict[int, set[OffloadKey]]] = {}
-        """Unscheduled request -> keys already counted, by tier; 0: primary."""
-        self._asked: set[OffloadKey] = set()
-        """Keys that a tier was asked for since the last call of `looked_up`."""
-        planner.sources[:] = [
-            _Observed(source, partial(self._answered, index))
-            for index, source in enumerate(planner.sources, 1)
-        ]
+        self.queries = self.hits = 0
+        self._planner = planner
+        self._open: dict[str, set[OffloadKey]] = {}
+        """Unscheduled request -> keys already counted."""
 
     def began(self, req_id: str) -> None:
         """Record a new request."""
-        self._open[req_id] = {}
+        self._open[req_id] = set()
 
     def scheduled(self, req_ids: Iterable[str]) -> None:
         """Record that requests were scheduled or finished; their later lookups are not counted."""
@@ -146,94 +143,41 @@ class LookupCounts:
             self._open.pop(req_id, None)
 
     def looked_up(
-        self, keys: Sequence[OffloadKey], req_id: str, answers: Sequence[LookupResult]
+        self, keys: Sequence[OffloadKey], request: ReqContext, answers: Sequence[LookupResult]
     ) -> None:
-        """Record the engine's answers and derive the primary's from them."""
-        asked, self._asked = self._asked, set()
-        if req_id not in self._open:
+        """Record the engine's answers, from which the primary's are derived."""
+        counted = self._open.get(request.req_id)
+        if counted is None:
             return
-        found: dict[OffloadKey, bool] = {}
+        primary, searched = self._planner.primary, self._planner.requests[request].searched
         for key, answer in zip(keys, answers, strict=False):
-            if key in asked:  # so the primary missed
-                found[key] = False
-            elif answer is LookupResult.HIT:
-                found[key] = True
-            elif self._primary.lookup(key) is LookupResult.MISS:
-                found[key] = False
-        self._count(0, req_id, found)
+            if key in counted:
+                continue
+            is_hit = answer is LookupResult.HIT
+            if is_hit or key in searched or primary.lookup(key) is LookupResult.MISS:
+                counted.add(key)
+                self.queries += 1
+                self.hits += is_hit
 
     def looked_up_prefix(
-        self, keys: Sequence[OffloadKey], req_id: str, found: int, *, is_deferred: bool
+        self, keys: Sequence[OffloadKey], request: ReqContext, found: int, *, is_deferred: bool
     ) -> None:
         """Record how many blocks of a prompt precede the first one that was missed.
 
-        While that is deferred, only what the tiers were asked for is counted.
+        While that is deferred, only what the tiers were searched for is counted.
         """
+        answers = [*[LookupResult.HIT] * found, LookupResult.MISS]
         if is_deferred:
-            keys = tuple(self._asked)
-            self.looked_up(keys, req_id, [LookupResult.MISS] * len(keys))
-        else:
-            self.looked_up(keys, req_id, [*[LookupResult.HIT] * found, LookupResult.MISS])
-
-    def totals(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        """Return the counts by counter and labels."""
-        totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        for label, hits, queries in zip(self._labels, self._hits, self._queries, strict=True):
-            totals[TieringOffloadingMetrics.CHUNK_HITS, label] = hits
-            totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] = queries
-        return totals
-
-    def _answered(
-        self,
-        index: int,
-        keys: Sequence[OffloadKey],
-        req_id: str,
-        answers: Sequence[LookupResult],
-    ) -> None:
-        """Record a tier's answers."""
-        keys = keys[: len(answers)]
-        self._asked.update(keys)
-        if req_id in self._open:
-            final = (LookupResult.HIT, LookupResult.MISS)
-            pairs = zip(keys, answers, strict=True)
-            found = {key: answer is LookupResult.HIT for key, answer in pairs if answer in final}
-            self._count(index, req_id, found)
-
-    def _count(self, index: int, req_id: str, found: Mapping[OffloadKey, bool]) -> None:
-        """Count keys, and whether they were found, unless they were counted before."""
-        known = self._open[req_id].setdefault(index, set())
-        new = found.keys() - known
-        known |= new
-        self._queries[index] += len(new)
-        self._hits[index] += sum(map(found.__getitem__, new))
-
-
-class _Observed:
-    """Forwards lookups to a tier and reports the answers to a callback."""
-
-    __slots__ = ("_answered", "_source")
-
-    def __init__(
-        self,
-        source: TierLookup,
-        answered: Callable[[Sequence[OffloadKey], str, Sequence[LookupResult]], None],
-    ) -> None:
-        self._source = source
-        self._answered = answered
-
-    def lookup_many(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
-    ) -> list[LookupResult]:
-        answers = self._source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
-        self._answered(keys, req_context.req_id, answers)
-        return answers
+            keys = tuple(self._planner.requests[request].searched)
+            answers = [LookupResult.RETRY] * len(keys)
+        self.looked_up(keys, request, answers)
 
 
 class EngineCounts:
     """Counts since the last `take_stats`.
 
     Attributes:
-        lookups: See `LookupCounts`; updated by the caller.
+        lookups: See `PrimaryLookups`; updated by the caller.
         allocations: Blocks granted per `prepare_store`; appended by the caller.
         failed_stores: Blocks that could not be stored; incremented by the caller.
         lost_tails: Blocks left out of a store and not offered again; incremented by the caller.
@@ -242,7 +186,7 @@ class EngineCounts:
     def __init__(self, manager: TieringOffloadingManager) -> None:
         self._manager = manager
         self._planner = planner = manager.planner
-        self.lookups = LookupCounts(planner)
+        self.lookups = PrimaryLookups(planner)
         self._reported: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
         self.failed_stores = 0
@@ -276,7 +220,9 @@ class EngineCounts:
             self.lost_tails,
             counters.deferrals_expired,
         )
-        totals = self.lookups.totals()
+        totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        totals[TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY] = self.lookups.queries
+        totals[TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY] = self.lookups.hits
         for name, value in zip(_COUNTERS, values, strict=True):
             totals[name, ()] = value
         for label, tier in self._labelled(stats.tiers):
@@ -284,6 +230,7 @@ class EngineCounts:
                 totals[name, label] = getattr(tier, field)
             failed_stores = tier.failed_jobs - tier.failed_loads
             totals[TieringOffloadingMetrics.CASCADE_JOB_FAILURES, label] = failed_stores
+            totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] = tier.hits + tier.misses
         return totals
 
     def _gauges(self, stats: OffloadingStatistics) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -305,15 +252,10 @@ class EngineCounts:
     def _labelled(
         self, tiers: Sequence[TierStatistics]
     ) -> Iterator[tuple[tuple[str], TierStatistics]]:
-        """Yield the tiers' statistics with their labels."""
-        for index, (state, tier) in enumerate(zip(self._planner.tiers, tiers, strict=True)):
-            yield _label(index, state), tier
+        """Yield the tiers' statistics with vLLM's labels; the primary has number 0."""
+        for number, (state, tier) in enumerate(zip(self._planner.tiers, tiers, strict=True), 1):
+            yield (f"{number}:{state.name}",), tier
 
 
 def _texts(metrics: Mapping[str, tuple[str, object]]) -> dict[str, str]:
     return {name: text for name, (text, _) in metrics.items()}
-
-
-def _label(index: int, tier: TierState) -> tuple[str]:
-    """Return vLLM's label for a tier; the primary has number 0."""
-    return (f"{index + 1}:{tier.name}",)
