@@ -235,20 +235,11 @@ def _parameters(member: object) -> str | None:
     signature = inspect.signature(member)
     empty = inspect.Parameter.empty
     parameters = [
-        parameter.replace(
-            annotation=empty, default=empty if parameter.default is empty else _Default
-        )
+        parameter.replace(annotation=empty, default=empty if parameter.default is empty else ...)
         for parameter in signature.parameters.values()
     ]
-    return str(signature.replace(parameters=parameters, return_annotation=empty))
-
-
-class _DefaultType:
-    def __repr__(self) -> str:
-        return "..."
-
-
-_Default: Final = _DefaultType()
+    text = str(signature.replace(parameters=parameters, return_annotation=empty))
+    return text.replace("=Ellipsis", "=...")
 
 
 def _still_accepts(recorded: str, current: str) -> bool:

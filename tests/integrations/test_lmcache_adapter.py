@@ -626,8 +626,8 @@ def test_memory_of_a_load_that_hangs_is_not_given_back_before_its_copy_ends(star
     gate.content = 77
     task = host.adapter.submit_load_task([keys[0]], [Object(memory[10])])
     assert gate.entered.wait(DEADLINE_S)
-    loads = host.open_store()._late_loads
-    while not loads:
+    loads = host.open_store()._direct_loads
+    while not any(load.ended.done() for load in loads):
         threading.Event().wait(0.001)
     assert host.adapter.query_load_result(task) is None
     # Neither lookups nor other loads wait for it: those go through own rows, and end in time.

@@ -84,31 +84,11 @@ class OpenStore:
 
     def store(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
         """Store distinct objects; each future has stored keys once their objects may change."""
-        direct, others = self._split(blocks)
-        parts = []
-        if direct:
-            rows = as_block_ids([row for _, row in direct])
-            transfer = self.tiers.store([block.key for block, _ in direct], rows)
-            parts.append(_at_rest(transfer, blocks))
-        if others:
-            parts.append(self.stage.store(others))
-        self._count(len(direct), len(others))
-        return parts
+        return self._transfer(blocks, is_load=False)
 
     def load(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
         """Load distinct objects; each future has loaded keys once their objects may be used."""
-        direct, others = self._split(blocks)
-        parts = []
-        if direct:
-            transfer = self._load_in_place(direct)
-            if transfer is None:
-                direct, others = [], list(blocks)
-            else:
-                parts.append(_at_rest(transfer, blocks))
-        if others:
-            parts.append(self.stage.load(others))
-        self._count(len(direct), len(others))
-        return parts
+        return self._transfer(blocks, is_load=True)
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close the tiers; every future is complete afterwards, but those of copies that hang."""
@@ -123,52 +103,49 @@ class OpenStore:
         self.rows.close(is_idle=not report.unfinished_jobs)
         return report
 
-    def _load_in_place(self, direct: Sequence[tuple[HostBlock, int]]) -> Transfer | None:
-        """Load into rows of LMCache's memory; None if too many such loads run or one is late."""
+    def _transfer(self, blocks: Sequence[HostBlock], *, is_load: bool) -> list[Future[KeySet]]:
+        """Transfer the objects that are rows in place, and the other ones through own rows."""
+        rows = [self.rows.row_of(block.address) for block in blocks]
+        if is_load and not self._may_load_in_place():
+            rows = [None] * len(blocks)
+        pairs = list(zip(blocks, rows, strict=True))
+        direct = {block.key: row for block, row in pairs if row is not None}
+        others = [block for block, row in pairs if row is None]
+        parts = []
+        if direct:
+            submit = self.tiers.load if is_load else self.tiers.store
+            transfer = submit(list(direct), as_block_ids(direct.values()))
+            if is_load:
+                with self._lock:
+                    self._direct_loads.add(transfer)
+                transfer.at_rest.add_done_callback(partial(self._note_at_rest, transfer))
+            parts.append(_at_rest(transfer, blocks))
+        if others:
+            parts.append(self.stage.transfer(others, is_load=is_load))
+        with self._lock:
+            self.in_place += len(direct)
+            self.staged += len(others)
+        return parts
+
+    def _may_load_in_place(self) -> bool:
+        """Return whether not too many loads into LMCache's memory run, and none is late."""
         with self._lock:
             is_late = any(load.ended.done() for load in self._direct_loads)
-            if is_late or len(self._direct_loads) >= MOST_DIRECT_LOADS:
-                return None
-        rows = as_block_ids([row for _, row in direct])
-        transfer = self.tiers.load([block.key for block, _ in direct], rows)
-        with self._lock:
-            self._direct_loads.add(transfer)
-        transfer.at_rest.add_done_callback(lambda _: self._note_at_rest(transfer))
-        return transfer
+            return not is_late and len(self._direct_loads) < MOST_DIRECT_LOADS
 
-    def _note_at_rest(self, transfer: Transfer) -> None:
+    def _note_at_rest(self, transfer: Transfer, _at_rest: Future[None]) -> None:
         with self._lock:
             self._direct_loads.discard(transfer)
-
-    def _split(
-        self, blocks: Sequence[HostBlock]
-    ) -> tuple[list[tuple[HostBlock, int]], list[HostBlock]]:
-        """Return the objects that are rows, with their rows, and the other ones."""
-        direct, others = [], []
-        for block in blocks:
-            row = self.rows.row_of(block.address)
-            if row is None:
-                others.append(block)
-            else:
-                direct.append((block, row))
-        return direct, others
-
-    def _count(self, in_place: int, staged: int) -> None:
-        with self._lock:
-            self.in_place += in_place
-            self.staged += staged
 
 
 def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
     """Return a future of the transferred keys, done when no copy runs; it keeps the objects."""
     future: Future[KeySet] = Future()
-    kept = tuple(blocks)
 
-    def complete(_at_rest: Future[None]) -> None:
-        assert kept is not None  # noqa: S101 - the closure is what keeps the objects
+    def complete(_kept: Sequence[HostBlock], _at_rest: Future[None]) -> None:
         future.set_result(transfer.ended.result().keys)
 
-    transfer.at_rest.add_done_callback(complete)
+    transfer.at_rest.add_done_callback(partial(complete, tuple(blocks)))
     return future
 
 
