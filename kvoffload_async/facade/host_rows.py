@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -89,7 +88,7 @@ class HostRows:
         flat: memoryview = _view_at(first, num_rows * row_bytes, _READ_WRITE)
         self.view = flat.cast("B", (num_rows, row_bytes))
         first_own = -(-(own - first) // row_bytes)
-        self._is_changed = threading.Condition()
+        self._lock = threading.Lock()
         self._free = list(range(first_own + num_own - 1, first_own - 1, -1))
 
     def row_of(self, address: int) -> int | None:
@@ -102,25 +101,17 @@ class HostRows:
             return None
         return row + (host.address - self._first) // self.row_bytes
 
-    def take(self, count: int, timeout_s: float) -> BlockIds:
-        """Take at least one and at most `count` own rows; blocks while none is free.
-
-        Returns:
-            The rows; none if the time is up.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        with self._is_changed:
-            while not self._free and (left_s := deadline_s - time.monotonic()) > 0:
-                self._is_changed.wait(left_s)
+    def take(self, count: int) -> BlockIds:
+        """Take up to `count` own rows, as many as are free. Non-blocking."""
+        with self._lock:
             taken = self._free[-count:][::-1]
             del self._free[-count:]
         return as_block_ids(taken)
 
     def give_back(self, rows: BlockIds) -> None:
         """Return own rows, which are at rest."""
-        with self._is_changed:
+        with self._lock:
             self._free += rows.tolist()
-            self._is_changed.notify_all()
 
     @property
     def num_free(self) -> int:

@@ -464,14 +464,6 @@ class PluggedTiers:
         _make(calls)
         return transfer
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, the first block of a prompt first. Non-blocking."""
-        with self._lock:
-            if not self._is_closed:
-                for port in self._ports:
-                    port.manager.touch(keys, self._context)
-                self._host.bridge.flush()
-
     def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
         """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.
 

@@ -63,14 +63,11 @@ class AdapterOptions(Options):
         check_tiers(options.tier, OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model="model"))
         return options
 
-    def tiers_of(self, store: StoreId) -> list[dict[str, Any]]:
-        """Return the configurations of the tiers of a store.
+    def tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
+        """Return the configuration of a tier of a store.
 
-        The store has its own folder below each `root_dir`, and its part of each `capacity_bytes`.
+        The store has its own folder below `root_dir`, and its part of `capacity_bytes`.
         """
-        return [self._tier_of(tier, store) for tier in self.tier]
-
-    def _tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
         own: dict[str, Any] = {
             **SecondaryTierFactory.host_defaults(tier),
             **tier,

@@ -144,7 +144,7 @@ class StagedTransfers:
         while self._waiting:
             request = self._waiting[0]
             if request.left and time.monotonic() < request.deadline_s:
-                rows = self._rows.take(len(request.left), 0)
+                rows = self._rows.take(len(request.left))
                 if not len(rows):
                     return
                 blocks, request.left = request.left[: len(rows)], request.left[len(rows) :]

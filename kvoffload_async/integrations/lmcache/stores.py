@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -63,24 +64,20 @@ class OpenStore:
     ) -> None:
         """Open the tiers; blocks. Raises what `PluggedTiers` raises."""
         self.store_id = store
-        tiers = options.tiers_of(store)
+        tiers = [options.tier_of(tier, store) for tier in options.tier]
         num_own = max(1, options.staging_bytes // store.object_bytes)
         self.rows = HostRows(store.object_bytes, num_own, host)
         self.in_place = self.staged = 0
         self._lock = threading.Lock()
         self._direct_loads: set[Transfer] = set()
         """Loads into LMCache's memory that are not at rest; late if they have ended."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.rows.close)
             self.tiers = PluggedTiers(tiers, self.rows.view, on_events=on_events)
-            try:
-                timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
-                self.stage = StagedTransfers(self.rows, self.tiers, timeout_s)
-            except BaseException:
-                self.tiers.close(options.close_timeout_s)
-                raise
-        except BaseException:
-            self.rows.close()
-            raise
+            undo.callback(self.tiers.close, options.close_timeout_s)
+            timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
+            self.stage = StagedTransfers(self.rows, self.tiers, timeout_s)
+            undo.pop_all()
 
     def store(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
         """Store distinct objects; each future has stored keys once their objects may change."""

@@ -82,7 +82,7 @@ class _Staging:
             self._is_given.wait_for(lambda: self._room, timeout_s)
             count = min(most, self._room)
             self._room -= count
-        return self._rows.take(count, 0) if count else as_block_ids(())
+        return self._rows.take(count) if count else as_block_ids(())
 
     def give_back(self, rows: BlockIds, _at_rest: Future[None] | None = None) -> None:
         """Return rows that no copy accesses."""
