@@ -1,6 +1,5 @@
 """Rows over a host's memory and own memory: which addresses are rows, and copies of pieces."""
 
-
 import numpy as np
 import pytest
 
