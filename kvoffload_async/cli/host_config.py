@@ -35,7 +35,6 @@ from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
     check_place_of_options,
     engine_options,
-    own_tier,
     parse_locality,
     take_identity_options,
 )
@@ -250,20 +249,15 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
             "kv_load_failure_policy: missing, so that vLLM ends a request whose load failed; give "
             f'"recompute" next to "kv_connector": "{outer["kv_connector"]}"'
         )
-    engine = {key: one for key, one in engine_options(extra).items() if key not in _CHUNK}
-    tiers = engine.get("secondary_tiers")
-    if isinstance(tiers, list):
-        engine["secondary_tiers"] = own = []
-        for index, tier in enumerate(tiers):
-            with naming_tier(index, tier if isinstance(tier, dict) else {}):
-                if not (isinstance(tier, dict) and _is_external(tier)):
-                    own.append(own_tier(tier)[0])
+    engine = {key: one for key, one in engine_options(extra)[0].items() if key not in _CHUNK}
+    if isinstance(tiers := engine.get("secondary_tiers"), list):
+        engine["secondary_tiers"] = [tier for tier in tiers if not _is_external(tier)]
     return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
 
 
-def _is_external(tier: Mapping[str, Any]) -> bool:
+def _is_external(tier: object) -> bool:
     """Return whether only another package can check a tier."""
-    path = tier.get("module_path")
+    path = tier.get("module_path") if isinstance(tier, dict) else None
     return isinstance(path, str) and not path.startswith("kvoffload_async.")
 
 

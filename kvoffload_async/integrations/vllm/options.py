@@ -21,7 +21,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.tier_factory import BUILT_IN, SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import BUILT_IN, SecondaryTierFactory, naming_tier
 from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.types import Locality
 
@@ -131,8 +131,13 @@ def take_identity_options(kind: str, options: dict[str, Any], tier_type: str) ->
     return IdentityOptions.take_from(options, kind)
 
 
-def engine_options(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+def engine_options(
+    extra_config: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[IdentityOptions | None]]:
     """Return the engine's part of `kv_connector_extra_config` under `KVOffloadSpec`.
+
+    Returns:
+        The options, and the identity options of each tier; see `own_tier`.
 
     Raises:
         ConfigError: A key is unknown, or is determined by vLLM.
@@ -142,7 +147,17 @@ def engine_options(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("canonical_layout: true is not supported here; leave it out")
     own = OffloadConfig.declared().keys() - DECIDED
     reject_unknown(extra_config, own | VLLMS_OWN, EXTRA)
-    return {key: value for key, value in extra_config.items() if key in own}
+    options = {key: value for key, value in extra_config.items() if key in own}
+    identities: list[IdentityOptions | None] = []
+    tiers = options.get("secondary_tiers")
+    if isinstance(tiers, list | tuple):
+        options["secondary_tiers"] = own_tiers = []
+        for index, tier in enumerate(tiers):
+            with naming_tier(index, tier if isinstance(tier, Mapping) else {}):
+                found, identity = own_tier(tier)
+            own_tiers.append(found)
+            identities.append(identity)
+    return options, identities
 
 
 def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 - a user's JSON, checked later

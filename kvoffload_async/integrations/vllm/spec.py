@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.spec import D, TieringOffloadingSpec
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
@@ -39,9 +39,7 @@ from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
     OWN_CONNECTOR,
-    IdentityOptions,
     engine_options,
-    own_tier,
 )
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
@@ -81,7 +79,6 @@ class KVOffloadSpec(base.OffloadingSpec):
         super().__init__(config)
         self._arguments = ModelContent.of(self).arguments
         self._require_to_be_alone()
-        self._identity_options: list[IdentityOptions | None] = []
         self.process_folders = ExitStack()
         self.replicated_layout = config.replicated_layout
         self._num_participants = config.parallel.world_size + 1
@@ -281,7 +278,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         )
 
     def _options(self) -> OffloadConfig:
-        options = engine_options(self.extra_config)
+        options, self._identity_options = engine_options(self.extra_config)
         if not self.config.worker_kv_bytes_per_block:
             raise ConfigError(
                 f"pipeline_parallel_size: rank {self.config.parallel.rank} has no layers with a KV "
@@ -292,21 +289,11 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["block_size"] = min(self.tokens_per_block)
         options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
-        tiers = options.get("secondary_tiers")
-        if isinstance(tiers, list | tuple):
-            options["secondary_tiers"] = own_tiers = []
-            for index, tier in enumerate(tiers):
-                with naming_tier(index, tier if isinstance(tier, Mapping) else {}):
-                    own_tiers.append(self._tier_options(tier))
+        for number, identity in enumerate(self._identity_options):
+            if identity is not None:  # for the checks; the workers' tensors are not known yet
+                run_config = convert.file_mapper_of(self, "").get_run_config()
+                options["secondary_tiers"][number]["run_config"] = run_config
         return OffloadConfig.parse(options)
-
-    def _tier_options(self, tier: Any) -> Any:  # noqa: ANN401 - a user's JSON, checked later
-        """Validate a tier of this package, and split off its identity options."""
-        options, identity = own_tier(tier)
-        self._identity_options.append(identity)
-        if identity is None:
-            return options
-        return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
 
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
         """Return the digest of the layout of this worker's tensors."""
