@@ -43,7 +43,7 @@ from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
-from kvoffload_async.status.server import EngineStatus, path_from_environment
+from kvoffload_async.status.server import EngineStatus
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._closing: Closing[None] = Closing()
         with ExitStack() as undo:
             self._status = EngineStatus(None)
-            self._status.listen(options.status_socket or path_from_environment())
+            self._status.listen(options.status_socket)
             undo.callback(self._status.close)
             self._usage = UsageReporter(self._keys, self)
             undo.callback(self._usage.close)

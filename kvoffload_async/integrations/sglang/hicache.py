@@ -40,7 +40,7 @@ from kvoffload_async.integrations.sglang.settings import HiCacheOptions
 from kvoffload_async.observe.prometheus import MultiprocessMetrics, is_multiprocess, publish
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
-from kvoffload_async.status.server import EngineStatus, path_from_environment
+from kvoffload_async.status.server import EngineStatus
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,8 @@ class KVOffloadHiCache(HiCacheStorage):
         super().on_host_pools_registered()
         if self._pages is None or self._store is not None:
             return
-        self._status.listen(self._status_path())
+        suffix = self._rank_suffix()
+        self._status.listen(self._options.status_socket, suffix)
         try:
             self._store = PageStore(
                 self._pages, self._tiers, _MOST_PAGES, self._options.staging_bytes
@@ -175,7 +176,7 @@ class KVOffloadHiCache(HiCacheStorage):
             self._status.close()
             raise
         self._status.serve(self.stats, self._slowest)
-        name = f"sglang{self._rank_suffix()}"
+        name = f"sglang{suffix}"
         if is_multiprocess():
             self._shared = MultiprocessMetrics(name)
         else:
@@ -349,11 +350,6 @@ class KVOffloadHiCache(HiCacheStorage):
             logger.warning("closing the tiers failed: %s", text_of(report.error))
 
     # -- inside -----------------------------------------------------------------------------------
-
-    def _status_path(self) -> str | None:
-        """Return the socket's path; ranks except the first append their coordinates."""
-        path = self._options.status_socket or path_from_environment()
-        return None if path is None else f"{path}{self._rank_suffix()}"
 
     def _rank_suffix(self) -> str:
         """Return the numbers of this rank that are not 0, such as `-tp1`."""

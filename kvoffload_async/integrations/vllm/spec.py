@@ -312,6 +312,8 @@ class _SharedSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         self.outer = outer
+        if replica := outer.config.parallel.data_parallel_index:  # the first one has no suffix
+            self._path_suffix = f"-{replica}"
         super().__init__(config)
         self._status = EngineStatus(outer.config.model.name)
         self._buffer: SharedBuffer | None = None
@@ -330,17 +332,6 @@ class _SharedSpec(TieringOffloadingSpec):
             if self._buffer is not None:
                 self._buffer.remove_name()
             self.outer.process_folders.close()
-
-    def _status_path(self) -> str | None:
-        return self._of_this_replica(super()._status_path())
-
-    def _trace_path(self) -> str | None:
-        return self._of_this_replica(super()._trace_path())
-
-    def _of_this_replica(self, path: str | None) -> str | None:
-        """Return a path; data-parallel replicas except the first append their number."""
-        index = self.outer.config.parallel.data_parallel_index
-        return f"{path}-{index}" if path is not None and index else path
 
     def _memory_limits(self) -> Sequence[Limit]:
         limit = filesystem_limit(SHARED_MEMORY)
