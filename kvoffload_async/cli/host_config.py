@@ -25,8 +25,7 @@ from kvoffload_async.config import (
 )
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.facade.tier_options import options_of
+from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.sglang.settings import EXTRA as SGLANGS_EXTRA
 from kvoffload_async.integrations.sglang.settings import HiCacheOptions
@@ -36,7 +35,7 @@ from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
     check_place_of_options,
     engine_options,
-    own_tier,
+    parse_locality,
     take_identity_options,
 )
 
@@ -187,10 +186,6 @@ _TIERING: Final[Rules] = {
     ),
 }
 _VLLMS_TIERS: Final = ("example", "fs", "kvcr", "obj", "p2p")
-_LOCALITY: Final = (
-    lambda value: value in (None, "LOCAL", "REMOTE"),
-    'it must be "LOCAL" or "REMOTE"',
-)
 _OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 
 
@@ -254,20 +249,15 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
             "kv_load_failure_policy: missing, so that vLLM ends a request whose load failed; give "
             f'"recompute" next to "kv_connector": "{outer["kv_connector"]}"'
         )
-    engine = {key: one for key, one in engine_options(extra).items() if key not in _CHUNK}
-    tiers = engine.get("secondary_tiers")
-    if isinstance(tiers, list):
-        engine["secondary_tiers"] = own = []
-        for index, tier in enumerate(tiers):
-            with naming_tier(index, tier if isinstance(tier, dict) else {}):
-                if not (isinstance(tier, dict) and _is_external(tier)):
-                    own.append(own_tier(tier)[0])
+    engine = {key: one for key, one in engine_options(extra)[0].items() if key not in _CHUNK}
+    if isinstance(tiers := engine.get("secondary_tiers"), list):
+        engine["secondary_tiers"] = [tier for tier in tiers if not _is_external(tier)]
     return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
 
 
-def _is_external(tier: Mapping[str, Any]) -> bool:
+def _is_external(tier: object) -> bool:
     """Return whether only another package can check a tier."""
-    path = tier.get("module_path")
+    path = tier.get("module_path") if isinstance(tier, dict) else None
     return isinstance(path, str) and not path.startswith("kvoffload_async.")
 
 
@@ -321,10 +311,7 @@ def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("module_path", "backpressure"):  # vLLM's
         options.pop(key, None)
     take_identity_options(kind, options, tier["type"])
-    if "locality" in options_of(SecondaryTierFactory.get_tier_class(kind)):
-        _check(options, {"locality": _LOCALITY})
-    elif options.get("locality") is not None:
-        raise ConfigError(f"locality: blocks of {kind} are always REMOTE; leave it out")
+    parse_locality(kind, options.get("locality"))
     if isinstance(directory := options.get("root_dir"), str) and directory:
         options["root_dir"] = str(Path(directory).absolute())  # vLLM's: relative to where it runs
     return {"type": kind, **options}

@@ -56,7 +56,6 @@ class Planner:
 
     Attributes:
         now_s: Time of the current step's start, in seconds.
-        sources: The object through which each tier is looked up: its `TierState`, or a wrapper.
     """
 
     def __init__(self, primary: Primary, tiers: Sequence[TierState], deferral_s: float) -> None:
@@ -74,7 +73,6 @@ class Planner:
         self.deferral_s = deferral_s
         self.counters = PlannerCounters()
         self._search = TierSearch(self.tiers)
-        self.sources = self._search.sources
         self.room = Room(
             primary,
             self.tiers,

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final
 
 from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.statistics import MissReason, SkipReason
 from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
 
@@ -31,13 +31,11 @@ class TierSearch:
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        sources: The lookup source of each tier: its `TierState`, or an observer that wraps it.
         has_unknown: Whether a cost-gated tier waits for nearer tiers to resolve keys.
     """
 
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
-        self.sources: list[TierLookup] = list(tiers)
         self.has_unknown = False
         self._skipped: list[SkipReason | None] = []
         """By tier: why the request of the current round cannot load from it; None if it can."""
@@ -171,7 +169,7 @@ class TierSearch:
             keys = [key for key in keys if key not in lacking]
         if not keys:
             return
-        answers = self.sources[index].lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
+        answers = tier.lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
         missing: list[OffloadKey] = []
         for number, answer in enumerate(answers):  # fewer than keys after a miss
             if answer is _MISS:

@@ -7,7 +7,7 @@ promotions and cascades occupy their slots until the copy ends, however late.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from kvoffload_async.abc.events import (
     AnnouncementRefused,
@@ -58,16 +58,6 @@ _GONE = (BlockMissingError, CorruptBlockError)
 _PRESUMED_BYTES_PER_S: Final = 100e6
 """Speed of a tier that has not ended a load yet."""
 _WEIGHT_OF_NEWEST: Final = 0.25
-
-
-class TierLookup(Protocol):
-    """Answers during a lookup, without I/O, whether a tier has a key."""
-
-    def lookup_many(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
-    ) -> list[LookupResult]:
-        """Return HIT, MISS or RETRY for each key; see `KeyIndex.lookup_many`."""
-        ...
 
 
 class TierState:

@@ -28,6 +28,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.config import Parser, shown
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
@@ -43,7 +44,7 @@ from kvoffload_async.facade.external import closed, is_external
 from kvoffload_async.facade.host_rows import HostRows
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.facade.tier_options import PartialSpec
+from kvoffload_async.facade.tier_options import ManagerSpec
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.loop import LoopThread
@@ -264,6 +265,36 @@ class _Port:
         yield from self.overdue.take(ended, jobs.take_released())
 
 
+_DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
+"""Options of a tier that follow from a host's keys and settings."""
+
+
+def tiers_under(host: str) -> Parser:
+    """Return a parser of the configurations of tiers, from one or from a list of them.
+
+    Args:
+        host: Determines some options of a tier, which the user must leave out.
+    """
+
+    def parse(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
+        tiers = value if isinstance(value, list | tuple) else [value]
+        if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
+            raise ConfigError(
+                f"{key}: {shown(value)} is not valid; it must be a tier, such as "
+                '{"type": "slab", "root_dir": "/kv", "capacity_bytes": "200GiB"}, or a '
+                "list of tiers"
+            )
+        for index, tier in enumerate(tiers):
+            for name in sorted(_DECIDED & tier.keys()):
+                raise ConfigError(
+                    f"{key}[{index}]: {name}: {shown(tier[name])} is determined by {host}; "
+                    "leave it out, and give namespace or fingerprint to keep blocks apart"
+                )
+        return tuple(tiers)
+
+    return parse
+
+
 class PluggedTiers:
     """Secondary tiers under a host, in the order in which they are looked up and loaded from.
 
@@ -311,7 +342,7 @@ class PluggedTiers:
         self._runner = self._bridge.runner
         self._ports: list[_Port] = []
         try:
-            spec = PartialSpec(self._bridge)
+            spec = ManagerSpec(self._bridge)
             for index, tier in enumerate(tiers):
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)
@@ -385,14 +416,6 @@ class PluggedTiers:
             calls = self._hand_over(transfer)
         _make(calls)
         return transfer
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, the first block of a prompt first. Non-blocking."""
-        with self._lock:
-            if not self._is_closed:
-                for port in self._ports:
-                    port.manager.touch(keys, self._context)
-                self._bridge.flush()
 
     def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
         """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.

@@ -25,7 +25,7 @@ from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
 from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
-from kvoffload_async.status.server import EngineStatus, ReadStatistics, path_from_environment
+from kvoffload_async.status.server import EngineStatus, ReadStatistics
 from kvoffload_async.waiting import seconds
 
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors
@@ -202,6 +202,9 @@ class TieringOffloadingSpec(_Spec):
     Owns the threads that run the tiers.
     """
 
+    _path_suffix = ""
+    """Ends the paths of status socket and trace, if several specs share a configuration."""
+
     def __init__(
         self,
         config: Mapping[str, Any] | OffloadConfig,
@@ -276,7 +279,7 @@ class TieringOffloadingSpec(_Spec):
         if driver is None:
             try:
                 with naming_shortage("the threads of the engine cannot be started"):
-                    self._status.listen(self._status_path())
+                    self._status.listen(self.config.status_socket, self._path_suffix)
                     driver = self._driver = self._create_driver(kind)
                     self._status.serve(driver.stats, driver.slowest_requests)
             except BaseException:
@@ -289,13 +292,10 @@ class TieringOffloadingSpec(_Spec):
         assert isinstance(driver, kind)  # noqa: S101 - for the type checker
         return driver
 
-    def _status_path(self) -> str | None:
-        """Return the path of the status socket, or None."""
-        return self.config.status_socket or path_from_environment()
-
     def _trace_path(self) -> str | None:
         """Return the path of the trace of requests, or None."""
-        return self.config.record_trace
+        path = self.config.record_trace
+        return None if path is None else path + self._path_suffix
 
     def __del__(self) -> None:
         if getattr(self, "_own_runtime", None) is not None:

@@ -130,7 +130,7 @@ def _defaults_of(declared: type[Options]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialSpec:
+class ManagerSpec:
     """The parts of a spec that a tier's manager reads, for callers without a spec."""
 
     runtime: Bridge

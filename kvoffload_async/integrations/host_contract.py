@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 Signatures = dict[str, dict[str, Any]]
 """Class, as `module:name` -> its description, as JSON."""
-
-_MOST_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +104,11 @@ class HostContract:
         if number < self.beyond:
             return
         found = self.read() if read is None else read()
-        if differences := list(self.differences(found)):
-            shown = "; ".join(differences[:_MOST_SHOWN])
-            if len(differences) > _MOST_SHOWN:
-                shown += f"; and {len(differences) - _MOST_SHOWN} more"
+        difference = next(self.differences(found), None)
+        if difference is not None:
             raise ImportError(
                 f"{what} needs {self.title} {self.supported}, and {version} is installed, which "
-                f"differs: {shown}. Install a tested release, or a newer kvoffload-async"
+                f"differs: {difference}. Install a tested release, or a newer kvoffload-async"
             )
         _warn(
             f"{self.title} {version} is newer than the tested releases ({self.supported}); the "
@@ -121,25 +117,27 @@ class HostContract:
 
     def read(self) -> Signatures:
         """Return the signatures of the installed release; {} for a class that does not exist."""
-        derived = {symbol: _described(symbol, names) for symbol, names in self.derived.items()}
-        used = {
-            symbol: _described(symbol, ("__init__", *names)) for symbol, names in self.used.items()
-        }
-        return derived | used | self._read_private()
+        used = {symbol: ("__init__", *names) for symbol, names in self.used.items()}
+        symbols = {**self.derived, **used, **self.private}
+        return {symbol: _described(symbol, names) for symbol, names in symbols.items()}
 
     def recorded(self) -> Signatures:
         """Return the recorded signatures."""
         recording: Signatures = json.loads(self.recording.read_text(encoding="utf-8"))
         return recording
 
-    def differences(self, found: Signatures) -> Iterator[str]:
+    def differences(self, found: Signatures, *, of_private: bool = False) -> Iterator[str]:
         """Yield how signatures differ from the recorded ones in a way that matters.
 
         What the host calls must not have changed. What this package calls may have further
         parameters with defaults.
+
+        Args:
+            found: The signatures.
+            of_private: Whether to compare the classes with private names instead of the others.
         """
         for symbol, recorded in self.recorded().items():
-            if symbol not in self.private:
+            if (symbol in self.private) is of_private:
                 yield from self._differences(symbol, recorded, found.get(symbol) or {})
 
     def has_private_names(self, what: str, found: Signatures | None = None) -> bool:
@@ -147,21 +145,13 @@ class HostContract:
 
         Args:
             what: What is left out without them, for the warning.
-            found: Their descriptions; by default those of the installed release.
+            found: The signatures; by default those of the installed release.
         """
-        found = self._read_private() if found is None else found
-        differences = [
-            text
-            for symbol, recorded in self.recorded().items()
-            if symbol in self.private
-            for text in self._differences(symbol, recorded, found.get(symbol) or {})
-        ]
-        if differences:
-            _warn(f"{what} is left out: {differences[0]} in the installed {self.title}")
-        return not differences
-
-    def _read_private(self) -> Signatures:
-        return {symbol: _described(symbol, names) for symbol, names in self.private.items()}
+        found = self.read() if found is None else found
+        difference = next(self.differences(found, of_private=True), None)
+        if difference is not None:
+            _warn(f"{what} is left out: {difference} in the installed {self.title}")
+        return difference is None
 
     def _differences(
         self, symbol: str, recorded: Mapping[str, Any], now: Mapping[str, Any]
@@ -174,7 +164,6 @@ class HostContract:
             for member in recorded.get(kind, ()):
                 if member not in now.get(kind, ()):
                     yield f"{name}.{member} does not exist"
-        is_derived = symbol in self.derived
         accepts = _still_accepts if symbol in self.used else str.__eq__
         for method, signature in recorded["methods"].items():
             current = now["methods"].get(method)
@@ -182,7 +171,7 @@ class HostContract:
                 yield f"{name}.{method} does not exist"
             elif not accepts(signature, current):
                 yield f"{name}.{method} takes {current}, not {signature}"
-        for method in now["abstract"] if is_derived else ():
+        for method in now["abstract"] if symbol in self.derived else ():
             if method not in recorded["abstract"]:
                 yield f"{name}.{method} is a new abstract method"
 
@@ -246,20 +235,11 @@ def _parameters(member: object) -> str | None:
     signature = inspect.signature(member)
     empty = inspect.Parameter.empty
     parameters = [
-        parameter.replace(
-            annotation=empty, default=empty if parameter.default is empty else _Default
-        )
+        parameter.replace(annotation=empty, default=empty if parameter.default is empty else ...)
         for parameter in signature.parameters.values()
     ]
-    return str(signature.replace(parameters=parameters, return_annotation=empty))
-
-
-class _DefaultType:
-    def __repr__(self) -> str:
-        return "..."
-
-
-_Default: Final = _DefaultType()
+    text = str(signature.replace(parameters=parameters, return_annotation=empty))
+    return text.replace("=Ellipsis", "=...")
 
 
 def _still_accepts(recorded: str, current: str) -> bool:

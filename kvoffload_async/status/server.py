@@ -273,12 +273,6 @@ ReadStatistics = Callable[[], OffloadingStatistics]
 ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
 
 
-def path_from_environment() -> str | None:
-    """Return the path from the environment; raises ConfigError."""
-    path = os.environ.get(SOCKET_VARIABLE)
-    return parse_socket_path(path, SOCKET_VARIABLE) if path else None
-
-
 class EngineStatus:
     """The status socket of one engine, if configured.
 
@@ -301,13 +295,19 @@ class EngineStatus:
         self._socket: StatusSocket | None = None
         self._errors = ErrorLog(logger, "reading the statistics for the status socket")
 
-    def listen(self, path: str | None) -> None:
+    def listen(self, path: str | None, suffix: str = "") -> None:
         """Create the socket if there is a path; clients wait for answers until `serve`.
+
+        Args:
+            path: The configured path; None: that of the environment, if there is one.
+            suffix: Ends the path, for engines that share a configuration.
 
         Raises:
             ConfigError: The socket cannot be created; see `StatusSocket`.
         """
-        self._socket = None if path is None else StatusSocket(path)
+        if path is None and (path := os.environ.get(SOCKET_VARIABLE)):
+            parse_socket_path(path, SOCKET_VARIABLE)
+        self._socket = StatusSocket(path + suffix) if path else None
 
     def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
         """Answer requests with the results of two methods, as long as their object exists."""

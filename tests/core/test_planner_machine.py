@@ -59,13 +59,13 @@ SETUPS = st.fixed_dictionaries(
 class _Nearest:
     """Sees that a remote tier is not asked for what a tier before it is not sure of."""
 
-    def __init__(self, source, *, is_remote, unsure):
-        self.source, self.is_remote, self.unsure = source, is_remote, unsure
+    def __init__(self, lookup_many, *, is_remote, unsure):
+        self.lookup_many, self.is_remote, self.unsure = lookup_many, is_remote, unsure
 
-    def lookup_many(self, keys, req_context, *, stop_at_miss):
+    def __call__(self, keys, req_context, *, stop_at_miss):
         assert not (self.is_remote and self.unsure.intersection(keys))
         assert len(set(keys)) == len(keys) > 0
-        answers = self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+        answers = self.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
         assert len(answers) == len(keys) or (stop_at_miss and answers[-1] is MISS)
         self.unsure.update(key for key, a in zip(keys, answers, strict=False) if a is RETRY)
         return answers
@@ -95,10 +95,9 @@ class PlannerMachine(RuleBasedStateMachine):
         )
         self.world.primary.drops_pending = setup["drops_pending"]
         self.unsure = set()
-        sources = self.world.planner.sources
-        for index, source in enumerate(sources):
-            sources[index] = _Nearest(
-                source, is_remote=index in setup["remote"], unsure=self.unsure
+        for index, tier in enumerate(self.world.planner.tiers):
+            tier.lookup_many = _Nearest(
+                tier.lookup_many, is_remote=index in setup["remote"], unsure=self.unsure
             )
         if tiers:
             self.world.fill(tiers - 1, sorted(stored_before))

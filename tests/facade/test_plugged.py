@@ -295,7 +295,6 @@ def test_closing_ends_every_call_and_says_what_still_runs(plug, rows, gates):
     assert isinstance(late.ended.result(0).error, TierClosedError)
     assert isinstance(plugged.load(ks(1), as_block_ids([2])).ended.result(0).error, TierClosedError)
     assert plugged.lookup(ks(1), 5.0).result(0) == [False]
-    plugged.touch(ks(1))
     assert len(plugged.stats()) == 2
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvoffload_async.bench.contender import Place
 from kvoffload_async.config import at_least, parse_bool
-from kvoffload_async.integrations.vllm.version import require_vllm
+from kvoffload_async.integrations.vllm.version import CONTRACT
 from kvoffload_async.types import BlockIds, OffloadKey
 
 _DEFAULT_THREADS = 16
@@ -67,7 +67,7 @@ class VllmFsPeer:
             ImportError: No supported vLLM is installed.
             ConfigError: An option is invalid.
         """
-        require_vllm(f"the peer {name}")
+        CONTRACT.require(f"the peer {name}")
         self._base = importlib.import_module("vllm.v1.kv_offload.base")
         self._tiering = importlib.import_module("vllm.v1.kv_offload.tiering.base")
         self._fs = importlib.import_module("vllm.v1.kv_offload.tiering.fs.manager")

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import count
 from operator import methodcaller
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed import api
@@ -43,7 +43,7 @@ from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
-from kvoffload_async.status.server import EngineStatus, path_from_environment
+from kvoffload_async.status.server import EngineStatus
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Groups = dict[StoreId, list[int]]
 """Store -> positions of its keys in a call."""
@@ -96,7 +98,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._closing: Closing[None] = Closing()
         with ExitStack() as undo:
             self._status = EngineStatus(None)
-            self._status.listen(options.status_socket or path_from_environment())
+            self._status.listen(options.status_socket)
             undo.callback(self._status.close)
             self._usage = UsageReporter(self._keys, self)
             undo.callback(self._usage.close)
@@ -132,22 +134,21 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         def report(stored: list[bool]) -> None:
             num_bytes = sum(obj.get_size() for obj in objects)
             result = L2StoreResult(success=all(stored), bytes_transferred=num_bytes)
-            with self._lock:
-                self._done_stores[task_id] = result
-            self._notify(self._store_fd)
+            self._finish(task_id, result, self._done_stores, self._store_fd)
 
         answer = _Answer(encoded, report)
         for store_id, indices in groups.items():
             distinct = list({blocks[i].key: blocks[i] for i in reversed(indices)}.values())[::-1]
             store = self._stores.of(store_id, len(distinct))
-            answer.expect(self._when_open(store, methodcaller("store", distinct)), indices)
-        answer.all_asked()
+            self._ask(store, methodcaller("store", distinct), answer, indices)
+        answer.end_part()
         return task_id
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return the results of the stores that ended since the last call."""
         with self._lock:
-            done, self._done_stores = self._done_stores, {}
+            done = self._done_stores.copy()
+            self._done_stores.clear()
         return done
 
     # -- lookups ----------------------------------------------------------------------------------
@@ -161,18 +162,14 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         groups, encoded = self._groups(keys, [sizes.get(key.object_group_id, 0) for key in keys])
 
         def report(found: list[bool]) -> None:
-            with self._lock:
-                self._done_lookups[task_id] = _bitmap(found)
-            self._notify(self._lookup_fd)
+            self._finish(task_id, _bitmap(found), self._done_lookups, self._lookup_fd)
 
         answer = _Answer(encoded, report)
         for store_id, indices in groups.items():
             distinct = list(dict.fromkeys(key for i in indices if (key := encoded[i])))
-            store = self._stores.of(store_id)
-            timeout_s = self._options.lookup_timeout_s
-            looked_up = self._when_open(store, partial(self._look_up, distinct), timeout_s)
-            answer.expect(looked_up, indices)
-        answer.all_asked()
+            look_up, timeout_s = partial(self._look_up, distinct), self._options.lookup_timeout_s
+            self._ask(self._stores.of(store_id), look_up, answer, indices, timeout_s)
+        answer.end_part()
         return task_id
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -194,20 +191,18 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         blocks = _host_blocks(encoded, objects)
 
         def report(loaded: list[bool]) -> None:
-            with self._lock:
-                self._done_loads[task_id] = _bitmap(loaded)
             accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
             if accessed:
                 self._usage.accessed(accessed)
-            self._notify(self._load_fd)
+            self._finish(task_id, _bitmap(loaded), self._done_loads, self._load_fd)
 
         answer = _Answer(encoded, report)
         for store_id, indices in groups.items():
             store = self._stores.of(store_id)
             for once in _rounds(encoded, indices):
-                wanted = [blocks[i] for i in once]
-                answer.expect(self._when_open(store, methodcaller("load", wanted)), once)
-        answer.all_asked()
+                load = methodcaller("load", [blocks[i] for i in once])
+                self._ask(store, load, answer, once)
+        answer.end_part()
         return task_id
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -253,12 +248,11 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
         """Return a page of the objects in open stores; see `page_of` for arguments and errors."""
-        page = page_of(self._stores.every(), self._keys, model_name, page_size, cursor)
-        entries = [
-            api.KeyEntry(key.to_encoded_object_key(), size_bytes)
-            for key, size_bytes in page.objects
-        ]
-        return api.KeyListPage(tuple(entries), page.next_cursor)
+        objects, following = page_of(
+            self._stores.every(), self._keys, model_name, page_size, cursor
+        )
+        entries = [api.KeyEntry(key.to_encoded_object_key(), size) for key, size in objects]
+        return api.KeyListPage(tuple(entries), following)
 
     def report_status(self) -> dict[str, Any]:
         """Return whether the adapter works, and the state of each store and of its tiers.
@@ -365,7 +359,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             if encoded_keys and (opened := store.opened) is not None:
                 yield opened, list(encoded_keys)
 
-    def _look_up(self, keys: Sequence[OffloadKey], store: OpenStore) -> Future[KeySet]:
+    def _look_up(self, keys: Sequence[OffloadKey], store: OpenStore) -> list[Future[KeySet]]:
         """Look keys up and pin those that are found."""
         future: Future[KeySet] = Future()
 
@@ -378,66 +372,47 @@ class KVOffloadL2Adapter(L2AdapterInterface):
 
         looked_up = store.tiers.lookup(keys, self._options.lookup_timeout_s)
         looked_up.add_done_callback(report)
-        return future
+        return [future]
 
-    def _when_open(
+    def _ask(
         self,
         store: Store | None,
-        act: Callable[[OpenStore], Future[KeySet]],
+        act: Callable[[OpenStore], Iterable[Future[KeySet]]],
+        answer: _Answer,
+        indices: Sequence[int],
         timeout_s: float | None = None,
-    ) -> Future[KeySet]:
-        """Return what `act` returns for an open store; no keys if it does not open, or in time."""
-        once = _Once()
+    ) -> None:
+        """Have `answer` await what `act` returns for a store, once it is open.
+
+        Nothing is found if the store does not open, or not within `timeout_s`.
+        """
         if store is None:
-            once.complete(frozenset())
-            return once.future
-        timer: threading.Timer | None = None
-        if timeout_s is not None and store.opened is None:
-            timer = threading.Timer(timeout_s, once.complete, (frozenset(),))
+            return
+        opening = store.when_open()
+
+        def begin(_opening: Future[OpenStore | None]) -> None:
+            opened = None if opening.cancelled() else opening.result()
+            if opened is not None:
+                with self._errors.survived():  # else LMCache would wait for the result forever
+                    for part in act(opened):
+                        answer.expect(part, indices)
+
+        answer.await_part(opening, begin)
+        if timeout_s is not None and not opening.done():
+            timer = threading.Timer(timeout_s, opening.cancel)
             timer.daemon = True
+            opening.add_done_callback(lambda _: timer.cancel())
             try:
                 timer.start()
             except RuntimeError:  # there is no thread that could end the wait
-                once.complete(frozenset())
-                return once.future
+                opening.cancel()
 
-        def begin(opened: OpenStore | None) -> None:
-            if timer is not None:
-                timer.cancel()
-            if once.is_done:
-                return
-            asked: Future[KeySet] | None = None
-            if opened is not None:
-                with self._errors.survived():  # else LMCache would wait for the result forever
-                    asked = act(opened)
-            if asked is None:
-                once.complete(frozenset())
-            else:
-                asked.add_done_callback(lambda ended: once.complete(ended.result()))
-
-        store.when_open(begin)
-        return once.future
-
-    def _notify(self, notifier: Any) -> None:  # noqa: ANN401 - LMCache's
+    def _finish(self, task_id: int, result: T, done: dict[int, T], notifier: Any) -> None:  # noqa: ANN401 - LMCache's
+        """Keep the result of a task until LMCache, which is notified, takes it."""
         with self._lock:
+            done[task_id] = result
             if not self._is_closed:
                 notifier.notify()
-
-
-class _Once:
-    """A future that takes the first result only."""
-
-    def __init__(self) -> None:
-        self.future: Future[KeySet] = Future()
-        self._lock = threading.Lock()
-        self.is_done = False
-
-    def complete(self, keys: KeySet) -> None:
-        with self._lock:
-            if self.is_done:
-                return
-            self.is_done = True
-        self.future.set_result(keys)
 
 
 class _Answer:
@@ -454,22 +429,29 @@ class _Answer:
         self._results = [False] * len(keys)
 
     def expect(self, part: Future[KeySet], indices: Sequence[int]) -> None:
-        """Wait for a part, of the keys at these positions."""
+        """Wait for keys; those at these positions may be among them."""
+
+        def take(part: Future[KeySet]) -> None:
+            landed = part.result()
+            for index in indices:
+                if self._keys[index] in landed:
+                    self._results[index] = True
+
+        self.await_part(part, take)
+
+    def await_part(self, part: Future[T], take: Callable[[Future[T]], object]) -> None:
+        """Wait for a future that `take` is called with when it is done."""
         with self._lock:
             self._left += 1
-        part.add_done_callback(partial(self._take, indices))
 
-    def all_asked(self) -> None:
-        """Report as soon as all parts have ended; no more are expected."""
-        self._end_part()
+        def end(ended: Future[T]) -> None:
+            take(ended)
+            self.end_part()
 
-    def _take(self, indices: Sequence[int], part: Future[KeySet]) -> None:
-        landed = part.result()
-        for index in indices:
-            self._results[index] = self._keys[index] in landed
-        self._end_part()
+        part.add_done_callback(end)
 
-    def _end_part(self) -> None:
+    def end_part(self) -> None:
+        """End a part, such as asking for the others; the last one reports."""
         with self._lock:
             self._left -= 1
             is_last = not self._left

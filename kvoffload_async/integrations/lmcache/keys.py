@@ -90,31 +90,25 @@ class Keys:
         A directory may have files with names that `encode` does not make.
         """
         try:
-            return self._decoded(model, key)
+            if key[0] == _DIGESTED:
+                at = 1 + _DIGEST_BYTES
+                salt = self.salts.get(key[1:at])
+            else:
+                encoded, at = _field(key, 0)
+                salt = encoded.decode()
+            rank, at = _field(key, at)
+            chunk_hash, at = _field(key, at)
+            if salt is None or at != len(key) - _GROUP_BYTES:
+                return None
+            return self._key_class(
+                chunk_hash=chunk_hash,
+                model_name=model,
+                kv_rank=int.from_bytes(rank, "big"),
+                object_group_id=get_offload_group_idx(key),
+                cache_salt=salt,
+            )
         except (IndexError, ValueError):
             return None
-
-    def _decoded(self, model: str, key: OffloadKey) -> Any | None:  # noqa: ANN401 - ObjectKey
-        """Return the same as `decode`; raises IndexError or ValueError if the key is not ours."""
-        if key[0] == _DIGESTED:
-            at = 1 + _DIGEST_BYTES
-            salt = self.salts.get(key[1:at])
-        else:
-            encoded, at = _field(key, 0)
-            salt = encoded.decode()
-        if salt is None:
-            return None
-        rank, at = _field(key, at)
-        chunk_hash, at = _field(key, at)
-        if at != len(key) - _GROUP_BYTES:
-            raise ValueError("fields of another length")
-        return self._key_class(
-            chunk_hash=chunk_hash,
-            model_name=model,
-            kv_rank=int.from_bytes(rank, "big"),
-            object_group_id=get_offload_group_idx(key),
-            cache_salt=salt,
-        )
 
 
 def _field(key: bytes, at: int) -> tuple[bytes, int]:

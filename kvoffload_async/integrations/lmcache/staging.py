@@ -98,24 +98,20 @@ class StagedTransfers:
             self._copies.close()
             raise
 
-    def store(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Store objects; the future has the stored keys. Objects are not accessed afterwards."""
-        return self._ask(blocks, is_load=False)
+    def transfer(self, blocks: Sequence[HostBlock], *, is_load: bool) -> Future[KeySet]:
+        """Store or load objects; the future has the keys of those that were transferred.
 
-    def load(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Load objects; the future has the loaded keys. Objects are not accessed afterwards."""
-        return self._ask(blocks, is_load=True)
+        Objects are not accessed afterwards.
+        """
+        request = _Request(blocks, time.monotonic() + self._timeout_s, is_load=is_load)
+        self._calls.put(partial(self._waiting.append, request))
+        return request.future
 
     def close(self) -> None:
         """Fail what waits, and end the thread; call it after the tiers were closed."""
         self._calls.put(None)
         self._thread.join(_CLOSE_S)
         self._copies.close()
-
-    def _ask(self, blocks: Sequence[HostBlock], *, is_load: bool) -> Future[KeySet]:
-        request = _Request(blocks, time.monotonic() + self._timeout_s, is_load=is_load)
-        self._calls.put(partial(self._waiting.append, request))
-        return request.future
 
     # -- the thread -------------------------------------------------------------------------------
 

@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.errors import text_of
 from kvoffload_async.facade.host_rows import HostMemory, HostRows
 from kvoffload_async.facade.plugged import ListPosition, OnEvents, PluggedTiers, Transfer
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_group import pauses_s
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock, StagedTransfers
@@ -34,7 +36,6 @@ MOST_DIRECT_LOADS: Final = 4
 occupies one of LMCache's prefetches until then (8 by default); further loads use own rows."""
 _MOST_WAITING: Final = 1024
 """Maximum number of requests that wait for a store to open; further ones fail."""
-_MOST_PAUSE_S: Final = 60.0
 _CLOSE_LATE_S: Final = 1.0
 """Seconds to close a store that was opened after the adapter was closed."""
 
@@ -63,54 +64,28 @@ class OpenStore:
     ) -> None:
         """Open the tiers; blocks. Raises what `PluggedTiers` raises."""
         self.store_id = store
-        tiers = options.tiers_of(store)
+        tiers = [options.tier_of(tier, store) for tier in options.tier]
         num_own = max(1, options.staging_bytes // store.object_bytes)
         self.rows = HostRows(store.object_bytes, num_own, host)
         self.in_place = self.staged = 0
         self._lock = threading.Lock()
         self._direct_loads: set[Transfer] = set()
-        """Loads into LMCache's memory that are not at rest."""
-        self._late_loads: set[Transfer] = set()
-        """Those that have ended."""
-        try:
+        """Loads into LMCache's memory that are not at rest; late if they have ended."""
+        with ExitStack() as undo:
+            undo.callback(self.rows.close)
             self.tiers = PluggedTiers(tiers, self.rows.view, on_events=on_events)
-            try:
-                timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
-                self.stage = StagedTransfers(self.rows, self.tiers, timeout_s)
-            except BaseException:
-                self.tiers.close(options.close_timeout_s)
-                raise
-        except BaseException:
-            self.rows.close()
-            raise
+            undo.callback(self.tiers.close, options.close_timeout_s)
+            timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
+            self.stage = StagedTransfers(self.rows, self.tiers, timeout_s)
+            undo.pop_all()
 
-    def store(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Store distinct objects; the future has the stored keys once the objects may change."""
-        direct, others = self._split(blocks)
-        parts = []
-        if direct:
-            rows = as_block_ids([row for _, row in direct])
-            transfer = self.tiers.store([block.key for block, _ in direct], rows)
-            parts.append(_at_rest(transfer, blocks))
-        if others:
-            parts.append(self.stage.store(others))
-        self._count(len(direct), len(others))
-        return _union(parts)
+    def store(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
+        """Store distinct objects; each future has stored keys once their objects may change."""
+        return self._transfer(blocks, is_load=False)
 
-    def load(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Load distinct objects; the future has the loaded keys once the objects may be used."""
-        direct, others = self._split(blocks)
-        parts = []
-        if direct:
-            transfer = self._load_in_place(direct)
-            if transfer is None:
-                direct, others = [], list(blocks)
-            else:
-                parts.append(_at_rest(transfer, blocks))
-        if others:
-            parts.append(self.stage.load(others))
-        self._count(len(direct), len(others))
-        return _union(parts)
+    def load(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
+        """Load distinct objects; each future has loaded keys once their objects may be used."""
+        return self._transfer(blocks, is_load=True)
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close the tiers; every future is complete afterwards, but those of copies that hang."""
@@ -125,79 +100,49 @@ class OpenStore:
         self.rows.close(is_idle=not report.unfinished_jobs)
         return report
 
-    def _load_in_place(self, direct: Sequence[tuple[HostBlock, int]]) -> Transfer | None:
-        """Load into rows of LMCache's memory; None if too many such loads run or one is late."""
+    def _transfer(self, blocks: Sequence[HostBlock], *, is_load: bool) -> list[Future[KeySet]]:
+        """Transfer the objects that are rows in place, and the other ones through own rows."""
+        rows = [self.rows.row_of(block.address) for block in blocks]
+        if is_load and not self._may_load_in_place():
+            rows = [None] * len(blocks)
+        pairs = list(zip(blocks, rows, strict=True))
+        direct = {block.key: row for block, row in pairs if row is not None}
+        others = [block for block, row in pairs if row is None]
+        parts = []
+        if direct:
+            submit = self.tiers.load if is_load else self.tiers.store
+            transfer = submit(list(direct), as_block_ids(direct.values()))
+            if is_load:
+                with self._lock:
+                    self._direct_loads.add(transfer)
+                transfer.at_rest.add_done_callback(partial(self._note_at_rest, transfer))
+            parts.append(_at_rest(transfer, blocks))
+        if others:
+            parts.append(self.stage.transfer(others, is_load=is_load))
         with self._lock:
-            if self._late_loads or len(self._direct_loads) >= MOST_DIRECT_LOADS:
-                return None
-        rows = as_block_ids([row for _, row in direct])
-        transfer = self.tiers.load([block.key for block, _ in direct], rows)
-        with self._lock:
-            self._direct_loads.add(transfer)
-        transfer.ended.add_done_callback(lambda _: self._note_ended(transfer))
-        transfer.at_rest.add_done_callback(lambda _: self._note_at_rest(transfer))
-        return transfer
+            self.in_place += len(direct)
+            self.staged += len(others)
+        return parts
 
-    def _note_ended(self, transfer: Transfer) -> None:
+    def _may_load_in_place(self) -> bool:
+        """Return whether not too many loads into LMCache's memory run, and none is late."""
         with self._lock:
-            self._late_loads.add(transfer)
+            is_late = any(load.ended.done() for load in self._direct_loads)
+            return not is_late and len(self._direct_loads) < MOST_DIRECT_LOADS
 
-    def _note_at_rest(self, transfer: Transfer) -> None:
+    def _note_at_rest(self, transfer: Transfer, _at_rest: Future[None]) -> None:
         with self._lock:
             self._direct_loads.discard(transfer)
-            self._late_loads.discard(transfer)
-
-    def _split(
-        self, blocks: Sequence[HostBlock]
-    ) -> tuple[list[tuple[HostBlock, int]], list[HostBlock]]:
-        """Return the objects that are rows, with their rows, and the other ones."""
-        direct, others = [], []
-        for block in blocks:
-            row = self.rows.row_of(block.address)
-            if row is None:
-                others.append(block)
-            else:
-                direct.append((block, row))
-        return direct, others
-
-    def _count(self, in_place: int, staged: int) -> None:
-        with self._lock:
-            self.in_place += in_place
-            self.staged += staged
 
 
 def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
     """Return a future of the transferred keys, done when no copy runs; it keeps the objects."""
     future: Future[KeySet] = Future()
-    kept = tuple(blocks)
 
-    def complete(_at_rest: Future[None]) -> None:
-        assert kept is not None  # noqa: S101 - the closure is what keeps the objects
+    def complete(_kept: Sequence[HostBlock], _at_rest: Future[None]) -> None:
         future.set_result(transfer.ended.result().keys)
 
-    transfer.at_rest.add_done_callback(complete)
-    return future
-
-
-def _union(parts: Sequence[Future[KeySet]]) -> Future[KeySet]:
-    """Return a future with the keys of all parts."""
-    if len(parts) == 1:
-        return parts[0]
-    future: Future[KeySet] = Future()
-    if not parts:
-        future.set_result(frozenset())
-    lock = threading.Lock()
-    left = list(parts)
-
-    def complete(part: Future[KeySet]) -> None:
-        with lock:
-            left.remove(part)
-            is_last = not left
-        if is_last:
-            future.set_result(frozenset().union(*(one.result() for one in parts)))
-
-    for part in parts:
-        part.add_done_callback(complete)
+    transfer.at_rest.add_done_callback(partial(complete, tuple(blocks)))
     return future
 
 
@@ -226,24 +171,26 @@ class Store:
         self.error: str | None = None
         self._open_store = open_store
         self._lock = threading.Lock()
-        self._waiting: list[Callable[[OpenStore | None], object]] = []
+        self._waiting: list[Future[OpenStore | None]] = []
         self._thread: threading.Thread | None = None
         self._retry_at_s = 0.0
-        self._pause_s = 1.0
+        self._pauses_s = pauses_s()
         self._is_ended = False
         self._closing: Closing[CloseReport] = Closing()
 
-    def when_open(self, act: Callable[[OpenStore | None], object]) -> None:
-        """Call `act` with the open store, or with None if it cannot be opened. Non-blocking.
+    def when_open(self) -> Future[OpenStore | None]:
+        """Return a future of the open store, or of None if it cannot be opened. Non-blocking.
 
-        Opens the store if it is due. Thread of the call: this one, or the opening one.
+        Opens the store if it is due. The caller may cancel the future.
         """
+        future: Future[OpenStore | None] = Future()
         with self._lock:
             opened = None if self._is_ended else self.opened
             if opened is None and self._may_wait():
-                self._waiting.append(act)
-                return
-        act(opened)
+                self._waiting.append(future)
+                return future
+        future.set_result(opened)
+        return future
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close the store, after it has been opened if it is being opened; idempotent.
@@ -294,22 +241,23 @@ class Store:
             waiting, self._waiting = self._waiting, []
             is_ended = self._is_ended
             if opened is not None and not is_ended:
-                self.opened, self.error, self._pause_s = opened, None, 1.0
-        for act in waiting:
-            act(None if is_ended else opened)
+                self.opened, self.error, self._pauses_s = opened, None, pauses_s()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None if is_ended else opened)
         if is_ended and opened is not None:
             opened.close(_CLOSE_LATE_S)
 
     def _failed(self, error: BaseException) -> None:
         self.error = text_of(error)
-        self._retry_at_s = time.monotonic() + self._pause_s
+        pause_s = next(self._pauses_s)
+        self._retry_at_s = time.monotonic() + pause_s
         logger.error(
             "the store of model %s cannot be opened, and is tried again after %g s: %s",
             self.store_id,
-            self._pause_s,
+            pause_s,
             self.error,
         )
-        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
 
 class Stores:
@@ -392,21 +340,9 @@ _CURSOR: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.((?:[0-9a-f]{2}){5,96}|)")
 """Numbers of the store and of the tier, and the last key."""
 
 
-class Page(NamedTuple):
-    """A page of the list.
-
-    Attributes:
-        objects: Keys of objects, and their sizes.
-        next_cursor: Where the next page begins; None: this is the last one.
-    """
-
-    objects: list[tuple[Any, int]]
-    next_cursor: str | None
-
-
 def page_of(
     stores: Sequence[Store], keys: Keys, model: str | None, page_size: int, cursor: str | None
-) -> Page:
+) -> tuple[list[tuple[Any, int]], str | None]:
     """Return a page of the objects in open stores.
 
     Args:
@@ -414,7 +350,10 @@ def page_of(
         keys: Decodes keys; an object whose salt is not known is left out.
         model: Name of the only model to list; None: all.
         page_size: Maximum number of objects.
-        cursor: `next_cursor` of the page before; None: the first page.
+        cursor: The cursor that came with the page before; None: the first page.
+
+    Returns:
+        Keys of objects with their sizes, and the cursor of the next page; None after the last one.
 
     Raises:
         NotImplementedError: A store has a tier that does not know its contents.
@@ -438,8 +377,8 @@ def page_of(
             objects += [(key, size) for key in decoded if key is not None]
         number, position = (number + 1, ListPosition()) if after is None else (number, after)
     if number >= len(stores):
-        return Page(objects, None)
-    return Page(objects, f"{number}.{position.tier}.{(position.key or b'').hex()}")
+        return objects, None
+    return objects, f"{number}.{position.tier}.{(position.key or b'').hex()}"
 
 
 def _parsed(cursor: str | None) -> tuple[int, ListPosition]:

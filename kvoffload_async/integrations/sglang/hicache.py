@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.sglang.page_store import PageStore
@@ -39,7 +40,7 @@ from kvoffload_async.integrations.sglang.settings import HiCacheOptions
 from kvoffload_async.observe.prometheus import MultiprocessMetrics, is_multiprocess, publish
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
-from kvoffload_async.status.server import EngineStatus, path_from_environment
+from kvoffload_async.status.server import EngineStatus
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 logger = logging.getLogger(__name__)
@@ -114,8 +115,9 @@ class KVOffloadHiCache(HiCacheStorage):
         self._status = EngineStatus(storage_config.model_name)
         self._unpublish: Callable[[], None] | None = None
         self._shared: MultiprocessMetrics | None = None
-        self._loads: deque[_Call] = deque(maxlen=_MOST_CALLS)
-        self._stores: deque[_Call] = deque(maxlen=_MOST_CALLS)
+        self._calls: dict[Direction, deque[_Call]] = {
+            direction: deque(maxlen=_MOST_CALLS) for direction in (Direction.LOAD, Direction.STORE)
+        }
 
     # -- pools ------------------------------------------------------------------------------------
 
@@ -164,7 +166,8 @@ class KVOffloadHiCache(HiCacheStorage):
         super().on_host_pools_registered()
         if self._pages is None or self._store is not None:
             return
-        self._status.listen(self._status_path())
+        suffix = self._rank_suffix()
+        self._status.listen(self._options.status_socket, suffix)
         try:
             self._store = PageStore(
                 self._pages, self._tiers, _MOST_PAGES, self._options.staging_bytes
@@ -173,7 +176,7 @@ class KVOffloadHiCache(HiCacheStorage):
             self._status.close()
             raise
         self._status.serve(self.stats, self._slowest)
-        name = f"sglang{self._rank_suffix()}"
+        name = f"sglang{suffix}"
         if is_multiprocess():
             self._shared = MultiprocessMetrics(name)
         else:
@@ -189,12 +192,7 @@ class KVOffloadHiCache(HiCacheStorage):
     ) -> list[bool]:
         """Load pages into the pool; return for each whether it was loaded."""
         del extra_info
-        began_s = time.monotonic()
-        loaded = self._guarded(
-            keys, lambda store: store.load_pages(_keys(keys, _PAGES), host_indices)
-        )
-        self._loads.append(_Call(sum(loaded), time.monotonic() - began_s))
-        return loaded
+        return self._move(Direction.LOAD, keys, host_indices)
 
     def batch_set_v1(
         self,
@@ -209,12 +207,7 @@ class KVOffloadHiCache(HiCacheStorage):
         del extra_info
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        began_s = time.monotonic()
-        stored = self._guarded(
-            keys, lambda store: store.store_pages(_keys(keys, _PAGES), host_indices)
-        )
-        self._stores.append(_Call(sum(stored), time.monotonic() - began_s))
-        return stored
+        return self._move(Direction.STORE, keys, host_indices)
 
     # -- existence --------------------------------------------------------------------------------
 
@@ -261,9 +254,7 @@ class KVOffloadHiCache(HiCacheStorage):
         """Load pages into tensors; return for each the tensor, or None if it was not loaded."""
         del target_sizes
         targets = _tensors(target_locations, len(keys), "target_location")
-        loaded = self._guarded(
-            keys, lambda store: store.load_tensors(_keys(keys, _TENSORS), targets)
-        )
+        loaded = self._move(Direction.LOAD, keys, targets)
         return [
             target if is_loaded else None for target, is_loaded in zip(targets, loaded, strict=True)
         ]
@@ -290,9 +281,7 @@ class KVOffloadHiCache(HiCacheStorage):
         pages = _tensors(values, len(keys), "value")
         if not self._config.is_storage_writer:
             return True
-        return all(
-            self._guarded(keys, lambda store: store.store_tensors(_keys(keys, _TENSORS), pages))
-        )
+        return all(self._move(Direction.STORE, keys, pages))
 
     # -- the whole --------------------------------------------------------------------------------
 
@@ -317,8 +306,8 @@ class KVOffloadHiCache(HiCacheStorage):
         metrics = importlib.import_module("sglang.srt.observability.metrics_collector")
         found = metrics.StorageMetrics()
         for calls, pages, bandwidths in (
-            (self._loads, found.prefetch_pgs, found.prefetch_bandwidth),
-            (self._stores, found.backup_pgs, found.backup_bandwidth),
+            (self._calls[Direction.LOAD], found.prefetch_pgs, found.prefetch_bandwidth),
+            (self._calls[Direction.STORE], found.backup_pgs, found.backup_bandwidth),
         ):
             while calls:
                 call = calls.popleft()
@@ -362,11 +351,6 @@ class KVOffloadHiCache(HiCacheStorage):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _status_path(self) -> str | None:
-        """Return the socket's path; ranks except the first append their coordinates."""
-        path = self._options.status_socket or path_from_environment()
-        return None if path is None else f"{path}{self._rank_suffix()}"
-
     def _rank_suffix(self) -> str:
         """Return the numbers of this rank that are not 0, such as `-tp1`."""
         config = self._config
@@ -381,15 +365,29 @@ class KVOffloadHiCache(HiCacheStorage):
     def _slowest(self) -> None:
         """Return no requests: SGLang passes none to a storage backend."""
 
-    def _guarded(self, keys: list[str], call: Callable[[PageStore], list[bool]]) -> list[bool]:
-        """Return the results of a call; all are False without a pool and after an error."""
-        store = self._store
-        if store is not None:
-            try:
-                return call(store)
-            except OffloadError as error:
-                logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
-        return [False] * len(keys)
+    def _move(
+        self, direction: Direction, keys: list[str], pages: torch.Tensor | list[torch.Tensor]
+    ) -> list[bool]:
+        """Store or load pages; return for each whether it was transferred.
+
+        Args:
+            direction: Whether to store or to load.
+            keys: SGLang's keys.
+            pages: Indices of the pages' tokens in the pool, or a tensor for each page.
+        """
+        moved, store = [False] * len(keys), self._store
+        if store is None:
+            return moved
+        began_s = time.monotonic()
+        try:
+            if isinstance(pages, torch.Tensor):
+                moved = store.move_pages(direction, _keys(keys, _PAGES), pages)
+            else:
+                moved = store.move_tensors(direction, _keys(keys, _TENSORS), pages)
+        except OffloadError as error:
+            logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
+        self._calls[direction].append(_Call(sum(moved), time.monotonic() - began_s))
+        return moved
 
 
 def _keys(names: Sequence[str], group: int) -> list[OffloadKey]:

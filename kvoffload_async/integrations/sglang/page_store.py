@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -33,9 +33,6 @@ from kvoffload_async.types import BlockIds, OffloadKey, as_block_ids
 
 T = TypeVar("T")
 _NO_REPORT: Final = Ended(frozenset(), TierTimeoutError("the tiers did not report in time"))
-
-CopyRows = Callable[[Sequence[int], BlockIds], None]
-"""Copies between the pages at some positions of a call, and rows."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +63,18 @@ class _Staging:
         Native threads copy without the interpreter's lock. There is no timeout: copies in memory
         always end.
 
+        Args:
+            rows: The rows, `[n]`.
+            addresses: Address of each part of the pages, `[n, parts of a page]`.
+            sizes: Bytes of each part, `[parts of a page]`.
+
         Raises:
             ClosedError: The store was closed.
         """
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the storage backend was closed")
-            self._copy(rows, addresses, sizes)
+            self._copy(rows, addresses, np.broadcast_to(sizes, addresses.shape))
 
     def take(self, most: int, timeout_s: float) -> BlockIds:
         """Take up to `most` rows; none if this direction has all of its rows until the timeout."""
@@ -153,48 +155,48 @@ class PageStore:
         present = {key for key, is_found in zip(wanted, answers, strict=False) if is_found}
         return next((index for index, key in enumerate(keys) if key not in present), len(keys))
 
-    def store_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
-        """Store pages of the pool; return for each whether it is stored.
+    def move_pages(
+        self, direction: Direction, keys: Sequence[OffloadKey], host_indices: torch.Tensor
+    ) -> list[bool]:
+        """Store pages of the pool, or load them; return for each whether it was transferred.
+
+        Pages that could not be loaded are unchanged.
 
         Args:
+            direction: Whether to store or to load.
             keys: The keys.
             host_indices: Indices of the pages' tokens.
 
         Raises:
             StateError: The indices do not name a page for each key.
         """
-        copy = self._pool_copy(Direction.STORE, host_indices, len(keys))
-        return self._move(Direction.STORE, keys, copy)
+        addresses = self._pages.addresses(host_indices)
+        if len(addresses) != len(keys):
+            raise StateError(f"{len(keys)} keys, but indices of {len(addresses)} pages")
+        return self._move(direction, keys, addresses, self._pages.part_bytes)
 
-    def load_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages into the pool; return for each whether it was loaded; others are unchanged.
-
-        Arguments and errors are those of `store_pages`.
-        """
-        copy = self._pool_copy(Direction.LOAD, host_indices, len(keys))
-        return self._move(Direction.LOAD, keys, copy)
-
-    def store_tensors(
-        self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
+    def move_tensors(
+        self, direction: Direction, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
     ) -> list[bool]:
-        """Store tensors, one a page; return for each whether it is stored.
+        """Store tensors, one per page, or load them; otherwise as `move_pages`.
 
         Raises:
-            StateError: A tensor has not the size of a page, or there is not one for each key.
+            StateError: A tensor has not the size of a page, is not contiguous although it is to be
+                loaded, or there is not one for each key.
         """
-        sources = [page.contiguous() for page in pages]
-        copy = self._tensor_copy(Direction.STORE, sources, len(keys))
-        return self._move(Direction.STORE, keys, copy)
-
-    def load_tensors(self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]) -> list[bool]:
-        """Load pages into tensors; return for each whether it was loaded; others are unchanged.
-
-        Raises:
-            StateError: A tensor has not the size of a page, is not contiguous, or there is not one
-                for each key.
-        """
-        copy = self._tensor_copy(Direction.LOAD, pages, len(keys))
-        return self._move(Direction.LOAD, keys, copy)
+        if len(pages) != len(keys):
+            raise StateError(f"{len(keys)} keys, but {len(pages)} pages")
+        page_bytes = self._pages.page_bytes
+        if direction is Direction.STORE:
+            pages = [page.contiguous() for page in pages]
+        for page in pages:
+            if page.nbytes != page_bytes or not page.is_contiguous() or page.device.type != "cpu":
+                raise StateError(
+                    f"a tensor of {page.nbytes} bytes on {page.device} is not a contiguous page of "
+                    f"{page_bytes} bytes in host memory"
+                )
+        addresses = np.array([[page.data_ptr()] for page in pages], np.int64)
+        return self._move(direction, keys, addresses, np.array([page_bytes], np.int64))
 
     def stats(self) -> OffloadingStatistics:
         """Return the statistics of the tiers, with the rows as the primary's. Thread: any."""
@@ -251,38 +253,21 @@ class PageStore:
         with self._has_changed:
             self._has_changed.notify_all()
 
-    def _pool_copy(self, direction: Direction, host_indices: torch.Tensor, count: int) -> CopyRows:
-        addresses = self._pages.addresses(host_indices)
-        if len(addresses) != count:
-            raise StateError(f"{count} keys, but indices of {len(addresses)} pages")
-        return self._address_copy(direction, addresses, self._pages.part_bytes)
+    def _move(
+        self,
+        direction: Direction,
+        keys: Sequence[OffloadKey],
+        addresses: Numbers,
+        sizes: Numbers,
+    ) -> list[bool]:
+        """Run jobs of as many pages as rows are free, until a tier fails as a whole.
 
-    def _tensor_copy(
-        self, direction: Direction, pages: Sequence[torch.Tensor], count: int
-    ) -> CopyRows:
-        if len(pages) != count:
-            raise StateError(f"{count} keys, but {len(pages)} pages")
-        page_bytes = self._pages.page_bytes
-        for page in pages:
-            if page.nbytes != page_bytes or not page.is_contiguous() or page.device.type != "cpu":
-                raise StateError(
-                    f"a tensor of {page.nbytes} bytes on {page.device} is not a contiguous page of "
-                    f"{page_bytes} bytes in host memory"
-                )
-        addresses = np.array([[page.data_ptr()] for page in pages], np.int64)
-        return self._address_copy(direction, addresses, np.array([page_bytes], np.int64))
-
-    def _address_copy(self, direction: Direction, addresses: Numbers, sizes: Numbers) -> CopyRows:
-        staging = self._staging[direction]
-
-        def copy(positions: Sequence[int], rows: BlockIds) -> None:
-            part = addresses[positions]
-            staging.copy(rows, part, np.broadcast_to(sizes, part.shape))
-
-        return copy
-
-    def _move(self, direction: Direction, keys: Sequence[OffloadKey], copy: CopyRows) -> list[bool]:
-        """Run jobs of as many pages as rows are free, until a tier fails as a whole."""
+        Args:
+            direction: Whether to store or to load.
+            keys: The keys; of one that is named twice, the first page is stored, or all are loaded.
+            addresses: See `_Staging.copy`.
+            sizes: See `_Staging.copy`.
+        """
         staging, is_store = self._staging[direction], direction is Direction.STORE
         positions: dict[OffloadKey, list[int]] = {}
         for position, key in enumerate(keys):
@@ -294,12 +279,19 @@ class PageStore:
             transfer = None
             try:
                 if is_store:
-                    copy([positions[key][0] for key in part], rows)
+                    staging.copy(rows, addresses[[positions[key][0] for key in part]], sizes)
                 submit = self.tiers.store if is_store else self.tiers.load
                 transfer = submit(part, rows)
                 ended = _awaited(transfer.ended, self._job_timeout_s) or _NO_REPORT
-                if not is_store:
-                    _copy_landed(part, rows, ended.keys, positions, copy)
+                if not is_store and ended.keys:
+                    loaded = [
+                        (row, position)
+                        for key, row in zip(part, rows.tolist(), strict=True)
+                        if key in ended.keys
+                        for position in positions[key]
+                    ]
+                    found, targets = zip(*loaded, strict=True)
+                    staging.copy(as_block_ids(found), addresses[list(targets)], sizes)
             finally:
                 if transfer is None:
                     staging.give_back(rows)
@@ -309,24 +301,6 @@ class PageStore:
             if isinstance(ended.error, TierUnavailableError):
                 break
         return [key in landed for key in keys]
-
-
-def _copy_landed(
-    keys: Sequence[OffloadKey],
-    rows: BlockIds,
-    landed: Collection[OffloadKey],
-    positions: Mapping[OffloadKey, Sequence[int]],
-    copy: CopyRows,
-) -> None:
-    """Copy loaded rows to all positions of their keys."""
-    pairs = [
-        (position, row)
-        for key, row in zip(keys, rows.tolist(), strict=True)
-        if key in landed
-        for position in positions[key]
-    ]
-    if pairs:
-        copy([position for position, _ in pairs], as_block_ids([row for _, row in pairs]))
 
 
 def _awaited(future: Future[T], timeout_s: float) -> T | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -156,22 +157,13 @@ def identified(
             "dtype": str(pool.dtype).removeprefix("torch."),
             "kv_cache_dtype": kv_cache_dtype,
             "page_size": pages.page_indices,
-            "part_bytes": summary_of(pages),
+            "part_bytes": [  # run-length encoded
+                [size, len(list(run))] for size, run in groupby(pages.part_bytes.tolist())
+            ],
             "is_mla": config.is_mla_model,
             **shard.sizes,
         },
     }
-
-
-def summary_of(pages: PoolPages) -> list[list[int]]:
-    """Return the sizes of a page's parts, run-length encoded: pairs of bytes and count."""
-    runs: list[list[int]] = []
-    for size in pages.part_bytes.tolist():
-        if runs and runs[-1][0] == size:
-            runs[-1][1] += 1
-        else:
-            runs.append([size, 1])
-    return runs
 
 
 def check_sharing(tier: Mapping[str, Any], config: Any) -> None:  # noqa: ANN401 - SGLang's

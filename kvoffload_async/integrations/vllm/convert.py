@@ -50,20 +50,12 @@ class _Hints:
     value: Any
 
 
-_LOOKUP: Final = {
-    LookupResult.HIT: base.LookupResult.HIT,
-    LookupResult.MISS: base.LookupResult.MISS,
-    LookupResult.HIT_PENDING: base.LookupResult.HIT_PENDING,
-    LookupResult.RETRY: base.LookupResult.RETRY,
-}
+_LOOKUP: Final = {own: base.LookupResult[own.name] for own in LookupResult}
 _POLICY: Final = {
     OffloadPolicy.BLOCK_LEVEL: base.OffloadPolicy.CHUNK_LEVEL,
     OffloadPolicy.REQUEST_LEVEL: base.OffloadPolicy.REQUEST_LEVEL,
 }
-_MEDIUM: Final = {
-    Medium.CPU: base.Medium.CPU,
-    Medium.STORAGE: base.Medium.STORAGE,
-}
+_MEDIUM: Final = {own: base.Medium[own.name] for own in Medium}
 
 # -- from vLLM ----------------------------------------------------------------------------------
 
@@ -113,19 +105,9 @@ def job_of(job: tiering.TransferJob) -> JobMetadata:
     )
 
 
-def locality_of(value: object) -> base.Locality | None:
-    """Return a tier's configured locality, None if not configured.
-
-    Raises:
-        ConfigError: The value is not a locality.
-    """
-    if value is None:
-        return None
-    try:
-        return base.Locality(value)
-    except ValueError as error:
-        names = ", ".join(member.value for member in base.Locality)
-        raise ConfigError(f"locality: {error}; allowed: {names}") from error
+def locality_of(locality: Locality | None) -> base.Locality | None:
+    """Convert a locality, if there is one."""
+    return None if locality is None else base.Locality(locality.value)
 
 
 def file_mapper_of(
@@ -187,13 +169,12 @@ def event(event: OffloadingEvent, locality: base.Locality | None) -> base.Offloa
     )
 
 
-def counter_definitions(
-    documentation: Mapping[str, str], labels: tuple[str, ...]
+def definitions(
+    kind: type[base.OffloadingMetricMetadata], documentation: Mapping[str, str], *labels: str
 ) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return definitions of counters with common labels, from their help texts."""
+    """Return definitions of metrics of one kind with common labels, from their help texts."""
     return {
-        name: base.OffloadingCounterMetadata(documentation=text, labelnames=labels)
-        for name, text in documentation.items()
+        name: kind(documentation=text, labelnames=labels) for name, text in documentation.items()
     }
 
 
@@ -300,21 +281,10 @@ def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
     for one in given:
         if one.metadata_only and not _HAS_METADATA_ONLY:
             continue  # these blocks were never announced as stored
-        locality = None if one.locality is None else base.Locality(one.locality.value)
-        made = event(one, locality)
+        made = event(one, locality_of(one.locality))
         if _HAS_METADATA_ONLY:
             made.metadata_only = one.metadata_only
         yield made
-
-
-def gauge_definitions(
-    documentation: Mapping[str, str], labels: tuple[str, ...]
-) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return definitions of gauges with common labels, from their help texts."""
-    return {
-        name: base.OffloadingGaugeMetadata(documentation=text, labelnames=labels)
-        for name, text in documentation.items()
-    }
 
 
 def block_histogram_definition(

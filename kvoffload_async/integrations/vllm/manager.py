@@ -131,26 +131,27 @@ class KVOffloadManager(base.OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
         """Look a block up; a hit in a secondary tier queues its promotion."""
-        answer = self.manager.lookup(key, convert.request_of(req_context))
-        self._counts.lookups.looked_up((key,), req_context.req_id, (answer,))
+        request = convert.request_of(req_context)
+        answer = self.manager.lookup(key, request)
+        self._counts.lookups.looked_up((key,), request, (answer,))
         return convert.lookup_result(answer)
 
     def lookup_many(
         self, keys: Sequence[OffloadKey], req_context: base.ReqContext
     ) -> Sequence[LookupResult]:
         """Look blocks up; return this package's answers, in the order of `keys`."""
-        answers = self.manager.lookup_many(keys, convert.request_of(req_context))
-        self._counts.lookups.looked_up(keys, req_context.req_id, answers)
+        request = convert.request_of(req_context)
+        answers = self.manager.lookup_many(keys, request)
+        self._counts.lookups.looked_up(keys, request, answers)
         return answers
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: base.ReqContext
     ) -> tuple[int, bool]:
         """Look a prompt's blocks up; see `OffloadingManager.lookup_prefix`."""
-        found, is_deferred = self.manager.lookup_prefix(keys, convert.request_of(req_context))
-        self._counts.lookups.looked_up_prefix(
-            keys, req_context.req_id, found, is_deferred=is_deferred
-        )
+        request = convert.request_of(req_context)
+        found, is_deferred = self.manager.lookup_prefix(keys, request)
+        self._counts.lookups.looked_up_prefix(keys, request, found, is_deferred=is_deferred)
         return found, is_deferred
 
     def prepare_load(

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -73,19 +74,14 @@ def _make(root: Path) -> tuple[str, int | None]:
     for _ in range(_TRIES):
         path = root / f"{_PREFIX}{secrets.token_hex(16)}"
         path.mkdir(mode=0o700)
-        fd = None
-        try:
-            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-            fd = os.open(path / _LOCK, flags, 0o600)
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
+            fd = os.open(path / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            undo.callback(_ops.close, fd)
             # Another process may have removed the folder before it was locked.
             if _ops.lock(fd, wait=False) and os.fstat(fd).st_nlink:
+                undo.pop_all()
                 return str(path), fd
-        except OSError:
-            if fd is not None:
-                _ops.close(fd)
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        _ops.close(fd)
     raise OSError(errno.EAGAIN, "other processes removed each folder before it was locked")
 
 

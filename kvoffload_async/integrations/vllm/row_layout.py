@@ -44,7 +44,7 @@ def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Seq
         return row
 
     rows = [[described(name) for name in names] for names in groups]
-    devices = {_device_of(tensor) for layer in layers.values() for tensor in layer.tensors}
+    devices = {_device(one.device.type) for layer in layers.values() for one in layer.tensors}
     return _digest({"devices": sorted(devices), "layers": rows})
 
 
@@ -52,7 +52,7 @@ def layout_of_pages(kv_caches: base.CanonicalKVCaches) -> str:
     """Return the digest of one worker's tensors when only their pages are known."""
     return _digest(
         {
-            "devices": sorted({_device_of(cache.tensor) for cache in kv_caches.tensors}),
+            "devices": sorted({_device(cache.tensor.device.type) for cache in kv_caches.tensors}),
             "pages": [cache.page_size_bytes for cache in kv_caches.tensors],
             "groups": [
                 [[ref.tensor_idx, ref.page_size_bytes] for ref in refs]
@@ -104,10 +104,6 @@ def _placed(tensor: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheTensor
     is_packed = tensor.layer_stride < tensor.block_stride
     within = [tensor.offset % tensor.block_stride, tensor.layer_stride] if is_packed else []
     return [list(tensor.layers), tensor.block_stride, within]
-
-
-def _device_of(tensor: torch.Tensor) -> str:
-    return _device(tensor.device.type)
 
 
 def _device(kind: str) -> str:

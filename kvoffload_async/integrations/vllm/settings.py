@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import numbers
 import re
-import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -127,7 +126,7 @@ def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - on
     if isinstance(value, set | frozenset):
         return sorted((_written(one, where) for one in value), key=repr)
     if isinstance(value, type | FunctionType):
-        return f"{_module_of(value)}.{value.__qualname__}"
+        return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
         return folded(value)
     if callable(to_dict := getattr(value, "to_dict", None)):  # a model's configuration
@@ -135,18 +134,3 @@ def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - on
     if callable(compute_hash := getattr(value, "compute_hash", None)):  # vLLM's SupportsHash
         return compute_hash()
     raise ConfigError(f"{where}: a {type(value).__qualname__} cannot be serialised")
-
-
-def _module_of(value: type | FunctionType) -> str:
-    """Return the module of a class or function, equal in all versions of Python.
-
-    Classes of the standard library move between a package and its private modules: in 3.13
-    `pathlib.Path` is in `pathlib._local`. The public package is returned if it exports the object.
-    """
-    module, outermost = value.__module__, value.__qualname__.partition(".")[0]
-    package, _, private = module.partition("._")
-    if private and package.partition(".")[0] in sys.stdlib_module_names:
-        shown = getattr(sys.modules.get(package), outermost, None)
-        if shown is not None and shown is getattr(sys.modules.get(module), outermost, None):
-            return package
-    return module

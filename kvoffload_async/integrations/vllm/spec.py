@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,24 +27,20 @@ from vllm.v1.kv_offload.tiering import base as tiering
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.spec import D, TieringOffloadingSpec
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
+    completed,
     identified,
-    identify,
     takes_identity,
 )
-from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
     OWN_CONNECTOR,
-    IdentityOptions,
     engine_options,
-    own_tier,
 )
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
     layout_of_pages,
@@ -67,6 +64,9 @@ class KVOffloadSpec(base.OffloadingSpec):
     """Offloads to a primary in shared memory and this package's tiers behind it.
 
     Supports CUDA devices and vLLM's CPU platform. All workers must be on one host.
+
+    Attributes:
+        process_folders: Removes the folders of this process when it is closed.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -77,12 +77,9 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         show_log()
         super().__init__(config)
-        self._arguments = connector_arguments(config.extra_config)
-        require_one_host(self._arguments)
+        self._arguments = ModelContent.of(self).arguments
         self._require_to_be_alone()
-        self._content = ModelContent(self._arguments)
-        self._identity_options: list[IdentityOptions | None] = []
-        self._process_folders: list[ProcessFolder] = []
+        self.process_folders = ExitStack()
         self.replicated_layout = config.replicated_layout
         self._num_participants = config.parallel.world_size + 1
         self._engine = _SharedSpec(self._options(), self)
@@ -178,20 +175,10 @@ class KVOffloadSpec(base.OffloadingSpec):
                     [note.hex() for note in notes], is_replicated=self.replicated_layout
                 )
             if options is None:
-                yield identified(tier, self, layout, self._content)
-                continue
-            identity = identify(self, options, layout, self._content)
-            found, folders = identity.complete(
-                *(tier["type"], tier, options, self._content),
-                replica=self.config.parallel.data_parallel_index,
-            )
-            self._process_folders += folders
-            yield found
-
-    def remove_process_folders(self) -> None:
-        """Remove the folders of this process; idempotent."""
-        while self._process_folders:
-            self._process_folders.pop().close()
+                yield identified(tier, self, layout)
+            else:
+                folders, name = self.process_folders, tier["type"]
+                yield completed(tier, self, options, layout, folders, name=name)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -255,18 +242,18 @@ class KVOffloadSpec(base.OffloadingSpec):
                 self.blocks_per_chunk,
             )
 
-    def _kv_cache_spec_of(self, group_id: int) -> Any:  # noqa: ANN401 - one of vLLM's classes
+    def _kv_cache_specs(self) -> dict[int, Any]:
+        """Return vLLM's `KVCacheSpec` of each group id; empty if they are not accessible."""
         config = None if self._arguments is None else self._arguments.kv_cache_config
-        return None if config is None else config.kv_cache_groups[group_id].kv_cache_spec
+        if config is None:
+            return {}
+        ids = [group.group_id for group in self.config.groups]
+        return {number: config.kv_cache_groups[number].kv_cache_spec for number in ids}
 
     def _groups_with_windows(self) -> list[int]:
         """Return the ids of the groups whose requests let blocks go as they run."""
-        specs = [(g.group_id, self._kv_cache_spec_of(g.group_id)) for g in self.config.groups]
-        return [
-            number
-            for number, spec in specs
-            if spec is not None and not isinstance(spec, FullAttentionSpec)
-        ]
+        specs = self._kv_cache_specs().items()
+        return [number for number, spec in specs if not isinstance(spec, FullAttentionSpec)]
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
         options = self._engine.config
@@ -285,13 +272,13 @@ class KVOffloadSpec(base.OffloadingSpec):
             timeout_s=options.drain_timeout_s,
             state_groups=[
                 index
-                for index, group in enumerate(self.config.groups)
-                if isinstance(self._kv_cache_spec_of(group.group_id), MambaSpec)
+                for index, spec in enumerate(self._kv_cache_specs().values())
+                if isinstance(spec, MambaSpec)
             ],
         )
 
     def _options(self) -> OffloadConfig:
-        options = engine_options(self.extra_config)
+        options, self._identity_options = engine_options(self.extra_config)
         if not self.config.worker_kv_bytes_per_block:
             raise ConfigError(
                 f"pipeline_parallel_size: rank {self.config.parallel.rank} has no layers with a KV "
@@ -302,21 +289,11 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["block_size"] = min(self.tokens_per_block)
         options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
-        tiers = options.get("secondary_tiers")
-        if isinstance(tiers, list | tuple):
-            options["secondary_tiers"] = own_tiers = []
-            for index, tier in enumerate(tiers):
-                with naming_tier(index, tier if isinstance(tier, Mapping) else {}):
-                    own_tiers.append(self._tier_options(tier))
+        for number, identity in enumerate(self._identity_options):
+            if identity is not None:  # for the checks; the workers' tensors are not known yet
+                run_config = convert.file_mapper_of(self, "").get_run_config()
+                options["secondary_tiers"][number]["run_config"] = run_config
         return OffloadConfig.parse(options)
-
-    def _tier_options(self, tier: Any) -> Any:  # noqa: ANN401 - a user's JSON, checked later
-        """Validate a tier of this package, and split off its identity options."""
-        options, identity = own_tier(tier)
-        self._identity_options.append(identity)
-        if identity is None:
-            return options
-        return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
 
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
         """Return the digest of the layout of this worker's tensors."""
@@ -335,6 +312,8 @@ class _SharedSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         self.outer = outer
+        if replica := outer.config.parallel.data_parallel_index:  # the first one has no suffix
+            self._path_suffix = f"-{replica}"
         super().__init__(config)
         self._status = EngineStatus(outer.config.model.name)
         self._buffer: SharedBuffer | None = None
@@ -352,18 +331,7 @@ class _SharedSpec(TieringOffloadingSpec):
         finally:
             if self._buffer is not None:
                 self._buffer.remove_name()
-            self.outer.remove_process_folders()
-
-    def _status_path(self) -> str | None:
-        return self._of_this_replica(super()._status_path())
-
-    def _trace_path(self) -> str | None:
-        return self._of_this_replica(super()._trace_path())
-
-    def _of_this_replica(self, path: str | None) -> str | None:
-        """Return a path; data-parallel replicas except the first append their number."""
-        index = self.outer.config.parallel.data_parallel_index
-        return f"{path}-{index}" if path is not None and index else path
+            self.outer.process_folders.close()
 
     def _memory_limits(self) -> Sequence[Limit]:
         limit = filesystem_limit(SHARED_MEMORY)
@@ -379,7 +347,7 @@ class _SharedSpec(TieringOffloadingSpec):
         try:
             return super()._create_driver(kind)
         except BaseException:
-            self.outer.remove_process_folders()
+            self.outer.process_folders.close()
             raise
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:

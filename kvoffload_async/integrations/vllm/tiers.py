@@ -17,9 +17,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
-from weakref import WeakKeyDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
@@ -39,20 +39,15 @@ from kvoffload_async.facade.plugged import OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
-from kvoffload_async.facade.tier_options import PartialSpec, options_of
+from kvoffload_async.facade.tier_options import ManagerSpec, options_of
 from kvoffload_async.integrations.vllm import convert
-from kvoffload_async.integrations.vllm.identity import (
-    Identity,
-    ModelContent,
-    identify,
-)
-from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
+from kvoffload_async.integrations.vllm.identity import ModelContent, completed
 from kvoffload_async.integrations.vllm.options import (
     NAMES_UNDER_VLLM,
     check_place_of_options,
+    parse_locality,
     take_identity_options,
 )
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.log_level import show_log
@@ -71,13 +66,6 @@ CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_location",
 )
 _DRAIN_GRACE_S: Final = 5.0
-
-_TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
-"""Number of tiers per type in each spec."""
-
-
-class UnusablePlaceError(ConfigError, OSError):
-    """A tier's storage location is unusable; also an `OSError`, like the errors of vLLM's tiers."""
 
 
 class VllmTier(tiering.SecondaryTierManager):
@@ -131,20 +119,13 @@ class VllmTier(tiering.SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         check_place_of_options(offloading_spec.config.extra_config)
         self.identity_options = take_identity_options(self.kind, options, tier_type)
-        self._process_folders: list[ProcessFolder] = []
+        self._process_folders = ExitStack()
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         TierOptions.take(own)
         self._known = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
-        if "locality" in self._known:
-            self.locality = convert.locality_of(locality)
-            options |= {} if self.locality is None else {"locality": self.locality.value}
-        elif locality is None:
-            self.locality = base.Locality.REMOTE
-        else:
-            raise ConfigError(
-                f"locality: {locality!r} is not for {self.kind!r}, whose blocks always are REMOTE; "
-                "leave it out"
-            )
+        self.locality = convert.locality_of(parse_locality(self.kind, locality))
+        if locality is not None:
+            options["locality"] = locality
         if enable_kv_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
             logger.warning(
                 "%s: enable_kv_events has no effect, as vLLM's kv_events_config has "
@@ -171,20 +152,17 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
                 self._rows,
-                PartialSpec(self._bridge, geometry),
+                ManagerSpec(self._bridge, geometry),
             )
             self._state = self._tier.tier_state
             self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
             self._breaker_log = BreakerLog([self._state])
-        except BaseException as error:
+        except BaseException:
             self._bridge.close()
             self._rows.release()
-            self._remove_process_folders()
-            if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
-                raise UnusablePlaceError(str(error)) from error
+            self._process_folders.close()
             raise
-        seen = _TIER_TYPES.setdefault(offloading_spec, Counter())
-        self._tier.ownership = owner_name(tier_type, seen)
+        self._tier.ownership = owner_name(tier_type, ModelContent.of(offloading_spec).tier_types)
 
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
@@ -193,28 +171,15 @@ class VllmTier(tiering.SecondaryTierManager):
         tier = {"type": self.kind, **options}
         if "root_dir" in self._known:
             tier["root_dir"] = _absolute(options.get("root_dir"))
-        identity = self.identify(offloading_spec)
-        if self.identity_options.trust_vllm_directory:
-            _check_common_name(offloading_spec, tier["root_dir"], identity)
-        found, folders = identity.complete(
-            *(self.tier_type, tier, self.identity_options, self._content),
-            replica=offloading_spec.config.parallel.data_parallel_index,
-        )
-        self._process_folders += folders
-        return found
-
-    def identify(self, offloading_spec: base.OffloadingSpec) -> Identity:
-        """Return the identity of the tier's blocks; called from `layout`."""
         config = offloading_spec.config
-        arguments = connector_arguments(config.extra_config)
-        require_one_host(arguments)
+        arguments = ModelContent.of(offloading_spec).arguments
         # With several ranks, the workers' tensors are in other processes.
         is_alone = config.parallel.world_size == 1
         layers = arguments.registered_layers() if arguments and is_alone else {}
         groups = [group.layer_names for group in config.groups]
         layout = layout_of_layers(layers, groups) if layers else announced_layout(arguments)
-        self._content = ModelContent.of(offloading_spec, arguments)
-        return identify(offloading_spec, self.identity_options, layout, self._content)
+        options, folders = self.identity_options, self._process_folders
+        return completed(tier, offloading_spec, options, layout, folders, name=self.tier_type)
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -317,7 +282,7 @@ class VllmTier(tiering.SecondaryTierManager):
             )
         self._rows.release()
         self._primary_kv_view = memoryview(b"")
-        self._remove_process_folders()
+        self._process_folders.close()
         if report.error is not None:
             logger.warning("%s: closing failed: %s", self.tier_type, report.error)
 
@@ -328,13 +293,11 @@ class VllmTier(tiering.SecondaryTierManager):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, base.OffloadingMetricMetadata]:
         """Return the counters that `get_stats` adds to vLLM's own per-tier metrics."""
-        return convert.counter_definitions(
-            {FAILED_JOBS: "Jobs of a secondary tier with a failed block, by the kind of error."},
-            labels=("tier", "error"),
-        ) | convert.counter_definitions(
-            {OVERDUE_JOBS: "Jobs of a secondary tier whose copy still ran at their deadline."},
-            labels=("tier",),
-        )
+        failed = "Jobs of a secondary tier with a failed block, by the kind of error."
+        overdue = "Jobs of a secondary tier whose copy still ran at their deadline."
+        return convert.definitions(
+            base.OffloadingCounterMetadata, {FAILED_JOBS: failed}, "tier", "error"
+        ) | convert.definitions(base.OffloadingCounterMetadata, {OVERDUE_JOBS: overdue}, "tier")
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the increments since the last call, or None."""
@@ -352,10 +315,6 @@ class VllmTier(tiering.SecondaryTierManager):
         return dict(zip(CONFIG_INFO_KEYS, values, strict=True))
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _remove_process_folders(self) -> None:
-        while self._process_folders:
-            self._process_folders.pop().close()
 
     def _submit(self, job: JobMetadata) -> None:
         health = self._state.health
@@ -404,10 +363,10 @@ class FsTier(VllmTier):
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
         found = super().layout(offloading_spec, options)
-        self.file_mapper = Namespace(
-            *(found["root_dir"], found["run_config"], found["rank"]),
-            is_vllms=self.identity_options.trust_vllm_directory,
-        )
+        trust, directory = self.identity_options.trust_vllm_directory, found["root_dir"]
+        self.file_mapper = Namespace(directory, found["run_config"], found["rank"], is_vllms=trust)
+        if trust:
+            _check_common_name(offloading_spec, directory, self.file_mapper)
         return found
 
 
@@ -417,11 +376,10 @@ for _name, _kind in NAMES_UNDER_VLLM.items():
 
 
 def _check_common_name(
-    offloading_spec: base.OffloadingSpec, directory: str, identity: Identity
+    offloading_spec: base.OffloadingSpec, directory: str, namespace: Namespace
 ) -> None:
     """Check that vLLM's own tier and this one use the same file names; raises ConfigError."""
     probe = make_offload_key(bytes(range(32)))
-    namespace = Namespace(directory, identity.run_config, identity.rank, is_vllms=True)
     ours = namespace.get_file_name(probe)
     theirs = convert.file_mapper_of(offloading_spec, directory).get_file_name(probe)
     if ours != theirs:

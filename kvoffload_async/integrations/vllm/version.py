@@ -65,7 +65,3 @@ CONTRACT: Final = HostContract(
         "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids",),
     },
 )
-
-SUPPORTED: Final = CONTRACT.supported
-require_vllm = CONTRACT.require
-check_version = CONTRACT.check
