@@ -287,10 +287,25 @@ class ObjectTier(RemoteTier):
         await super().open(env)
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
-        """Return the number of keys at the head of each chain that probably are stored."""
+        """Return the number of keys at the head of each chain that probably are stored.
+
+        If the first key behind a prefix was just found absent, those after it are cached as absent
+        too, so that a store right after the look-up does not ask for them.
+        """
         self._opened()
         deadline_s = self._deadline(self._settings.probe_timeout_s)
-        return await bisect_prefixes(chains, lambda keys: self._questions.ask(keys, deadline_s))
+        asked: set[OffloadKey] = set()
+
+        async def ask(keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+            asked.update(key for key in keys if self._memory.get(key) is None)
+            return await self._questions.ask(keys, deadline_s)
+
+        lengths = await bisect_prefixes(chains, ask)
+        for chain, length in zip(chains, lengths, strict=True):
+            if length < len(chain) and chain[length] in asked:
+                rest = chain[length + 1 :]
+                self._memory.vanished(key for key in rest if self._memory.get(key) is None)
+        return lengths
 
     def _client_of(
         self, namespace: str, block_bytes: int, emptied: Callable[[], None]
