@@ -32,10 +32,10 @@ from servers.valkey import ValkeyServer
 
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
-from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
+from kvoffload_async.tiers.object.tier import ObjectTier
 from kvoffload_async.tiers.remote.settings import RemoteSettings
-from kvoffload_async.tiers.valkey.address import Address
-from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
+from kvoffload_async.tiers.valkey.address import Address, ValkeySettings
+from kvoffload_async.tiers.valkey.tier import ValkeyTier
 
 KIB, MIB = 1 << 10, 1 << 20
 JOB_BLOCKS = 16
@@ -80,7 +80,7 @@ class Object:
     def __init__(self, folder, stack):
         server = stack.enter_context(SeaweedServer(folder, "-volume.max=200"))
         connection = server.connection("tier", timeout_s=TIMEOUT_S)
-        self.tier = ObjectTier(ObjectSettings(connection=connection, remote=REMOTE))
+        self.tier = ObjectTier(connection, REMOTE)
         self._store = server.connection("alone", timeout_s=TIMEOUT_S).open()
 
     async def put(self, name, content):

@@ -20,8 +20,7 @@ from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
 from kvoffload_async.tiers.mooncake.process import MooncakeSettings
 from kvoffload_async.tiers.object.tier import ObjectOptions
-from kvoffload_async.tiers.valkey.address import Address
-from kvoffload_async.tiers.valkey.tier import ValkeySettings
+from kvoffload_async.tiers.valkey.address import Address, ValkeySettings
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
 

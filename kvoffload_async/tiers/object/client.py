@@ -35,6 +35,7 @@ from kvoffload_async.tiers.remote.client import (
     Bytes,
     RefusedError,
     RemoteClient,
+    Server,
     Value,
     ValueExistsError,
     heard,
@@ -83,7 +84,7 @@ def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
         url: URL of the store.
         options: Options for the library.
     """
-    given = _variables(url) | dict(options)
+    given = variables_of(url) | dict(options)
     settings = {name.lower(): str(text) for name, text in given.items()}
     endpoints = [text for name, text in settings.items() if _is_endpoint(name)]
     if not any(map(_host, endpoints)) or any(map(_has_proxy, endpoints)):
@@ -100,14 +101,14 @@ def unencrypted_endpoint(url: str, options: Mapping[str, Any]) -> str | None:
         url: URL of the store.
         options: Options for the library, which take precedence over the environment.
     """
-    for given in (options, _variables(url)):
+    for given in (options, variables_of(url)):
         endpoints = {name: str(text) for name, text in given.items() if _is_endpoint(name)}
         if endpoints:
             return next((n for n, text in endpoints.items() if _is_unencrypted(text)), None)
     return None
 
 
-def _variables(url: str) -> dict[str, str]:
+def variables_of(url: str) -> dict[str, str]:
     """Return the environment variables that the library reads for a store."""
     prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
     return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
@@ -255,7 +256,7 @@ class ObjectConnection:
         """
         certificates = None
         if self.ca_file is not None:
-            certificates = read_file(_MAX_CERTIFICATE_BYTES)(self.ca_file, "tls_ca_file")
+            certificates = read_file(self.ca_file, "tls_ca_file", _MAX_CERTIFICATE_BYTES)
         more = self.read_more()
         for name in self.options.keys() & more.keys():
             raise ConfigError(
@@ -351,7 +352,8 @@ class ObjectClient(RemoteClient):
             break
         await self._create(description_name_of(self._namespace), self._description)
 
-    async def check(self) -> None:
+    async def check(self, server: Server) -> None:
+        del server  # there is only one
         if self._is_refused and self._reopen is not None:
             self._store = await self._reopen()
             self._is_refused = False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from urllib.parse import parse_qs, urlsplit
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from kvoffload_async.tiers.object.client import ObjectConnection
 
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
-_VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 
 
@@ -97,7 +95,7 @@ class StoreOptionsFile:
 
     def read(self, redact: Redactor) -> Mapping[str, str | bool]:
         """Return the options, whose secrets `redact` hides from now on; raises ConfigError."""
-        content = read_file(_MAX_OPTIONS_BYTES)(self.path, self.key)
+        content = read_file(self.path, self.key, _MAX_OPTIONS_BYTES)
         try:
             given = json.loads(content)
         except (ValueError, RecursionError):
@@ -146,7 +144,10 @@ class ObjectOptions(RemoteSettings):
         Raises:
             ConfigError: The options contradict each other, or the library rejects them.
         """
-        from kvoffload_async.tiers.object.client import ObjectConnection  # noqa: PLC0415 - an extra
+        from kvoffload_async.tiers.object.client import (  # noqa: PLC0415 - an extra
+            ObjectConnection,
+            variables_of,
+        )
 
         given = dict(self.store_options or {})
         if self.endpoint is not None:
@@ -156,7 +157,7 @@ class ObjectOptions(RemoteSettings):
                 )
             given["endpoint"] = self.endpoint
         allow_http = parse_bool(given.pop("allow_http", False), "store_options: allow_http")
-        redact = Redactor([*_secrets(_variables()), *_secrets(given)])
+        redact = Redactor([*_secrets(variables_of(self.url)), *_secrets(given)])
         connection = ObjectConnection(
             self.url,
             given,
@@ -168,11 +169,6 @@ class ObjectOptions(RemoteSettings):
         if not self.url.startswith("file:"):  # opening a file store creates its directory
             connection.open()
         return connection, redact
-
-
-def _variables() -> dict[str, str]:
-    """Return the environment variables that the library may read."""
-    return {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
 
 
 def _secrets(options: Mapping[str, str | bool]) -> list[str]:
@@ -215,19 +211,6 @@ async def bisect_prefixes(
         rounds += 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectSettings:
-    """Settings of an `object` tier, made from its options.
-
-    Attributes:
-        connection: Connection to the object store.
-        remote: Settings common to all remote tiers.
-    """
-
-    connection: ObjectConnection
-    remote: RemoteSettings = field(default_factory=RemoteSettings)
-
-
 class ObjectTier(RemoteTier):
     """Blocks as objects in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
@@ -246,27 +229,23 @@ class ObjectTier(RemoteTier):
         "faster: raise connections and bytes_in_flight",
     }
 
-    def __init__(self, settings: ObjectSettings) -> None:
+    def __init__(self, connection: ObjectConnection, settings: RemoteSettings) -> None:
         """Configure the tier; nothing is connected before `open`."""
-        self._connection = settings.connection
+        super().__init__(settings, connection.url, probes_prefixes=True)
+        self._connection = connection
         self._description: Mapping[str, Any] = {}
         self._store: Any = None  # the library's, whose module is an extra
-        place = settings.connection.url
-        super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
         own = ObjectOptions.of(options, identity)
         connection, redact = own.connect()
-        remote = replace(own, redact=redact)
-        return cls(ObjectSettings(connection=connection, remote=remote))
+        return cls(connection, replace(own, redact=redact))
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
         # Imported on demand, because the library is an extra.
-        from kvoffload_async.tiers.object.maintenance import (  # noqa: PLC0415
-            ObjectMaintenance,
-        )
+        from kvoffload_async.tiers.object.maintenance import ObjectMaintenance  # noqa: PLC0415
 
         return ObjectMaintenance
 
@@ -307,13 +286,10 @@ class ObjectTier(RemoteTier):
                 self._memory.vanished(key for key in rest if self._memory.get(key) is None)
         return lengths
 
-    def _client_of(
-        self, namespace: str, block_bytes: int, emptied: Callable[[], None]
-    ) -> RemoteClient:
+    def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
-        del block_bytes, emptied  # an object store keeps its contents over a restart
         lookups = Lookups(self._settings.probe_timeout_s)
         reopen = partial(lookups.run, "credentials", self._connection.open)
         return ObjectClient(self._store, namespace, self._description, reopen=reopen)

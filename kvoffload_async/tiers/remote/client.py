@@ -42,7 +42,6 @@ Bytes = npt.NDArray[np.uint8]
 class Header:
     """Decoded header of a value, not yet verified."""
 
-    version: int
     is_keyed: bool
     payload_offset: int
     payload_bytes: int
@@ -69,7 +68,7 @@ class Header:
             return None
         if not is_keyed and any(key_id):
             return None
-        return cls(version, is_keyed, offset, payload_bytes, layout.hex(), digest, key_id, key)
+        return cls(is_keyed, offset, payload_bytes, layout.hex(), digest, key_id, key)
 
     @property
     def namespace(self) -> str:
@@ -241,16 +240,14 @@ class RemoteClient(ABC):
     """Kind of store, for messages."""
     answers_many: ClassVar[bool]
     """Whether one call can look up many keys; otherwise each needs a request."""
-    renews_age: ClassVar[bool] = True
-    """Whether `renew` prevents values from expiring."""
 
     @abstractmethod
     async def connect(self) -> None:
         """Check that the store is usable, and read its state; may be repeated."""
 
     @abstractmethod
-    async def check(self) -> None:
-        """Check that the server responds, without accessing values."""
+    async def check(self, server: Server) -> None:
+        """Check that a server responds, without accessing values."""
 
     @abstractmethod
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -303,11 +300,6 @@ class RemoteClient(ABC):
         for i, key in enumerate(keys):
             servers.setdefault(self.server_of(key), []).append(i)
         return servers
-
-    async def check_server(self, server: Server) -> None:
-        """Check that one of several servers responds."""
-        del server
-        await self.check()
 
     def portion_blocks(self, value_bytes: int) -> int:
         """Return the maximum number of values of this length per call."""

@@ -12,7 +12,6 @@ from typing import Final
 from kvoffload_async.errors import ShardUnavailableError, TierError
 from kvoffload_async.tiers.remote.calls import Calls, run_together
 from kvoffload_async.tiers.remote.client import RemoteClient, Server
-from kvoffload_async.tiers.remote.settings import RemoteCounters
 from kvoffload_async.types import OffloadKey
 
 MOST_KEYS: Final = 1 << 18
@@ -120,7 +119,6 @@ class ExistenceProber:
     _client: RemoteClient
     _calls: Calls
     _memory: ExistenceCache
-    _counters: RemoteCounters
 
     async def ask(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
         """Return the keys that exist, from the cache or the server.
@@ -137,16 +135,16 @@ class ExistenceProber:
             elif remembered:
                 present.add(key)
         if not unknown:
-            self._counters.remembered_keys += len(keys)
+            self._calls.counters.remembered_keys += len(keys)
             return present
-        emptied = self._counters.emptied
+        emptied = self._calls.counters.emptied
         try:
             found = await self.ask_anew(unknown, deadline_s)
         except ShardUnavailableError:  # a miss: the caller's next probe decides
             found = set()
-        if self._counters.emptied != emptied:  # cached answers are invalid
+        if self._calls.counters.emptied != emptied:  # cached answers are invalid
             return found | await self.ask_anew(list(present), deadline_s)
-        self._counters.remembered_keys += len(keys) - len(unknown)
+        self._calls.counters.remembered_keys += len(keys) - len(unknown)
         return found | present
 
     async def ask_anew(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
@@ -158,7 +156,7 @@ class ExistenceProber:
         Raises:
             TierError: No server answered all of its requests.
         """
-        self._counters.probed_keys += len(keys)
+        self._calls.counters.probed_keys += len(keys)
         step = _KEYS_A_CALL if self._client.answers_many else 1
         present: set[OffloadKey] = set()
         num_answered = 0
@@ -196,7 +194,7 @@ class ExistenceProber:
             await ask(*portions[0])
         else:
             await run_together((ask(*portion) for portion in portions), "remote:question")
-        self._counters.unanswered_keys += len(keys) - num_answered
+        self._calls.counters.unanswered_keys += len(keys) - num_answered
         try:
             if errors and len(errors) == len(servers):
                 raise next(iter(errors.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 from urllib.parse import quote, quote_plus
@@ -74,22 +74,17 @@ def _forms_of(secrets: Iterable[str]) -> list[str]:
     return sorted((form for form in forms if len(form) >= _LEAST_CHARS), key=len, reverse=True)
 
 
-def read_file(most_bytes: int) -> Callable[[object, str], bytes]:
-    """Return a parser for the absolute path of a file; it returns the file's content."""
-
-    def parse(value: object, key: str) -> bytes:
-        path = parse_file(value, key)
-        try:
-            content = read_given(path, most_bytes + 1)
-        except OSError as error:
-            raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
-        if not content or len(content) > most_bytes:
-            raise ConfigError(
-                f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
-            )
-        return content
-
-    return parse
+def read_file(path: str, key: str, most_bytes: int) -> bytes:
+    """Return the content of a file that an option names; raises ConfigError."""
+    try:
+        content = read_given(path, most_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
+    if not content or len(content) > most_bytes:
+        raise ConfigError(
+            f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
+        )
+    return content
 
 
 @dataclass(frozen=True)
@@ -103,16 +98,16 @@ class SecretFile:
     def parse(cls, value: object, key: str) -> SecretFile:
         """Return the file at an absolute path; raises ConfigError if it has no secret now."""
         file = cls(parse_file(value, key), key)
-        file.read()
+        file.read(Redactor())
         return file
 
-    def read(self, redact: Redactor | None = None) -> str:
-        """Return the secret, without line ends after it; raises ConfigError.
+    def read(self, redact: Redactor) -> str:
+        """Return the secret, which `redact` hides from now on, without line ends after it.
 
-        Args:
-            redact: Hides it from now on.
+        Raises:
+            ConfigError: The file has no secret.
         """
-        content = read_file(_MAX_SECRET_BYTES)(self.path, self.key)
+        content = read_file(self.path, self.key, _MAX_SECRET_BYTES)
         try:
             secret = content.decode().rstrip("\r\n")
         except UnicodeDecodeError:
@@ -121,8 +116,7 @@ class SecretFile:
             ) from None
         if not secret:
             raise ConfigError(f"{self.key}: {self.path!r} is empty; give a file with a secret")
-        if redact is not None:
-            redact.hide(secret)
+        redact.hide(secret)
         return secret
 
 
@@ -191,7 +185,7 @@ REMEDIES: Final[Remedies] = {
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """Counters of a remote tier; see also `CallCounters`.
+    """Counters of a remote tier.
 
     Attributes:
         probed_keys: Keys that the server was asked for.
@@ -203,6 +197,11 @@ class RemoteCounters:
         unremoved: Corrupt blocks whose removal failed.
         emptied: Number of times that the server had lost its contents.
         present_blocks: Blocks to be stored that existed already.
+        requests: Calls started, including retries.
+        retries: Calls that repeated a failed one.
+        failed: Failed calls.
+        timeouts: Failed calls that timed out.
+        health_checks: Calls that only checked a server.
     """
 
     probed_keys: int = 0
@@ -214,3 +213,8 @@ class RemoteCounters:
     unremoved: int = 0
     emptied: int = 0
     present_blocks: int = 0
+    requests: int = 0
+    retries: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    health_checks: int = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -34,7 +35,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import CallCounters, Calls, CongestionWindow, run_together
+from kvoffload_async.tiers.remote.calls import Calls, CongestionWindow, run_together
 from kvoffload_async.tiers.remote.client import (
     Bytes,
     Envelopes,
@@ -127,11 +128,13 @@ class Renewal:
     def _start(self) -> None:
         self._timer = None
         self._task = asyncio.get_running_loop().create_task(self._run(), name="remote:renewal")
-        self._task.add_done_callback(self._ended)
 
     async def _run(self) -> None:
         self._failed_in_a_row = 0
-        await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
+        try:
+            await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
+        finally:
+            self._task = None
 
     async def _work(self) -> None:
         """Renew pending blocks in successive calls; stop after too many consecutive failures."""
@@ -149,11 +152,6 @@ class Renewal:
             if self._failed_in_a_row >= self._calls_at_once:
                 self.dropped += len(self._waiting)
                 self._waiting.clear()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        if not task.cancelled():
-            task.result()  # re-raise, for the loop to report
 
 
 logger = logging.getLogger(__name__)
@@ -185,7 +183,6 @@ class RemoteTier(AsyncTier):
     def __init__(
         self,
         settings: RemoteSettings,
-        create_client: Callable[[str, int, Callable[[], None]], RemoteClient],
         location: str,
         *,
         probes_prefixes: bool,
@@ -194,8 +191,6 @@ class RemoteTier(AsyncTier):
 
         Args:
             settings: See `RemoteSettings`.
-            create_client: Creates the client, given the namespace, the bytes of a block, and a
-                callback for when the server has lost its contents.
             location: Location of the store for messages, without secrets.
             probes_prefixes: Whether each lookup needs a request, so that few should be made.
         """
@@ -207,14 +202,12 @@ class RemoteTier(AsyncTier):
         )
         self.bounds = TierBounds(concurrent_blocks=64)
         self._settings = settings
-        self._create_client = create_client
         self._location = location
         self._counters = RemoteCounters()
         self._env: TierEnvironment | None = None
         self._client: RemoteClient | None = None
         self._rows: Bytes | None = None
         self._calls: Calls
-        self._call_counters: CallCounters | None = None
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
@@ -237,20 +230,13 @@ class RemoteTier(AsyncTier):
         layout = env.identity.digest
         namespace = namespace_of(layout, settings.integrity_key)
         self._envelopes = Envelopes(layout, row_bytes, settings.integrity_key)
-        self._client = self._create_client(namespace, row_bytes, self._emptied)
-        self._calls = Calls(
-            self._client,
-            settings.redact,
-            call_timeout_s=settings.call_timeout_s,
-            response_timeout_s=settings.probe_timeout_s,
-            max_retries=settings.max_retries,
-        )
-        self._call_counters = self._calls.counters
+        self._client = self._create_client(namespace)
+        self._calls = Calls(self._client, settings, self._counters)
         loop = asyncio.get_running_loop()
         self._memory = ExistenceCache(
             settings.positive_cache_ttl_s, settings.negative_cache_ttl_s, loop.time
         )
-        self._questions = ExistenceProber(self._client, self._calls, self._memory, self._counters)
+        self._questions = ExistenceProber(self._client, self._calls, self._memory)
         try:
             deadline_s = self._deadline(settings.job_timeout_s)
             await self._calls.run(self._client.connect, deadline_s, may_hang=False)
@@ -258,7 +244,7 @@ class RemoteTier(AsyncTier):
             raise ConfigError(
                 f"url: {self._location}: {error}; correct url or credentials"
             ) from None
-        if settings.ttl_s is not None and self._client.renews_age:
+        if settings.ttl_s is not None:
             self._renewal = Renewal(
                 settings.ttl_s,
                 partial(self._renew, self._client),
@@ -266,6 +252,10 @@ class RemoteTier(AsyncTier):
             )
         self._env = env
         self._rows = np.asarray(env.kv_view)
+
+    @abstractmethod
+    def _create_client(self, namespace: str) -> RemoteClient:
+        """Create the client of a namespace without connecting."""
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a value; recent answers come from the cache."""
@@ -318,8 +308,6 @@ class RemoteTier(AsyncTier):
     def gauges(self) -> Mapping[str, float]:
         """Return counters of calls, probes and renewals, and the bytes in flight."""
         figures = asdict(self._counters)
-        if self._call_counters is not None:
-            figures |= asdict(self._call_counters)
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
         return figures | {

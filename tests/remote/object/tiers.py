@@ -3,7 +3,7 @@
 import obstore
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
+from kvoffload_async.tiers.object.tier import ObjectTier
 from kvoffload_async.tiers.remote.settings import RemoteSettings
 
 BLOCK_BYTES = 4096
@@ -13,7 +13,7 @@ QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 def tier_on(connection, **options):
     remote = RemoteSettings(**{"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | options)
-    return ObjectTier(ObjectSettings(connection=connection, remote=remote))
+    return ObjectTier(connection, remote)
 
 
 def names_in(connection):
