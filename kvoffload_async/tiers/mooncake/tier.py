@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Final
@@ -27,7 +28,7 @@ from kvoffload_async.errors import (
     drop_tracebacks,
 )
 from kvoffload_async.tiers.files.digests import IntegrityKey
-from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES, Parts
+from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES
 from kvoffload_async.tiers.mooncake.process import (
     MOST_NAMES,
     Helper,
@@ -215,7 +216,7 @@ class MooncakeTier(AsyncTier):
         self,
         job: JobMetadata,
         run_part: Callable[[_Part], Awaitable[Outcomes]],
-        parts_of: Callable[[Helper], Parts],
+        parts_of: Callable[[Helper], asyncio.Queue[int]],
     ) -> BlockFailures:
         """Run a job in portions; an error of the store or helper fails all of it."""
         helper, state = self._opened()
@@ -225,16 +226,18 @@ class MooncakeTier(AsyncTier):
             if Envelopes.header_bytes(key) > HEAD_BYTES
         }
         faults: list[TierError] = []
+        parts = parts_of(helper)
 
         async def run(portion: Portion) -> None:
+            first = await parts.get()
             try:
-                async with parts_of(helper).take() as first:
-                    if not faults:
-                        part = _Part(helper, state, job, portion, first)
-                        failures.update(await run_part(part))
+                if not faults:
+                    failures.update(await run_part(_Part(helper, state, job, portion, first)))
             except TierError as error:
                 drop_tracebacks(error)  # their frames hold the rows
                 faults.append(error)
+            finally:
+                parts.put_nowait(first)
 
         indices = [i for i in range(len(job.keys)) if i not in failures]
         step = helper.cells.geometry.blocks

@@ -227,7 +227,7 @@ def test_a_call_that_is_only_slow_goes_on_while_the_store_answers_checks(fake):
         fake.wait_for_fault()
         helper = helper_of(harness.tier)
         (number,) = helper._calls
-        harness.on_loop(lambda: helper._is_slow(number))
+        harness.on_loop(lambda: helper._hangs._is_slow(None, asyncio.timeout(None)))
         wait_until((fake.folder / "checks").exists)
         wait_until(lambda: list(helper._calls) == [number])
         assert not storing.done()
