@@ -113,18 +113,10 @@ class SharedCells:
         """Return the offset of a value with a header of this length."""
         return cell * self.geometry.cell_bytes + HEAD_BYTES - header_bytes
 
-    def write(self, cell: int, header: Bytes, row: Bytes) -> None:
-        """Write a value into a cell."""
-        memory = self._cells[cell]
-        memory[HEAD_BYTES - len(header) : HEAD_BYTES] = header
-        np.copyto(memory[HEAD_BYTES : HEAD_BYTES + self._row_bytes], row)
-
-    def read(self, cell: int, header_bytes: int, row: Bytes) -> Bytes:
-        """Copy a value's block into a row; return a copy of its header."""
-        memory = self._cells[cell]
-        np.copyto(row, memory[HEAD_BYTES : HEAD_BYTES + self._row_bytes])
-        header: Bytes = memory[HEAD_BYTES - header_bytes : HEAD_BYTES].copy()
-        return header
+    def value(self, cell: int, header_bytes: int) -> Bytes:
+        """Return the memory of a value with a header of this length."""
+        memory: Bytes = self._cells[cell, HEAD_BYTES - header_bytes : HEAD_BYTES + self._row_bytes]
+        return memory
 
     def close_file(self) -> None:
         """Close the descriptor; idempotent. The memory is freed with its last mapping."""

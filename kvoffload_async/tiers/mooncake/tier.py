@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Final
 
@@ -36,7 +36,7 @@ from kvoffload_async.tiers.mooncake.process import (
     MooncakeSettings,
 )
 from kvoffload_async.tiers.remote.calls import run_together
-from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of
+from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of, payload_offset
 from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 
@@ -107,30 +107,31 @@ class _Part:
     async def move(self, call: str) -> list[int]:
         """Have the helper put or get the cells' values; return a status for each."""
         cells, row_bytes = self.helper.cells, self.state.rows.shape[1]
-        heads = [Envelopes.header_bytes(key) for key in self.keys]
+        heads = [payload_offset(len(key)) for key in self.keys]
         at = [cells.at(cell, head) for cell, head in enumerate(heads, self.first)]
         sizes = [head + row_bytes for head in heads]
         return await self.helper.move(call, self.state.names(self.keys), at, sizes)
 
     def copy_in(self) -> None:
-        """Copy the blocks into their cells, and write their headers."""
-        for cell, i in enumerate(self.indices, self.first):
-            row = self.state.rows[self.job.block_ids[i]]
-            header = self.state.envelopes.header(self.job.keys[i], row)
-            self.helper.cells.write(cell, header, row)
+        """Copy the blocks into their cells, with headers."""
+        for _, key, row, value in self._blocks():
+            self.state.envelopes.wrap(key, row, value)
 
     def copy_out(self, failures: Outcomes) -> Outcomes:
         """Copy the blocks that were read into their rows and verify them; return all failures."""
         outcomes = dict(failures)
-        for cell, i in enumerate(self.indices, self.first):
+        for i, key, row, value in self._blocks():
             if i not in failures:
-                key, row = self.job.keys[i], self.state.rows[self.job.block_ids[i]]
-                header = self.helper.cells.read(cell, Envelopes.header_bytes(key), row)
-                # Verify the copies, because the shared memory can be modified at any time.
-                error = self.state.envelopes.verify(key, header, row)
+                error = self.state.envelopes.unwrap(key, value.data, row)
                 if error is not None:
                     outcomes[i] = error
         return outcomes
+
+    def _blocks(self) -> Iterator[tuple[int, OffloadKey, Bytes, Bytes]]:
+        """Yield each block's index in the job, its key, its row, and the memory of its value."""
+        for cell, i in enumerate(self.indices, self.first):
+            key, row = self.job.keys[i], self.state.rows[self.job.block_ids[i]]
+            yield i, key, row, self.helper.cells.value(cell, payload_offset(len(key)))
 
 
 class MooncakeTier(AsyncTier):
@@ -223,7 +224,7 @@ class MooncakeTier(AsyncTier):
         failures: Outcomes = {
             i: TierError(f"{block_text(key)}: the key is too long for this tier")
             for i, key in enumerate(job.keys)
-            if Envelopes.header_bytes(key) > HEAD_BYTES
+            if payload_offset(len(key)) > HEAD_BYTES
         }
         faults: list[TierError] = []
         parts = parts_of(helper)
@@ -242,10 +243,7 @@ class MooncakeTier(AsyncTier):
         indices = [i for i in range(len(job.keys)) if i not in failures]
         step = helper.cells.geometry.blocks
         portions = [indices[at : at + step] for at in range(0, len(indices), step)]
-        if len(portions) == 1:
-            await run(portions[0])
-        else:
-            await run_together(map(run, portions), f"mooncake:{job.job_id}")
+        await run_together(map(run, portions), f"mooncake:{job.job_id}")
         if faults:
             raise faults.pop(0)  # popped, to avoid a reference cycle with this frame
         return failures

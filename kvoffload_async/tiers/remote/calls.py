@@ -125,6 +125,8 @@ class CongestionWindow:
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: str) -> None:
     """Run coroutines until all have ended; the first exception cancels the others.
 
+    A single one runs in the caller's task.
+
     A cancelled `TaskGroup` would remain in a reference cycle with its callers' frames, and keep the
     primary's rows in use until garbage collection.
 
@@ -132,8 +134,11 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
         coroutines: The coroutines.
         name: Name of their tasks.
     """
+    if len(waiting := list(coroutines)) == 1:
+        await waiting[0]
+        return
     loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(coroutine, name=name) for coroutine in coroutines]
+    tasks = [loop.create_task(coroutine, name=name) for coroutine in waiting]
     if not tasks:
         return
     try:

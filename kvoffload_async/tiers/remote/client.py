@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class Header:
         magic, version, flags, offset, key_bytes, payload_bytes, layout, digest, key_id = fields
         if magic != MAGIC or version != VERSION or key_bytes > _MAX_KEY_BYTES:
             return None
-        if offset != _payload_offset(key_bytes) or len(value) < offset:
+        if offset != payload_offset(key_bytes) or len(value) < offset:
             return None
         key_end = _FIXED.size + key_bytes
         key = OffloadKey(bytes(value[_FIXED.size : key_end]))
@@ -116,52 +116,35 @@ class Envelopes:
 
     def value_bytes(self, key: OffloadKey) -> int:
         """Return the length of a block's value."""
-        return _payload_offset(len(key)) + self.block_bytes
+        return payload_offset(len(key)) + self.block_bytes
 
-    def wrap(self, key: OffloadKey, row: Bytes) -> Bytes:
-        """Encode a block; copies its bytes once, with the GIL released."""
-        offset = _payload_offset(len(key))
-        value = np.empty(offset + self.block_bytes, dtype=np.uint8)
-        digest = self._digester.digest(key, row.data)
-        value[:offset] = np.frombuffer(self._header(key, digest), dtype=np.uint8)
+    def wrap(self, key: OffloadKey, row: Bytes, into: Bytes | None = None) -> Bytes:
+        """Encode a block, in new memory or a given one; copies it once, with the GIL released."""
+        offset = payload_offset(len(key))
+        value = np.empty(offset + self.block_bytes, dtype=np.uint8) if into is None else into
+        header = self._header(key, self._digester.digest(key, row.data))
+        value[:offset] = np.frombuffer(header, dtype=np.uint8)
         np.copyto(value[offset:], row)
         return value
 
     def unwrap(self, key: OffloadKey, value: memoryview, row: Bytes) -> CorruptBlockError | None:
-        """Verify a value and copy its block into a row; a corrupt block leaves the row unchanged.
+        """Copy a value's block into a row, and verify the copy: others may modify the value.
 
         Returns the error instead of raising it, because its traceback would keep the row alive.
         """
-        offset = _payload_offset(len(key))
+        offset = payload_offset(len(key))
         if len(value) != offset + self.block_bytes:
             return CorruptBlockError(
                 f"{block_text(key)}: {len(value)} bytes instead of {offset + self.block_bytes}"
             )
-        payload = value[offset:]
-        if value[:offset] != self._header(key, self._digester.digest(key, payload)):
+        header = bytes(value[:offset])
+        np.copyto(row, np.frombuffer(value[offset:], dtype=np.uint8))
+        if header != self._header(key, self._digester.digest(key, row.data)):
             return CorruptBlockError(f"{block_text(key)}: wrong header or checksum")
-        np.copyto(row, np.frombuffer(payload, dtype=np.uint8))
         return None
 
-    @staticmethod
-    def header_bytes(key: OffloadKey) -> int:
-        """Return the length of the header before a block's payload."""
-        return _payload_offset(len(key))
-
-    def header(self, key: OffloadKey, row: Bytes) -> Bytes:
-        """Encode only a block's header, for values that are assembled elsewhere."""
-        return np.frombuffer(
-            self._header(key, self._digester.digest(key, row.data)), dtype=np.uint8
-        )
-
-    def verify(self, key: OffloadKey, header: Bytes, row: Bytes) -> CorruptBlockError | None:
-        """Verify a block that is already in its row; returns the error, like `unwrap`."""
-        if np.array_equal(header, self.header(key, row)):
-            return None
-        return CorruptBlockError(f"{block_text(key)}: wrong header or checksum")
-
     def _header(self, key: OffloadKey, digest: bytes) -> bytes:
-        offset = _payload_offset(len(key))
+        offset = payload_offset(len(key))
         fixed = _FIXED.pack(
             MAGIC,
             VERSION,
@@ -176,7 +159,8 @@ class Envelopes:
         return (fixed + key).ljust(offset, b"\0")
 
 
-def _payload_offset(key_bytes: int) -> int:
+def payload_offset(key_bytes: int) -> int:
+    """Return the length of the header, for a key of this length."""
     return -(-(_FIXED.size + key_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -294,12 +278,16 @@ class RemoteClient(ABC):
         del key
         return None
 
-    def by_server(self, keys: Iterable[OffloadKey]) -> dict[Server, list[int]]:
-        """Group the keys' indices by server; a call takes keys of one server."""
+    def portions(self, keys: Sequence[OffloadKey], most: int) -> list[list[int]]:
+        """Divide the keys' indices into portions of at most `most`, each of keys on one server."""
         servers: dict[Server, list[int]] = {}
         for i, key in enumerate(keys):
             servers.setdefault(self.server_of(key), []).append(i)
-        return servers
+        return [
+            indices[first : first + most]
+            for indices in servers.values()
+            for first in range(0, len(indices), most)
+        ]
 
     def portion_blocks(self, value_bytes: int) -> int:
         """Return the maximum number of values of this length per call."""

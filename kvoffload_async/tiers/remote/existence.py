@@ -160,9 +160,11 @@ class ExistenceProber:
         step = _KEYS_A_CALL if self._client.answers_many else 1
         present: set[OffloadKey] = set()
         num_answered = 0
-        servers = self._client.by_server(keys)
+        portions = [[keys[i] for i in portion] for portion in self._client.portions(keys, step)]
+        servers = [self._client.server_of(portion[0]) for portion in portions]
+        num_servers = len(set(servers))
         errors: dict[Server, TierError] = {}
-        if len(servers) > 1:  # leaves time to use the answers of servers that respond
+        if num_servers > 1:  # leaves time to use the answers of servers that respond
             now_s = asyncio.get_running_loop().time()
             deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
         gate = asyncio.Semaphore(_CALLS_AT_ONCE)
@@ -185,18 +187,10 @@ class ExistenceProber:
             self._memory.appeared(found)
             self._memory.vanished(found.symmetric_difference(portion))
 
-        portions = [
-            (server, [keys[i] for i in indices[first : first + step]])
-            for server, indices in servers.items()
-            for first in range(0, len(indices), step)
-        ]
-        if len(portions) == 1:
-            await ask(*portions[0])
-        else:
-            await run_together((ask(*portion) for portion in portions), "remote:question")
+        await run_together(map(ask, servers, portions), "remote:question")
         self._calls.counters.unanswered_keys += len(keys) - num_answered
         try:
-            if errors and len(errors) == len(servers):
+            if errors and len(errors) == num_servers:
                 raise next(iter(errors.values()))
         finally:
             errors.clear()  # avoid a reference cycle of exceptions and frame

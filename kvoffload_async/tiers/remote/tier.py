@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -89,7 +90,6 @@ class Renewal:
         self._pause_s = min(ttl_s / 16, _LONGEST_PAUSE_S)
         self._fresh = ExpiringKeys(ttl_s / 4)
         self._waiting: dict[OffloadKey, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.renewed = self.dropped = 0
@@ -111,27 +111,22 @@ class Renewal:
                 self.dropped += 1
             else:
                 self._waiting[key] = None
-        if self._waiting and self._timer is None and self._task is None:
-            self._timer = loop.call_later(self._pause_s, self._start)
+        if self._waiting and self._task is None:
+            self._task = loop.create_task(self._run(), name="remote:renewal")
 
     async def close(self) -> None:
         """Stop; pending renewals are dropped."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
         self.dropped += len(self._waiting)
         self._waiting.clear()
 
-    def _start(self) -> None:
-        self._timer = None
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="remote:renewal")
-
     async def _run(self) -> None:
         self._failed_in_a_row = 0
         try:
+            await asyncio.sleep(self._pause_s)
             await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
         finally:
             self._task = None
@@ -169,7 +164,7 @@ time, so that these blocks have results of their own."""
 Portion = Sequence[int]
 """Indices of blocks of a job, all on one server."""
 
-MovePortion = Callable[[RemoteClient, JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
+MovePortion = Callable[[JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
 """Copies some blocks of a job until a deadline (loop time); returns the failed ones."""
 
 
@@ -205,8 +200,9 @@ class RemoteTier(AsyncTier):
         self._location = location
         self._counters = RemoteCounters()
         self._env: TierEnvironment | None = None
-        self._client: RemoteClient | None = None
         self._rows: Bytes | None = None
+        self._on_close = AsyncExitStack()
+        self._client: RemoteClient
         self._calls: Calls
         self._memory: ExistenceCache
         self._questions: ExistenceProber
@@ -231,7 +227,9 @@ class RemoteTier(AsyncTier):
         namespace = namespace_of(layout, settings.integrity_key)
         self._envelopes = Envelopes(layout, row_bytes, settings.integrity_key)
         self._client = self._create_client(namespace)
+        self._on_close.push_async_callback(self._client.close)
         self._calls = Calls(self._client, settings, self._counters)
+        self._on_close.push_async_callback(self._calls.close)
         loop = asyncio.get_running_loop()
         self._memory = ExistenceCache(
             settings.positive_cache_ttl_s, settings.negative_cache_ttl_s, loop.time
@@ -246,10 +244,9 @@ class RemoteTier(AsyncTier):
             ) from None
         if settings.ttl_s is not None:
             self._renewal = Renewal(
-                settings.ttl_s,
-                partial(self._renew, self._client),
-                renews_many=self._client.answers_many,
+                settings.ttl_s, self._renew, renews_many=self._client.answers_many
             )
+            self._on_close.push_async_callback(self._renewal.close)
         self._env = env
         self._rows = np.asarray(env.kv_view)
 
@@ -291,15 +288,7 @@ class RemoteTier(AsyncTier):
     async def close(self) -> None:
         """Close all connections; idempotent."""
         self._env = self._rows = None
-        renewal, self._renewal = self._renewal, None
-        client, self._client = self._client, None
-        try:
-            if renewal is not None:
-                await renewal.close()
-        finally:
-            if client is not None:
-                await self._calls.close()
-                await client.close()
+        await self._on_close.aclose()
 
     def describe(self) -> str:
         """Return the store's location, without secrets."""
@@ -310,20 +299,16 @@ class RemoteTier(AsyncTier):
         figures = asdict(self._counters)
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
-        return figures | {
-            "bytes_in_flight": sum(
-                window.limiter.bytes_in_flight for window in (self._loads, self._stores)
-            )
-        }
+        in_flight = sum(w.limiter.bytes_in_flight for w in (self._loads, self._stores))
+        return figures | {"bytes_in_flight": in_flight}
 
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
         self, job: JobMetadata, window: CongestionWindow, run_portion: MovePortion
     ) -> BlockFailures:
+        self._opened()
         client = self._client
-        if client is None:
-            raise TierClosedError(f"{self._location} is not open")
         began_s = asyncio.get_running_loop().time()
         deadline_s = began_s + self._settings.job_timeout_s
         start_by_s = began_s + _STARTING_PART * self._settings.job_timeout_s
@@ -342,7 +327,7 @@ class RemoteTier(AsyncTier):
                     with await window.limiter.acquire(num_bytes):
                         timer.reschedule(deadline_s)
                         self._calls.require(server, began_s)
-                        failures.update(await run_portion(client, job, portion, deadline_s))
+                        failures.update(await run_portion(job, portion, deadline_s))
             except TimeoutError:
                 error: TierError = TierTimeoutError(f"{client.location}: the job's deadline passed")
                 if timer.when() == start_by_s and window.moved_s >= began_s:
@@ -358,15 +343,14 @@ class RemoteTier(AsyncTier):
                 window.timed_out()
             failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
 
-        portions = list(self._portions(client, job))
-        if len(portions) == 1:
-            await run(portions[0])
-            return failures
-        await run_together(map(run, portions), f"remote:{job.job_id}")
+        block_bytes = self._envelopes.block_bytes
+        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
+        step = min(most_blocks, client.portion_blocks(block_bytes))
+        await run_together(map(run, client.portions(job.keys, step)), f"remote:{job.job_id}")
         return failures
 
     async def _store_portion(
-        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
+        self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         keys, slots = job.keys, job.block_ids
         unconfirmed = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
@@ -382,19 +366,17 @@ class RemoteTier(AsyncTier):
 
         values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
-        put, departure = partial(client.put, missing, values), self._stores.began()
-        outcomes = await self._calls.run(put, deadline_s, server=client.server_of(missing[0]))
-        sent = [
-            value.nbytes
-            for value, error in zip(values, outcomes, strict=True)
-            if not isinstance(error, ValueExistsError)
-        ]
+        put, departure = partial(self._client.put, missing, values), self._stores.began()
+        server = self._client.server_of(missing[0])
+        outcomes = await self._calls.run(put, deadline_s, server=server)
+        exist = [isinstance(error, ValueExistsError) for error in outcomes]
+        self._counters.present_blocks += sum(exist)
+        sent = (value.nbytes for value, exists in zip(values, exist, strict=True) if not exists)
         self._stores.ended(departure, sum(sent))
-        self._counters.present_blocks += len(indices) - len(sent)
         failures = {
-            i: self._redacted(client, keys[i], error)
-            for i, error in zip(indices, outcomes, strict=True)
-            if error is not None and not isinstance(error, ValueExistsError)
+            i: self._redacted(keys[i], error)
+            for i, error, exists in zip(indices, outcomes, exist, strict=True)
+            if error is not None and not exists
         }
         stored = [keys[i] for i in indices if i not in failures]
         self._memory.appeared(stored)
@@ -403,7 +385,7 @@ class RemoteTier(AsyncTier):
         return failures
 
     async def _load_portion(
-        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
+        self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         keys, slots = job.keys, job.block_ids
         most_bytes = max(self._envelopes.value_bytes(keys[i]) for i in portion)
@@ -411,8 +393,9 @@ class RemoteTier(AsyncTier):
         async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
             """Read blocks into their slots; return those that fail verification."""
             wanted = [keys[i] for i in indices]
-            get, departure = partial(client.get, wanted, most_bytes), self._loads.began()
-            found = await self._calls.run(get, deadline_s, server=client.server_of(wanted[0]))
+            get, departure = partial(self._client.get, wanted, most_bytes), self._loads.began()
+            server = self._client.server_of(wanted[0])
+            found = await self._calls.run(get, deadline_s, server=server)
             self._loads.ended(
                 departure, sum(len(value.data) for value in found if isinstance(value, Value))
             )
@@ -440,11 +423,10 @@ class RemoteTier(AsyncTier):
         if corrupt:  # perhaps damaged in transit: remove only what fails twice
             self._counters.read_again += len(corrupt)
             corrupt = await read(list(corrupt))
-        return await self._failures_of(client, job, values, corrupt, deadline_s)
+        return await self._failures_of(job, values, corrupt, deadline_s)
 
     async def _failures_of(
         self,
-        client: RemoteClient,
         job: JobMetadata,
         values: Mapping[int, Value | TierError | None],
         corrupt: Mapping[int, CorruptBlockError],
@@ -457,12 +439,12 @@ class RemoteTier(AsyncTier):
             if value is None:
                 failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
             elif isinstance(value, TierError):
-                failures[i] = self._redacted(client, keys[i], value)
+                failures[i] = self._redacted(keys[i], value)
             elif i in corrupt:
                 failures[i] = corrupt[i]
                 self._counters.corrupt += 1
                 sha1 = await self._in_thread(Direction.METADATA, value.sha1)
-                await self._remove(client, keys[i], value, sha1, deadline_s)
+                await self._remove(keys[i], value, sha1, deadline_s)
         self._memory.vanished(
             keys[i]
             for i, error in failures.items()
@@ -471,32 +453,23 @@ class RemoteTier(AsyncTier):
         self._memory.appeared(keys[i] for i in values if i not in failures)
         return failures
 
-    async def _remove(
-        self, client: RemoteClient, key: OffloadKey, value: Value, sha1: str, deadline_s: float
-    ) -> None:
+    async def _remove(self, key: OffloadKey, value: Value, sha1: str, deadline_s: float) -> None:
         """Remove a corrupt block if unchanged; a present block would never be overwritten."""
         try:
-            call, server = partial(client.remove_if, key, value, sha1), client.server_of(key)
+            call = partial(self._client.remove_if, key, value, sha1)
+            server = self._client.server_of(key)
             was_there = await self._calls.run(call, deadline_s, server=server)
             self._counters.removed += was_there  # read the counter only after the await
         except TierError as error:
             self._counters.unremoved += 1
             self._warn(self._unremoved, f"corrupt {block_text(key)} was not removed: {error}")
 
-    def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[Portion]:
-        block_bytes = self._envelopes.block_bytes
-        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
-        step = min(most_blocks, client.portion_blocks(block_bytes))
-        for indices in client.by_server(job.keys).values():
-            for first in range(0, len(indices), step):
-                yield indices[first : first + step]
-
     # -- helpers ----------------------------------------------------------------------------------
 
-    async def _renew(self, client: RemoteClient, keys: Sequence[OffloadKey]) -> bool:
+    async def _renew(self, keys: Sequence[OffloadKey]) -> bool:
         deadline_s = self._deadline(self._settings.job_timeout_s)
         try:
-            await self._calls.run(partial(client.renew, keys), deadline_s)
+            await self._calls.run(partial(self._client.renew, keys), deadline_s)
         except TierError as error:
             self._warn(self._unrenewed, f"{len(keys)} blocks were not renewed: {error}")
             return False
@@ -514,10 +487,10 @@ class RemoteTier(AsyncTier):
         self._memory.emptied()
         logger.warning("%s: the server has lost its contents", self._location)
 
-    def _redacted(self, client: RemoteClient, key: OffloadKey, error: TierError) -> TierError:
+    def _redacted(self, key: OffloadKey, error: TierError) -> TierError:
         """Return the error of one block, as a fault of its server only if others work."""
-        shown = type(error)(f"{client.location}: {self._settings.redact(error)}")
-        return self._calls.fault_of(client.server_of(key), shown)
+        shown = type(error)(f"{self._client.location}: {self._settings.redact(error)}")
+        return self._calls.fault_of(self._client.server_of(key), shown)
 
     def _deadline(self, seconds: float) -> float:
         return asyncio.get_running_loop().time() + seconds

@@ -170,23 +170,20 @@ class ValkeyClient(RemoteClient):
         return bool(reply)
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
-        if self._ttl_ms is None:
+        ttl_ms = self._ttl_ms
+        if ttl_ms is None:
             return
-        by_node: dict[Node | None, list[Command]] = {}
-        for key in keys:
-            name = self._prefix + key
-            by_node.setdefault(self._nodes.node_of(name), []).append(
-                ("PEXPIRE", name, self._ttl_ms)
-            )
         errors: list[Exception] = []
 
-        async def run(node: Node | None, commands: Sequence[Command]) -> None:
+        async def run(portion: Sequence[int]) -> None:
+            names = [self._prefix + keys[i] for i in portion]
+            commands = [("PEXPIRE", name, ttl_ms) for name in names]
             try:
-                _raise_first(await self._nodes.run(node, commands))
+                _raise_first(await self._nodes.run(self._nodes.node_of(names[0]), commands))
             except Exception as error:  # noqa: BLE001 - the library's own; raised below
                 errors.append(error)
 
-        await run_together((run(*one) for one in by_node.items()), "remote:renewal")
+        await run_together(map(run, self.portions(keys, len(keys))), "remote:renewal")
         if errors:  # of a node that is down; keys of other nodes are renewed
             raise errors[0]
 

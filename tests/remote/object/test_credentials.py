@@ -51,7 +51,7 @@ def test_a_new_service_account_is_used_after_the_old_one_was_refused(tmp_path):
 
         async def is_refused():
             try:
-                await client.check()
+                await client.check(None)
             except Exception as error:  # noqa: BLE001 - the library's, or of the file
                 return isinstance(client.mapped(error), RefusedError)
             return False
@@ -63,7 +63,7 @@ def test_a_new_service_account_is_used_after_the_old_one_was_refused(tmp_path):
         assert await is_refused()
         file.write_text("{}")
         with pytest.raises(ConfigError, match="cannot be used with the given options"):
-            await client.check()
+            await client.check(None)
         file.write_text(new_account(2, server.port))
         assert await is_refused()
         valid.add("2")
