@@ -19,6 +19,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import obstore
@@ -46,7 +47,7 @@ TIMEOUT_S = 100.0
 THREADS = 2
 """As many as a tier has here by default: each helps in the direction that it does not prefer."""
 DEADLINES = {"call_timeout_s": TIMEOUT_S, "job_timeout_s": TIMEOUT_S}
-REMOTE = RemoteSettings(**DEADLINES)
+REMOTE = RemoteSettings()
 
 
 class Valkey:
@@ -80,7 +81,7 @@ class Object:
     def __init__(self, folder, stack):
         server = stack.enter_context(SeaweedServer(folder, "-volume.max=200"))
         connection = server.connection("tier", timeout_s=TIMEOUT_S)
-        self.tier = ObjectTier(connection, REMOTE)
+        self.tier = ObjectTier(replace(connection, **DEADLINES))
         self._store = server.connection("alone", timeout_s=TIMEOUT_S).open()
 
     async def put(self, name, content):

@@ -12,8 +12,7 @@ from remote.object.tiers import K
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.tiers.object.client import ObjectConnection
-from kvoffload_async.tiers.object.tier import ObjectTier
+from kvoffload_async.tiers.object.tier import ObjectOptions, ObjectTier
 from kvoffload_async.tiers.remote.calls import Calls, run_together
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
@@ -229,9 +228,8 @@ class CircularObjects(ObjectTier):
 
 @pytest.mark.parametrize("failing", [*CALLS, "a bit"])
 def test_a_failed_call_of_an_object_store_keeps_no_memory(tmp_path, failing):
-    remote = RemoteSettings(positive_cache_ttl_s=0.0, negative_cache_ttl_s=0.0, max_retries=1)
-    connection = ObjectConnection(url=(tmp_path / "objects").as_uri())
-    tier = CircularObjects(connection, remote)
+    options = {"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0, "max_retries": 1}
+    tier = CircularObjects(ObjectOptions(url=(tmp_path / "objects").as_uri(), **options))
     with TierHarness(tier, 64, SLOT_BYTES) as harness:
         harness.run(tier.longest_prefixes([K[:8]]))
         harness.store(K[:8])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
@@ -23,6 +23,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
+from kvoffload_async.tiers.object.endpoints import variables_of
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import (
@@ -34,9 +35,6 @@ from kvoffload_async.tiers.remote.settings import (
 )
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.types import OffloadKey
-
-if TYPE_CHECKING:
-    from kvoffload_async.tiers.object.client import ObjectConnection
 
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 _MAX_OPTIONS_BYTES: Final = 64 << 10
@@ -133,21 +131,26 @@ class ObjectOptions(RemoteSettings):
     connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
     """Concurrent calls with payload, in each direction."""
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        settings = super().of(options, identity)
+        given = [settings.store_options or {}, *map(variables_of, ("s3:", "gs:", "az:"))]
+        secrets = [secret for some in given for secret in _secrets(some)]
+        return replace(settings, redact=Redactor(secrets))
+
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
-        self.connect()
+        if not self.url.startswith("file:"):  # opening a file store creates its directory
+            self.open()
         self.warn_of_large_blocks("object", identity.block_bytes)
         return [TierLocation(self.url, is_exclusive=False, key="url")]
 
-    def connect(self) -> tuple[ObjectConnection, Redactor]:
-        """Return the connection, and what hides its secrets.
+    def open(self) -> Any:  # noqa: ANN401 - the library's store, whose module is an extra
+        """Open the store with the present credentials; reads files, so call it in a thread.
 
         Raises:
             ConfigError: The options contradict each other, or the library rejects them.
         """
-        from kvoffload_async.tiers.object.client import (  # noqa: PLC0415 - an extra
-            ObjectConnection,
-            variables_of,
-        )
+        from kvoffload_async.tiers.object.client import open_store  # noqa: PLC0415 - an extra
 
         given = dict(self.store_options or {})
         if self.endpoint is not None:
@@ -157,18 +160,18 @@ class ObjectOptions(RemoteSettings):
                 )
             given["endpoint"] = self.endpoint
         allow_http = parse_bool(given.pop("allow_http", False), "store_options: allow_http")
-        redact = Redactor([*_secrets(variables_of(self.url)), *_secrets(given)])
-        connection = ObjectConnection(
+        more = {} if self.options_file is None else self.options_file.read(self.redact)
+        for name in given.keys() & more.keys():
+            raise ConfigError(
+                f"{name}: is given twice, in store_options_file too; leave one of them out"
+            )
+        return open_store(
             self.url,
-            given,
-            read_more=partial(self.options_file.read, redact) if self.options_file else dict,
+            {**given, **more},
             allow_http=allow_http,
+            timeout_s=self.call_timeout_s,
             ca_file=self.ca_file,
-            call_timeout_s=self.call_timeout_s,
         )
-        if not self.url.startswith("file:"):  # opening a file store creates its directory
-            connection.open()
-        return connection, redact
 
 
 def _secrets(options: Mapping[str, str | bool]) -> list[str]:
@@ -229,18 +232,12 @@ class ObjectTier(RemoteTier):
         "faster: raise connections and bytes_in_flight",
     }
 
-    def __init__(self, connection: ObjectConnection, settings: RemoteSettings) -> None:
+    def __init__(self, settings: ObjectOptions) -> None:
         """Configure the tier; nothing is connected before `open`."""
-        super().__init__(settings, connection.url, probes_prefixes=True)
-        self._connection = connection
+        super().__init__(settings, settings.url, probes_prefixes=True)
+        self._open_store = settings.open
         self._description: Mapping[str, Any] = {}
         self._store: Any = None  # the library's, whose module is an extra
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
-        own = ObjectOptions.of(options, identity)
-        connection, redact = own.connect()
-        return cls(connection, replace(own, redact=redact))
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
@@ -254,7 +251,7 @@ class ObjectTier(RemoteTier):
 
         claim_library()
         # It reads files, and creates the directory of a file URL; either may hang.
-        self._store = await env.io.run(Direction.METADATA, self._connection.open)
+        self._store = await env.io.run(Direction.METADATA, self._open_store)
         identity = env.identity
         self._description = {
             "model": identity.model,
@@ -291,5 +288,5 @@ class ObjectTier(RemoteTier):
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
         lookups = Lookups(self._settings.probe_timeout_s)
-        reopen = partial(lookups.run, "credentials", self._connection.open)
+        reopen = partial(lookups.run, "credentials", self._open_store)
         return ObjectClient(self._store, namespace, self._description, reopen=reopen)
