@@ -138,12 +138,6 @@ class Attendance:
     def __init__(self, link: socket.socket, library: Library) -> None:
         self._link = link
         self._library = library
-        self._calls = {
-            "exist": library.exist,
-            "put": library.put,
-            "get": library.get,
-            "remove": library.remove,
-        }
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def attend(self) -> None:
@@ -170,7 +164,7 @@ class Attendance:
             return receive(self._link)
 
     def _perform(self, request: Mapping[str, Any]) -> None:
-        call = self._calls[request["call"]]
+        call = getattr(self._library, request["call"])
         outcome: dict[str, Any]
         try:
             outcome = {"statuses": call(request["names"], request["at"], request["sizes"])}

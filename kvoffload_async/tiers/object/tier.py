@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final, Self
 from urllib.parse import parse_qs, urlsplit
@@ -252,14 +252,7 @@ class ObjectTier(RemoteTier):
         claim_library()
         # It reads files, and creates the directory of a file URL; either may hang.
         self._store = await env.io.run(Direction.METADATA, self._open_store)
-        identity = env.identity
-        self._description = {
-            "model": identity.model,
-            "namespace": identity.namespace,
-            "block_bytes": identity.block_bytes,
-            "rank": identity.rank,
-            "run_config": dict(identity.run_config),
-        }
+        self._description = asdict(replace(env.identity, generation=None))
         await super().open(env)
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:

@@ -74,6 +74,7 @@ class ReplyBounds:
             ReplyError: They must not be parsed; close the connection.
         """
         bound = _SHORT_BYTES + _most_bytes.get()
+        data, self._line = self._line + data, b""
         position = 0
         while position < len(data):
             if self._payload_bytes:
@@ -81,22 +82,17 @@ class ReplyBounds:
                 self._payload_bytes -= step
                 position += step
                 continue
-            if not self._line and not self._arrays and (lines := _LINES.match(data, position)):
+            if not self._arrays and (lines := _LINES.match(data, position)):
                 position = lines.end()
                 continue
             end = data.find(_END, position)
-            # The line end may be split, with its first byte already in `_line`.
-            if self._line.endswith(b"\r") and data[position : position + 1] == b"\n":
-                line, end = self._line[:-1], position - 1
-            elif end >= 0:
-                line = self._line + data[position:end]
-            else:
-                if len(self._line) + len(data) - position > _SHORT_BYTES:
+            if end < 0:
+                if len(data) - position > _SHORT_BYTES:
                     raise ReplyError(f"a reply has a line of more than {_SHORT_BYTES} bytes")
-                self._line += data[position:]
+                self._line = data[position:]
                 return
-            self._line, position = b"", end + len(_END)
-            self._header(line, bound)
+            self._header(data[position:end], bound)
+            position = end + len(_END)
 
     def _header(self, line: bytes, bound: int) -> None:
         kind, rest = line[:1], line[1:]
