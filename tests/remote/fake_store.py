@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import ClassVar
 
 from kvoffload_async.errors import TierFullError, TierUnavailableError
@@ -127,7 +128,9 @@ class FakeTier(RemoteTier):
     """A tier over a given client."""
 
     def __init__(self, client, settings):
-        super().__init__(settings, "fake://host", probes_prefixes=not client.answers_many)
+        super().__init__(settings, "fake://host")
+        probes_prefixes = not client.answers_many
+        self.capabilities = replace(self.capabilities, probes_prefixes=probes_prefixes)
         self._given = client
 
     def _create_client(self, namespace):

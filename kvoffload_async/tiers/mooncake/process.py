@@ -214,36 +214,32 @@ class Helper:
         self._left = asyncio.Event()
         self._gone = asyncio.Event()
         self._socket, theirs = socket.socketpair()
-        kept = (theirs.fileno(), self.cells.file)
-        try:
-            # In its own session, so that a Ctrl-C at the terminal reaches only the engine, which
-            # closes it.
-            self._process = subprocess.Popen(  # noqa: S603 - this package's own module
-                [*settings.command, str(os.getpid()), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=kept,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._socket.close()
-            self.cells.close_file()
-            raise TierUnavailableError(f"mooncake: cannot start a helper ({error})") from None
-        finally:
-            theirs.close()
-        self.pid = self._process.pid
-        # A thread, because the loop may end before the process; now, because there may be none
-        # when the process is to be killed.
-        self._reaper = threading.Thread(target=self._reap, name="kvoffload-reaper", daemon=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.cells.close_file)
+            undo.callback(self._socket.close)
+            try:
+                # In its own session, so that a Ctrl-C at the terminal reaches only the engine,
+                # which closes it.
+                self._process = subprocess.Popen(  # noqa: S603 - this package's own module
+                    [*settings.command, str(os.getpid()), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), self.cells.file),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise TierUnavailableError(f"mooncake: cannot start a helper ({error})") from None
+            finally:
+                theirs.close()
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self.pid = self._process.pid
+            # A thread, because the loop may end before the process; now, because there may be none
+            # when the process is to be killed.
+            self._reaper = threading.Thread(target=self._reap, name="kvoffload-reaper", daemon=True)
             with naming_shortage("mooncake: the thread of a helper cannot be started"):
                 self._reaper.start()
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            self._socket.close()
-            self.cells.close_file()
-            raise
+            undo.pop_all()
 
     @property
     def status(self) -> int | None:
@@ -460,12 +456,7 @@ class HelperSupervisor:
         ends: Number of joined helpers that ended or were killed.
     """
 
-    def __init__(
-        self,
-        settings: MooncakeSettings,
-        row_bytes: int,
-        io: IoRunner,
-    ) -> None:
+    def __init__(self, settings: MooncakeSettings, row_bytes: int, io: IoRunner) -> None:
         """Start no helper yet."""
         self.starts = 0
         self.ends = 0
@@ -523,19 +514,17 @@ class HelperSupervisor:
 
         loop = asyncio.get_running_loop()
 
-        def begin() -> None:  # may continue after a cancellation, so it stores the helper here
-            self._helper = Helper(self._settings, self._row_bytes, loop)
+        def begin() -> Helper:  # may continue after a cancellation, so it stores the helper here
+            self._helper = helper = Helper(self._settings, self._row_bytes, loop)
+            return helper
 
-        helper: Helper | None = None
         try:
-            await self._io.run(Direction.METADATA, begin)
+            helper = await self._io.run(Direction.METADATA, begin)
             self.starts += 1
-            helper = self._helper
-            if helper is not None:
-                await helper.join()
+            await helper.join()
         except BaseException as error:
-            if (helper := self._helper) is not None:
-                helper.end(f"joining failed ({error})")
+            if self._helper is not None:
+                self._helper.end(f"joining failed ({error})")
             raise
 
     async def _replace(self) -> None:

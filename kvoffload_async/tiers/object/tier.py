@@ -232,10 +232,12 @@ class ObjectTier(RemoteTier):
         "faster: raise connections and bytes_in_flight",
     }
 
+    capabilities = replace(RemoteTier.capabilities, probes_prefixes=True)
+    _settings: ObjectOptions
+
     def __init__(self, settings: ObjectOptions) -> None:
         """Configure the tier; nothing is connected before `open`."""
-        super().__init__(settings, settings.url, probes_prefixes=True)
-        self._open_store = settings.open
+        super().__init__(settings, settings.url)
         self._description: Mapping[str, Any] = {}
         self._store: Any = None  # the library's, whose module is an extra
 
@@ -251,7 +253,7 @@ class ObjectTier(RemoteTier):
 
         claim_library()
         # It reads files, and creates the directory of a file URL; either may hang.
-        self._store = await env.io.run(Direction.METADATA, self._open_store)
+        self._store = await env.io.run(Direction.METADATA, self._settings.open)
         self._description = asdict(replace(env.identity, generation=None))
         await super().open(env)
 
@@ -281,5 +283,5 @@ class ObjectTier(RemoteTier):
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
         lookups = Lookups(self._settings.probe_timeout_s)
-        reopen = partial(lookups.run, "credentials", self._open_store)
+        reopen = partial(lookups.run, "credentials", self._settings.open)
         return ObjectClient(self._store, namespace, self._description, reopen=reopen)

@@ -153,10 +153,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_VERIFIED: Final = Value(memoryview(b""))
-"""Replaces a value whose block is already in its row."""
-
-
 _STARTING_PART: Final = 0.9
 """Part of a job's time after which no further call with payload begins: what began before ends in
 time, so that these blocks have results of their own."""
@@ -175,27 +171,16 @@ class RemoteTier(AsyncTier):
     block has its own result.
     """
 
-    def __init__(
-        self,
-        settings: RemoteSettings,
-        location: str,
-        *,
-        probes_prefixes: bool,
-    ) -> None:
+    capabilities = TierCapabilities(exclusive=False, persistent=True, locality=Locality.REMOTE)
+    bounds = TierBounds(concurrent_blocks=64)
+
+    def __init__(self, settings: RemoteSettings, location: str) -> None:
         """Configure the tier; nothing is connected before `open`.
 
         Args:
             settings: See `RemoteSettings`.
             location: Location of the store for messages, without secrets.
-            probes_prefixes: Whether each lookup needs a request, so that few should be made.
         """
-        self.capabilities = TierCapabilities(
-            exclusive=False,
-            persistent=True,
-            locality=Locality.REMOTE,
-            probes_prefixes=probes_prefixes,
-        )
-        self.bounds = TierBounds(concurrent_blocks=64)
         self._settings = settings
         self._location = location
         self._counters = RemoteCounters()
@@ -387,74 +372,62 @@ class RemoteTier(AsyncTier):
     async def _load_portion(
         self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
-        keys, slots = job.keys, job.block_ids
-        most_bytes = max(self._envelopes.value_bytes(keys[i]) for i in portion)
-
-        async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
-            """Read blocks into their slots; return those that fail verification."""
-            wanted = [keys[i] for i in indices]
-            get, departure = partial(self._client.get, wanted, most_bytes), self._loads.began()
-            server = self._client.server_of(wanted[0])
-            found = await self._calls.run(get, deadline_s, server=server)
-            self._loads.ended(
-                departure, sum(len(value.data) for value in found if isinstance(value, Value))
-            )
-            values.update(zip(indices, found, strict=True))
-            del found
-
-            def unwrap() -> dict[int, CorruptBlockError]:
-                _, rows = self._opened()
-                bad: dict[int, CorruptBlockError] = {}
-                for i in indices:
-                    if isinstance(value := values[i], Value):
-                        error = self._envelopes.unwrap(keys[i], value.data, rows[slots[i]])
-                        if error is None:
-                            # Free the value now: the longer it lives, the more fresh pages later
-                            # values need.
-                            values[i] = value = _VERIFIED
-                        else:
-                            bad[i] = error
-                return bad
-
-            return await self._in_thread(Direction.LOAD, unwrap)
-
-        values: dict[int, Value | TierError | None] = {}
-        corrupt = await read(portion)
+        keys = job.keys
+        failures, corrupt = await self._read(job, portion, deadline_s)
         if corrupt:  # perhaps damaged in transit: remove only what fails twice
             self._counters.read_again += len(corrupt)
-            corrupt = await read(list(corrupt))
-        return await self._failures_of(job, values, corrupt, deadline_s)
-
-    async def _failures_of(
-        self,
-        job: JobMetadata,
-        values: Mapping[int, Value | TierError | None],
-        corrupt: Mapping[int, CorruptBlockError],
-        deadline_s: float,
-    ) -> dict[int, TierError]:
-        """Return the failed blocks, and remove the corrupt ones."""
-        keys = job.keys
-        failures: dict[int, TierError] = {}
-        for i, value in values.items():
-            if value is None:
-                failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
-            elif isinstance(value, TierError):
-                failures[i] = self._redacted(keys[i], value)
-            elif i in corrupt:
-                failures[i] = corrupt[i]
-                self._counters.corrupt += 1
-                sha1 = await self._in_thread(Direction.METADATA, value.sha1)
-                await self._remove(keys[i], value, sha1, deadline_s)
+            for i in corrupt:
+                del failures[i]
+            failures_again, corrupt = await self._read(job, list(corrupt), deadline_s)
+            failures |= failures_again
+        for i, value in corrupt.items():
+            self._counters.corrupt += 1
+            await self._remove(keys[i], value, deadline_s)
         self._memory.vanished(
             keys[i]
             for i, error in failures.items()
             if isinstance(error, BlockMissingError | CorruptBlockError)
         )
-        self._memory.appeared(keys[i] for i in values if i not in failures)
+        self._memory.appeared(keys[i] for i in portion if i not in failures)
         return failures
 
-    async def _remove(self, key: OffloadKey, value: Value, sha1: str, deadline_s: float) -> None:
+    async def _read(
+        self, job: JobMetadata, indices: Portion, deadline_s: float
+    ) -> tuple[dict[int, TierError], dict[int, Value]]:
+        """Read blocks into their slots; return all failures, and the values of corrupt blocks."""
+        keys, slots = job.keys, job.block_ids
+        wanted = [keys[i] for i in indices]
+        most_bytes = max(map(self._envelopes.value_bytes, wanted))
+        get, departure = partial(self._client.get, wanted, most_bytes), self._loads.began()
+        server = self._client.server_of(wanted[0])
+        found = await self._calls.run(get, deadline_s, server=server)
+        failures: dict[int, TierError] = {}
+        values: dict[int, Value] = {}
+        for i, value in zip(indices, found, strict=True):
+            if isinstance(value, Value):
+                values[i] = value
+            elif value is None:
+                failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
+            else:
+                failures[i] = self._redacted(keys[i], value)
+        del found, value
+        self._loads.ended(departure, sum(len(value.data) for value in values.values()))
+
+        def unwrap() -> None:
+            _, rows = self._opened()
+            for i in tuple(values):
+                error = self._envelopes.unwrap(keys[i], values[i].data, rows[slots[i]])
+                if error is None:
+                    del values[i]  # now: the longer it lives, the more fresh pages others need
+                else:
+                    failures[i] = error
+
+        await self._in_thread(Direction.LOAD, unwrap)
+        return failures, values
+
+    async def _remove(self, key: OffloadKey, value: Value, deadline_s: float) -> None:
         """Remove a corrupt block if unchanged; a present block would never be overwritten."""
+        sha1 = await self._in_thread(Direction.METADATA, value.sha1)
         try:
             call = partial(self._client.remove_if, key, value, sha1)
             server = self._client.server_of(key)

@@ -29,13 +29,14 @@ class ValkeyTier(RemoteTier):
         "faster: raise connections and bytes_in_flight, or add servers",
     }
 
+    _settings: ValkeySettings
+
     def __init__(self, settings: ValkeySettings) -> None:
         """Configure the tier; nothing is connected before `open`."""
-        super().__init__(settings, settings.address.shown, probes_prefixes=False)
-        self._valkey = settings
+        super().__init__(settings, settings.address.shown)
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.valkey.client import ValkeyClient  # noqa: PLC0415
 
-        return ValkeyClient(self._valkey, namespace, self._emptied)
+        return ValkeyClient(self._settings, namespace, self._emptied)
