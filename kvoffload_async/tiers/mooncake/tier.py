@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, Final
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from kvoffload_async.errors import (
     Trouble,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES
 from kvoffload_async.tiers.mooncake.process import (
     MOST_NAMES,
@@ -71,22 +70,7 @@ class MooncakeCounters:
     removed: int = 0
 
 
-class _OpenState:
-    """State of an open tier: the primary's rows, envelopes and key names."""
-
-    def __init__(self, env: TierEnvironment, key: IntegrityKey | None) -> None:
-        self.io = env.io
-        self.rows: Bytes = np.asarray(env.kv_view)
-        layout = env.identity.digest
-        self.envelopes = Envelopes(layout, self.rows.shape[1], key)
-        self._prefix = f"kvo:{namespace_of(layout, key)}:"
-
-    def names(self, keys: Iterable[OffloadKey]) -> list[str]:
-        return [self._prefix + key.hex() for key in keys]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Some blocks of a job, with a cell of the helper's memory for each.
 
     Attributes:
@@ -95,43 +79,9 @@ class _Part:
     """
 
     helper: Helper
-    state: _OpenState
     job: JobMetadata
     indices: Portion
     first: int
-
-    @property
-    def keys(self) -> list[OffloadKey]:
-        return [self.job.keys[i] for i in self.indices]
-
-    async def move(self, call: str) -> list[int]:
-        """Have the helper put or get the cells' values; return a status for each."""
-        cells, row_bytes = self.helper.cells, self.state.rows.shape[1]
-        heads = [payload_offset(len(key)) for key in self.keys]
-        at = [cells.at(cell, head) for cell, head in enumerate(heads, self.first)]
-        sizes = [head + row_bytes for head in heads]
-        return await self.helper.move(call, self.state.names(self.keys), at, sizes)
-
-    def copy_in(self) -> None:
-        """Copy the blocks into their cells, with headers."""
-        for _, key, row, value in self._blocks():
-            self.state.envelopes.wrap(key, row, value)
-
-    def copy_out(self, failures: Outcomes) -> Outcomes:
-        """Copy the blocks that were read into their rows and verify them; return all failures."""
-        outcomes = dict(failures)
-        for i, key, row, value in self._blocks():
-            if i not in failures:
-                error = self.state.envelopes.unwrap(key, value.data, row)
-                if error is not None:
-                    outcomes[i] = error
-        return outcomes
-
-    def _blocks(self) -> Iterator[tuple[int, OffloadKey, Bytes, Bytes]]:
-        """Yield each block's index in the job, its key, its row, and the memory of its value."""
-        for cell, i in enumerate(self.indices, self.first):
-            key, row = self.job.keys[i], self.state.rows[self.job.block_ids[i]]
-            yield i, key, row, self.helper.cells.value(cell, payload_offset(len(key)))
 
 
 class MooncakeTier(AsyncTier):
@@ -152,15 +102,15 @@ class MooncakeTier(AsyncTier):
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
         "faster: raise buffer_bytes",
     }
+    capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
+    bounds = TierBounds(concurrent_blocks=64)
 
     def __init__(self, settings: MooncakeSettings) -> None:
         """Configure the tier; the store is joined in `open`."""
-        self.capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
-        self.bounds = TierBounds(concurrent_blocks=64)
         self._settings = settings
         self._counters = MooncakeCounters()
         self._supervisor: HelperSupervisor | None = None
-        self._state: _OpenState | None = None
+        self._env: TierEnvironment | None = None
 
     async def open(self, env: TierEnvironment) -> None:
         """Start the helper and join the store.
@@ -170,18 +120,21 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
+        layout, key = env.identity.digest, self._settings.integrity_key
+        self._envelopes = Envelopes(layout, row_bytes, key)
+        self._prefix = f"kvo:{namespace_of(layout, key)}:"
         self._supervisor = HelperSupervisor(self._settings, row_bytes, env.io)
         await self._supervisor.open()
-        self._state = _OpenState(env, self._settings.integrity_key)
+        self._env = env
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the stored keys; makes one call per few thousand keys."""
-        helper, state = self._opened()
+        helper = self._helper()
         self._counters.probed_keys += len(keys)
         found: set[OffloadKey] = set()
         for first in range(0, len(keys), MOST_NAMES):
             some = keys[first : first + MOST_NAMES]
-            answers = await self._counted(helper.ask("exist", state.names(some)))
+            answers = await self._counted(helper.ask("exist", self._names(some)))
             if min(answers) < 0:
                 self._counters.failed += 1
                 raise TierUnavailableError(f"mooncake: the store returned status {min(answers)}")
@@ -196,7 +149,7 @@ class MooncakeTier(AsyncTier):
 
     async def close(self) -> None:
         """Leave the store; blocks stored only in the helper's memory are lost."""
-        self._state = None
+        self._env = None
         if self._supervisor is not None:
             await self._supervisor.close()
 
@@ -220,7 +173,7 @@ class MooncakeTier(AsyncTier):
         parts_of: Callable[[Helper], asyncio.Queue[int]],
     ) -> BlockFailures:
         """Run a job in portions; an error of the store or helper fails all of it."""
-        helper, state = self._opened()
+        helper = self._helper()
         failures: Outcomes = {
             i: TierError(f"{block_text(key)}: the key is too long for this tier")
             for i, key in enumerate(job.keys)
@@ -233,7 +186,7 @@ class MooncakeTier(AsyncTier):
             first = await parts.get()
             try:
                 if not faults:
-                    failures.update(await run_part(_Part(helper, state, job, portion, first)))
+                    failures.update(await run_part(_Part(helper, job, portion, first)))
             except TierError as error:
                 drop_tracebacks(error)  # their frames hold the rows
                 faults.append(error)
@@ -249,7 +202,11 @@ class MooncakeTier(AsyncTier):
         return failures
 
     async def _store_part(self, part: _Part) -> Outcomes:
-        await part.state.io.run(Direction.STORE, part.copy_in)
+        def copy_in() -> None:
+            for _, key, row, value in self._blocks(part):
+                self._envelopes.wrap(key, row, value)
+
+        await self._opened().io.run(Direction.STORE, copy_in)
         return await self._move(part, "put")
 
     async def _load_part(self, part: _Part) -> Outcomes:
@@ -257,12 +214,12 @@ class MooncakeTier(AsyncTier):
         if not (corrupt := _corrupt(failures)):
             return failures
         self._counters.read_again += len(corrupt)  # perhaps damaged in transit
-        again = await self._read(replace(part, indices=corrupt))
+        again = await self._read(part._replace(indices=corrupt))
         failures = {i: e for i, e in failures.items() if i not in corrupt} | again
         corrupt = _corrupt(again)
         self._counters.corrupt += len(corrupt)
         if corrupt:  # a present block would never be overwritten
-            names = part.state.names(part.job.keys[i] for i in corrupt)
+            names = self._names(part.job.keys[i] for i in corrupt)
             answers = await self._counted(part.helper.ask("remove", names))
             self._counters.removed += answers.count(0)
         return failures
@@ -270,18 +227,30 @@ class MooncakeTier(AsyncTier):
     async def _read(self, part: _Part) -> Outcomes:
         """Read blocks into their slots; return the missing and corrupt ones."""
         failures = await self._move(part, "get")
-        return await part.state.io.run(Direction.LOAD, lambda: part.copy_out(failures))
+
+        def copy_out() -> None:
+            for i, key, row, value in self._blocks(part):
+                if i not in failures:
+                    error = self._envelopes.unwrap(key, value.data, row)
+                    if error is not None:
+                        failures[i] = error
+
+        await self._opened().io.run(Direction.LOAD, copy_out)
+        return failures
 
     async def _move(self, part: _Part, call: str) -> Outcomes:
-        """Put or get a part's values; return the failed ones.
+        """Put or get the cells' values; return the failed ones.
 
         Raises:
             TierUnavailableError: All of them failed.
         """
-        statuses = await self._counted(part.move(call))
+        keys, cells = [part.job.keys[i] for i in part.indices], part.helper.cells
+        at = [cells.at(cell, payload_offset(len(key))) for cell, key in enumerate(keys, part.first)]
+        sizes = list(map(self._envelopes.value_bytes, keys))
+        statuses = await self._counted(part.helper.move(call, self._names(keys), at, sizes))
         failures = {
             i: _error_of(status, key)
-            for i, key, status in zip(part.indices, part.keys, statuses, strict=True)
+            for i, key, status in zip(part.indices, keys, statuses, strict=True)
             if status < 0
         }
         faults = [e for e in failures.values() if isinstance(e, TierUnavailableError)]
@@ -289,6 +258,13 @@ class MooncakeTier(AsyncTier):
             self._counters.failed += 1
             raise faults[0]
         return failures
+
+    def _blocks(self, part: _Part) -> Iterator[tuple[int, OffloadKey, Bytes, Bytes]]:
+        """Yield each block's index in the job, its key, its row, and the memory of its value."""
+        rows = np.asarray(self._opened().kv_view)
+        for cell, i in enumerate(part.indices, part.first):
+            key, row = part.job.keys[i], rows[part.job.block_ids[i]]
+            yield i, key, row, part.helper.cells.value(cell, payload_offset(len(key)))
 
     async def _counted(self, call: Awaitable[list[int]]) -> list[int]:
         self._counters.requests += 1
@@ -298,10 +274,18 @@ class MooncakeTier(AsyncTier):
             self._counters.failed += 1
             raise
 
-    def _opened(self) -> tuple[Helper, _OpenState]:
-        if self._state is None or self._supervisor is None:
+    def _names(self, keys: Iterable[OffloadKey]) -> list[str]:
+        return [self._prefix + key.hex() for key in keys]
+
+    def _opened(self) -> TierEnvironment:
+        if self._env is None:
             raise TierClosedError(f"{self.describe()} is not open")
-        return self._supervisor.helper(), self._state
+        return self._env
+
+    def _helper(self) -> Helper:
+        if self._env is None or self._supervisor is None:
+            raise TierClosedError(f"{self.describe()} is not open")
+        return self._supervisor.helper()
 
 
 def _corrupt(failures: Outcomes) -> list[int]:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -383,14 +383,6 @@ class Calls:
             return ShardUnavailableError(str(error))
         return error
 
-    def _timeout_of(
-        self, seconds: float, passed_s: float, *, has_hung: bool
-    ) -> type[TierTimeoutError]:
-        """Return the error of a call that ended after `passed_s` of its `seconds`."""
-        if seconds == self._settings.call_timeout_s and passed_s >= seconds - _LAG_S:
-            return CallTimeoutError
-        return ServerHangError if has_hung else TierTimeoutError  # of the job or the probe
-
     async def _once(
         self,
         call: Callable[[], Awaitable[T]],
@@ -408,24 +400,24 @@ class Calls:
         try:
             # An expired deadline ends the call at its first step.
             async with asyncio.timeout(seconds) as timer:
-                with hearing(partial(self._hangs.heard, server)):
-                    if may_hang and seconds > self._settings.probe_timeout_s:
-                        with self._hangs.observing(server, timer):
-                            result = await call()
-                    else:
-                        result = await call()
+                is_observed = may_hang and seconds > self._settings.probe_timeout_s
+                observing = self._hangs.observing(server, timer) if is_observed else nullcontext()
+                with hearing(partial(self._hangs.heard, server)), observing:
+                    result = await call()
         except asyncio.CancelledError:
             has_timed_out = loop.time() >= deadline_s - _LAG_S
-            if has_timed_out:
-                self.counters.failed += 1
-                self.counters.timeouts += 1
             # Otherwise it is unknown whether it would have answered.
+            self.counters.failed += has_timed_out
+            self.counters.timeouts += has_timed_out
             self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
             passed_s = loop.time() - began_s
-            has_hung = self._hangs.hangs_since(server, began_s)
-            kind = self._timeout_of(seconds, passed_s, has_hung=has_hung)
+            kind: type[TierTimeoutError] = TierTimeoutError  # of the job or the probe
+            if seconds == self._settings.call_timeout_s and passed_s >= seconds - _LAG_S:
+                kind = CallTimeoutError
+            elif self._hangs.hangs_since(server, began_s):
+                kind = ServerHangError
             failure = kind(f"{location} did not answer within {min(seconds, passed_s):.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
             failure = self._redacted_error(error)

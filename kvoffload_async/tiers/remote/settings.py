@@ -38,7 +38,7 @@ _MAX_CACHED_S: Final = 3600.0
 class Redactor:
     """Hides known secrets in texts; its own `repr` contains none. Thread: any."""
 
-    __slots__ = ("_forms", "_later", "_secrets")
+    __slots__ = ("_later", "_secrets")
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         """Hide these secrets, verbatim and URL-quoted.
@@ -47,31 +47,25 @@ class Redactor:
         """
         self._secrets = tuple(secrets)
         self._later: tuple[str, ...] = ()
-        self._forms = _forms_of(self._secrets)
 
     def __repr__(self) -> str:
-        return f"Redactor({len(self._forms)} secrets)"
+        return f"Redactor({len(self._secrets + self._later)} secrets)"
 
     def hide(self, secret: str) -> None:
         """Hide another secret, and the latest of those hidden since the creation."""
         if secret not in self._later:
             self._later = (*self._later, secret)[-_MOST_LATER:]
-            self._forms = _forms_of(self._secrets + self._later)
 
     def __call__(self, text: object) -> str:
         """Return a text, or an error's text, without the secrets."""
         shown = without_user_info(str(text))
-        for form in self._forms:
-            shown = shown.replace(form, HIDDEN)
+        forms: set[str] = set()
+        for secret in self._secrets + self._later:
+            forms |= {secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]}
+        for form in sorted(forms, key=len, reverse=True):  # a short one may be part of a long one
+            if len(form) >= _LEAST_CHARS:
+                shown = shown.replace(form, HIDDEN)
         return shown
-
-
-def _forms_of(secrets: Iterable[str]) -> list[str]:
-    """Return how secrets may be written, the longest first."""
-    forms: set[str] = set()
-    for secret in secrets:
-        forms |= {secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]}
-    return sorted((form for form in forms if len(form) >= _LEAST_CHARS), key=len, reverse=True)
 
 
 def read_file(path: str, key: str, most_bytes: int) -> bytes:

@@ -568,7 +568,7 @@ def test_a_helper_ends_when_its_socket_is_closed(fake, has_joined):
             ours.settimeout(READY_S)
             if has_joined:
                 ours.sendall(helper_module.frame(joining(fake) | {"buffer_fd": memory}))
-                assert helper_module.receive(ours) == {"id": 0, "statuses": []}
+                assert helper_module.receive(ours.makefile("rb")) == {"id": 0, "statuses": []}
             ours.close()
             assert process.wait(READY_S) == 0
     os.close(memory)
