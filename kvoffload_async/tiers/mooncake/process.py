@@ -161,14 +161,6 @@ _REAP_S: Final = 5.0
 Answer = list[int] | TierError | ConfigError
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A pending call: its future, and the expected number of statuses."""
-
-    answer: asyncio.Future[Answer]
-    statuses: int
-
-
 class Helper:
     """One helper process, from start to end.
 
@@ -207,7 +199,8 @@ class Helper:
         self._settings = settings
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, tuple[asyncio.Future[Answer], int]] = {}
+        """Id of each pending call -> its answer, and how many statuses are expected."""
         self._hangs = HangDetector(self._check, settings.response_timeout_s)
         self._numbers = itertools.count(JOIN)
         self._loop = loop
@@ -311,8 +304,8 @@ class Helper:
         else:
             self._writer.transport.abort()
         calls, self._calls = self._calls, {}
-        for call in calls.values():
-            self._answer(call, self._failure())
+        for future, _ in calls.values():
+            self._answer(future, self._failure())
 
     async def leave(self) -> None:
         """Leave the store; kill the process on timeout, cancellation or pending calls."""
@@ -376,15 +369,16 @@ class Helper:
         if self.why_ended or self._writer is None:
             raise self._failure()
         number = next(self._numbers)
-        call = self._calls[number] = _Call(self._loop.create_future(), statuses)
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._calls[number] = future, statuses
         self._writer.write(frame({"id": number, **what}))
-        answer = await call.answer
+        answer = await future
         try:
             if isinstance(answer, list):
                 return answer
             raise answer
         finally:
-            del answer, call  # avoid a reference cycle of exception and frame
+            del answer, future  # avoid a reference cycle of exception and frame
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Complete calls with their replies until the connection closes, or one is invalid."""
@@ -403,7 +397,7 @@ class Helper:
             KeyError: The reply is malformed; also TypeError and ValueError.
         """
         number, statuses, text = message["id"], message.get("statuses"), message.get("error")
-        call = self._calls[number]
+        future, num_statuses = self._calls[number]
         answer: Answer
         if isinstance(text, str):
             is_config = number == JOIN and message.get("is_config") is True
@@ -411,20 +405,20 @@ class Helper:
             answer = kind(f"{'' if is_config else 'mooncake: '}{text[:_MOST_TEXT]}")
         elif (
             not isinstance(statuses, list)
-            or len(statuses) != call.statuses
+            or len(statuses) != num_statuses
             or any(type(status) is not int for status in statuses)
         ):
-            raise ValueError(f"expected {call.statuses} statuses")
+            raise ValueError(f"expected {num_statuses} statuses")
         else:
             answer = statuses
         del self._calls[number]
         self._hangs.heard(None)
-        self._answer(call, answer)
+        self._answer(future, answer)
 
     @staticmethod
-    def _answer(call: _Call, answer: Answer) -> None:
-        if not call.answer.done():  # else the caller was cancelled
-            call.answer.set_result(answer)
+    def _answer(future: asyncio.Future[Answer], answer: Answer) -> None:
+        if not future.done():  # else the caller was cancelled
+            future.set_result(answer)
 
     def _failure(self) -> TierUnavailableError:
         return self._failure_kind(f"mooncake: helper {self.pid}: {self.why_ended}")

@@ -35,7 +35,7 @@ from kvoffload_async.tiers.mooncake.process import (
     MooncakeSettings,
 )
 from kvoffload_async.tiers.remote.calls import run_together
-from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of, payload_offset
+from kvoffload_async.tiers.remote.client import Bytes, Envelopes, payload_offset
 from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 
@@ -120,9 +120,8 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        layout, key = env.identity.digest, self._settings.integrity_key
-        self._envelopes = Envelopes(layout, row_bytes, key)
-        self._prefix = f"kvo:{namespace_of(layout, key)}:"
+        key = self._settings.integrity_key
+        self._envelopes = Envelopes(env.identity.digest, row_bytes, key)
         self._supervisor = HelperSupervisor(self._settings, row_bytes, env.io)
         await self._supervisor.open()
         self._env = env
@@ -275,7 +274,7 @@ class MooncakeTier(AsyncTier):
             raise
 
     def _names(self, keys: Iterable[OffloadKey]) -> list[str]:
-        return [self._prefix + key.hex() for key in keys]
+        return [f"kvo:{self._envelopes.namespace}:{key.hex()}" for key in keys]
 
     def _opened(self) -> TierEnvironment:
         if self._env is None:

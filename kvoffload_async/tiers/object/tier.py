@@ -31,6 +31,7 @@ from kvoffload_async.tiers.remote.settings import (
     REMEDIES,
     Redactor,
     RemoteSettings,
+    ReplaceableFile,
     read_file,
 )
 from kvoffload_async.tiers.remote.tier import RemoteTier
@@ -77,22 +78,10 @@ def _parse_store_options(value: object, key: str) -> Mapping[str, str | bool]:
     return value
 
 
-@dataclass(frozen=True)
-class StoreOptionsFile:
-    """A file with options of the library, which may be replaced while the engine runs."""
-
-    path: str
-    key: str
-
-    @classmethod
-    def parse(cls, value: object, key: str) -> StoreOptionsFile:
-        """Return the file at an absolute path; raises ConfigError if it has no options now."""
-        file = cls(parse_file(value, key), key)
-        file.read(Redactor())
-        return file
+class StoreOptionsFile(ReplaceableFile):
+    """A file with options of the library."""
 
     def read(self, redact: Redactor) -> Mapping[str, str | bool]:
-        """Return the options, whose secrets `redact` hides from now on; raises ConfigError."""
         content = read_file(self.path, self.key, _MAX_OPTIONS_BYTES)
         try:
             given = json.loads(content)

@@ -237,7 +237,10 @@ class HangDetector:
                     async with asyncio.timeout(self._check_s) as self._checks[server]:
                         await self._check(server)
                 except TimeoutError:
-                    self._hangs(server)
+                    self._hung_s[server] = now_s = asyncio.get_running_loop().time()
+                    for timer in self._slow.pop(server):
+                        if not timer.expired():
+                            timer.reschedule(now_s)
                     return
                 except Exception as error:  # noqa: BLE001 - any exception of the library
                     drop_tracebacks(error)
@@ -246,13 +249,6 @@ class HangDetector:
                 await asyncio.sleep(self._slow_s)
         finally:
             del self._tasks[server]
-
-    def _hangs(self, server: Server) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._hung_s[server] = now_s
-        for timer in self._slow.pop(server):
-            if not timer.expired():
-                timer.reschedule(now_s)
 
 
 class Calls:

@@ -73,7 +73,7 @@ class Header:
     @property
     def namespace(self) -> str:
         """The only namespace in which a tier accepts the block."""
-        return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
+        return _namespace_of(self.layout, self.key_id.hex() if self.is_keyed else "")
 
 
 def is_newer(value: memoryview) -> bool:
@@ -84,19 +84,19 @@ def is_newer(value: memoryview) -> bool:
     return bool(magic == MAGIC and version > VERSION)
 
 
-def namespace_of(layout: str, integrity_key: IntegrityKey | None) -> str:
-    """Return the namespace for a layout and integrity key: 32 hexadecimal digits."""
-    return namespace_name(layout, integrity_key.id.hex() if integrity_key else "")
-
-
-def namespace_name(layout: str, key_id: str) -> str:
-    """Return the namespace for a layout and the id of an integrity key, or ""."""
+def _namespace_of(layout: str, key_id: str) -> str:
+    """Return the namespace of a layout and the id of an integrity key, or ""."""
     text = f"kvoffload remote {VERSION} {layout} {key_id}"
     return hashlib.sha256(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
 
 
 class Envelopes:
-    """Encodes and decodes blocks of one layout. Thread: any."""
+    """Encodes and decodes blocks of one layout. Thread: any.
+
+    Attributes:
+        block_bytes: Bytes of every block.
+        namespace: Where their values are: 32 hexadecimal digits.
+    """
 
     def __init__(
         self, layout: str, block_bytes: int, integrity_key: IntegrityKey | None = None
@@ -109,6 +109,7 @@ class Envelopes:
             integrity_key: Key for the checksums; None: checksums are not keyed.
         """
         self.block_bytes = block_bytes
+        self.namespace = _namespace_of(layout, integrity_key.id.hex() if integrity_key else "")
         self._layout = bytes.fromhex(layout)
         self._digester: BlockDigester = create_digester(layout, integrity_key)
         self._flags = _KEYED if integrity_key else 0

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final
 
 from kvoffload_async.errors import ShardUnavailableError, TierError
@@ -34,13 +34,9 @@ class ExpiringKeys:
         for key in keys:
             self._expiry.pop(key, None)
             self._expiry[key] = expiry_s
-        outdated = 0
-        for expired_s in self._expiry.values():
-            if expired_s > now_s:
-                break
-            outdated += 1
+        outdated = sum(1 for _ in takewhile(lambda s: s <= now_s, self._expiry.values()))
         surplus = max(outdated, len(self._expiry) - MOST_KEYS)
-        for key in list(islice(self._expiry, max(0, surplus))):
+        for key in list(islice(self._expiry, surplus)):
             del self._expiry[key]
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
@@ -55,9 +51,6 @@ class ExpiringKeys:
     def has(self, key: OffloadKey, now_s: float) -> bool:
         """Return whether a key was added and has not expired."""
         return self._expiry.get(key, now_s) > now_s
-
-    def __len__(self) -> int:
-        return len(self._expiry)
 
 
 class ExistenceCache:
@@ -102,9 +95,6 @@ class ExistenceCache:
     def emptied(self) -> None:
         """Forget all positive answers, because the store has lost its contents."""
         self._present.clear()
-
-    def __len__(self) -> int:
-        return len(self._present) + len(self._absent)
 
 
 _KEYS_A_CALL: Final = 1024

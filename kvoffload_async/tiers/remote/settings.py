@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
@@ -82,25 +83,28 @@ def read_file(path: str, key: str, most_bytes: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class SecretFile:
-    """A file with a secret, which may be replaced while the engine runs."""
+class ReplaceableFile(ABC):
+    """A file with secrets, which may be replaced while the engine runs."""
 
     path: str
     key: str
 
     @classmethod
-    def parse(cls, value: object, key: str) -> SecretFile:
-        """Return the file at an absolute path; raises ConfigError if it has no secret now."""
+    def parse(cls, value: object, key: str) -> Self:
+        """Return the file at an absolute path; raises ConfigError if it cannot be used now."""
         file = cls(parse_file(value, key), key)
         file.read(Redactor())
         return file
 
-    def read(self, redact: Redactor) -> str:
-        """Return the secret, which `redact` hides from now on, without line ends after it.
+    @abstractmethod
+    def read(self, redact: Redactor) -> object:
+        """Return the content, whose secrets `redact` hides from now on; raises ConfigError."""
 
-        Raises:
-            ConfigError: The file has no secret.
-        """
+
+class SecretFile(ReplaceableFile):
+    """A file with one secret, without the line ends after it."""
+
+    def read(self, redact: Redactor) -> str:
         content = read_file(self.path, self.key, _MAX_SECRET_BYTES)
         try:
             secret = content.decode().rstrip("\r\n")

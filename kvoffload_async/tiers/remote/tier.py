@@ -44,7 +44,6 @@ from kvoffload_async.tiers.remote.client import (
     RemoteClient,
     Value,
     ValueExistsError,
-    namespace_of,
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
@@ -185,7 +184,6 @@ class RemoteTier(AsyncTier):
         self._location = location
         self._counters = RemoteCounters()
         self._env: TierEnvironment | None = None
-        self._rows: Bytes | None = None
         self._on_close = AsyncExitStack()
         self._client: RemoteClient
         self._calls: Calls
@@ -208,10 +206,8 @@ class RemoteTier(AsyncTier):
         """
         settings = self._settings
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        layout = env.identity.digest
-        namespace = namespace_of(layout, settings.integrity_key)
-        self._envelopes = Envelopes(layout, row_bytes, settings.integrity_key)
-        self._client = self._create_client(namespace)
+        self._envelopes = Envelopes(env.identity.digest, row_bytes, settings.integrity_key)
+        self._client = self._create_client(self._envelopes.namespace)
         self._on_close.push_async_callback(self._client.close)
         self._calls = Calls(self._client, settings, self._counters)
         self._on_close.push_async_callback(self._calls.close)
@@ -233,7 +229,6 @@ class RemoteTier(AsyncTier):
             )
             self._on_close.push_async_callback(self._renewal.close)
         self._env = env
-        self._rows = np.asarray(env.kv_view)
 
     @abstractmethod
     def _create_client(self, namespace: str) -> RemoteClient:
@@ -272,7 +267,7 @@ class RemoteTier(AsyncTier):
 
     async def close(self) -> None:
         """Close all connections; idempotent."""
-        self._env = self._rows = None
+        self._env = None
         await self._on_close.aclose()
 
     def describe(self) -> str:
@@ -346,7 +341,7 @@ class RemoteTier(AsyncTier):
             return {}
 
         def wrap() -> list[Bytes]:
-            _, rows = self._opened()
+            rows = np.asarray(self._opened().kv_view)
             return [self._envelopes.wrap(keys[i], rows[slots[i]]) for i in indices]
 
         values = await self._in_thread(Direction.STORE, wrap)
@@ -414,7 +409,7 @@ class RemoteTier(AsyncTier):
         self._loads.ended(departure, sum(len(value.data) for value in values.values()))
 
         def unwrap() -> None:
-            _, rows = self._opened()
+            rows = np.asarray(self._opened().kv_view)
             for i in tuple(values):
                 error = self._envelopes.unwrap(keys[i], values[i].data, rows[slots[i]])
                 if error is None:
@@ -469,15 +464,14 @@ class RemoteTier(AsyncTier):
         return asyncio.get_running_loop().time() + seconds
 
     async def _in_thread(self, direction: Direction, call: Callable[[], T]) -> T:
-        env, _ = self._opened()
-        return await env.io.run(direction, call)
+        return await self._opened().io.run(direction, call)
 
-    def _opened(self) -> tuple[TierEnvironment, Bytes]:
-        """Return the environment and rows of the open tier.
+    def _opened(self) -> TierEnvironment:
+        """Return the environment of the open tier.
 
-        Do not keep them across awaits of the library: its errors may hold the callers' frames,
-        which must not refer to the primary.
+        Keep neither it nor its rows across awaits of the library: its errors may hold the callers'
+        frames, which must not refer to the primary.
         """
-        if self._env is None or self._rows is None:
+        if self._env is None:
             raise TierClosedError(f"{self._location} is not open")
-        return self._env, self._rows
+        return self._env

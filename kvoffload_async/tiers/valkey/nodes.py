@@ -253,6 +253,7 @@ class Nodes:
     def __init__(self, settings: ValkeySettings) -> None:
         """Create without connecting."""
         self.settings = settings
+        self._first: Node = settings.address.host, settings.address.port
         # Half of the time is left to connect.
         self._lookups = Lookups(settings.call_timeout_s / 2)
         self._clients: dict[Node, _Client] = {}
@@ -327,10 +328,6 @@ class Nodes:
     async def close(self) -> None:
         """Close all connections; may be repeated."""
         await self._close(set(self._clients))
-
-    @property
-    def _first(self) -> Node:
-        return self.settings.address.host, self.settings.address.port
 
     async def _run(self, node: Node, commands: Sequence[Command], most_bytes: int) -> list[Any]:
         client = self._clients.get(node) or self._open(node)
