@@ -179,10 +179,7 @@ class Helper:
     """
 
     def __init__(
-        self,
-        settings: MooncakeSettings,
-        row_bytes: int,
-        loop: asyncio.AbstractEventLoop,
+        self, settings: MooncakeSettings, row_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         """Start the process without waiting.
 

@@ -48,7 +48,7 @@ def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
     """
     given = variables_of(url) | dict(options)
     settings = {name.lower(): str(text) for name, text in given.items()}
-    endpoints = [text for name, text in settings.items() if _is_endpoint(name)]
+    endpoints = [text for name, text in settings.items() if _ENDPOINT.fullmatch(name)]
     if not any(map(_host, endpoints)) or any(map(_has_proxy, endpoints)):
         return []
     hosts = [*_ISSUERS, *filter(None, map(_host, settings.values()))]
@@ -64,7 +64,7 @@ def unencrypted_endpoint(url: str, options: Mapping[str, Any]) -> str | None:
         options: Options for the library, which take precedence over the environment.
     """
     for given in (options, variables_of(url)):
-        endpoints = {name: str(text) for name, text in given.items() if _is_endpoint(name)}
+        endpoints = {n: str(text) for n, text in given.items() if _ENDPOINT.fullmatch(n.lower())}
         if endpoints:
             plain = (n for n, text in endpoints.items() if text.lower().startswith("http:"))
             return next(plain, None)
@@ -75,10 +75,6 @@ def variables_of(url: str) -> dict[str, str]:
     """Return the environment variables that the library reads for a store."""
     prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
     return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
-
-
-def _is_endpoint(name: str) -> bool:
-    return _ENDPOINT.fullmatch(name.lower()) is not None
 
 
 def _host(text: str) -> str | None:

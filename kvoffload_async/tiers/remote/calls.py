@@ -134,13 +134,13 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
         coroutines: The coroutines.
         name: Name of their tasks.
     """
-    if len(waiting := list(coroutines)) == 1:
-        await waiting[0]
+    waiting = list(coroutines)
+    if len(waiting) < 2:
+        for coroutine in waiting:
+            await coroutine
         return
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine, name=name) for coroutine in waiting]
-    if not tasks:
-        return
     try:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -116,14 +116,9 @@ class ExistenceProber:
         Raises:
             TierError: No server answered all of its requests.
         """
-        present: set[OffloadKey] = set()
-        unknown: list[OffloadKey] = []
-        for key in keys:
-            remembered = self._memory.get(key)
-            if remembered is None:
-                unknown.append(key)
-            elif remembered:
-                present.add(key)
+        remembered = {key: self._memory.get(key) for key in keys}
+        present = {key for key, exists in remembered.items() if exists}
+        unknown = [key for key, exists in remembered.items() if exists is None]
         if not unknown:
             self._calls.counters.remembered_keys += len(keys)
             return present
