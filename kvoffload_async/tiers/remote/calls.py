@@ -135,7 +135,7 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
         name: Name of their tasks.
     """
     waiting = list(coroutines)
-    if len(waiting) < 2:
+    if len(waiting) <= 1:
         for coroutine in waiting:
             await coroutine
         return
