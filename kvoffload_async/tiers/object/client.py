@@ -191,7 +191,7 @@ def open_store(
     try:
         if url.startswith("file:"):
             return LocalStore.from_url(url, mkdir=makes_directory, **options)
-        return from_url(
+        return from_url(  # type: ignore[no-any-return] # because of the next one
             url,
             config=options,  # type: ignore[call-overload] # of three stores
             client_options=client_options,
