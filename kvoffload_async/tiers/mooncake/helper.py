@@ -24,7 +24,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 LENGTH: Final = struct.Struct("<I")
 JOIN: Final = 0
@@ -125,25 +125,20 @@ def frame(message: Mapping[str, Any]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def receive(link: socket.socket) -> dict[str, Any] | None:
+def receive(stream: BinaryIO) -> dict[str, Any] | None:
     """Receive the next message; None if the other side has closed the connection."""
-    head = _exactly(link, LENGTH.size)
-    body = head and _exactly(link, *LENGTH.unpack(head))
-    return json.loads(body) if body else None
+    head = stream.read(LENGTH.size)
+    (size,) = LENGTH.unpack(head) if len(head) == LENGTH.size else (0,)
+    body = stream.read(size)
+    return json.loads(body) if size and len(body) == size else None
 
 
 class Attendance:
     """Executes incoming calls on several threads."""
 
-    def __init__(self, link: socket.socket, library: Library) -> None:
-        self._link = link
+    def __init__(self, link: socket.socket, stream: BinaryIO, library: Library) -> None:
+        self._link, self._stream = link, stream
         self._library = library
-        self._calls = {
-            "exist": library.exist,
-            "put": library.put,
-            "get": library.get,
-            "remove": library.remove,
-        }
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def attend(self) -> None:
@@ -167,10 +162,10 @@ class Attendance:
 
     def _next(self) -> dict[str, Any] | None:
         with self._reading:
-            return receive(self._link)
+            return receive(self._stream)
 
     def _perform(self, request: Mapping[str, Any]) -> None:
-        call = self._calls[request["call"]]
+        call = getattr(self._library, request["call"])
         outcome: dict[str, Any]
         try:
             outcome = {"statuses": call(request["names"], request["at"], request["sizes"])}
@@ -182,11 +177,12 @@ class Attendance:
 
 def serve(link: socket.socket) -> None:
     """Join a store and execute library calls, until told to close or disconnected."""
-    how = receive(link)
+    stream = link.makefile("rb")
+    how = receive(stream)
     if how is None:
         return
     try:
-        attendance = Attendance(link, Library(how))
+        attendance = Attendance(link, stream, Library(how))
     except JoinError as error:
         link.sendall(frame({"id": JOIN, "error": str(error), "is_config": error.is_config}))
         return
@@ -220,16 +216,6 @@ def _check_reachable(master: str) -> None:
         socket.create_connection((host, int(port)), _REACH_S).close()
     except (OSError, OverflowError) as error:
         raise JoinError(f"{master} cannot be reached ({error})", is_config=False) from None
-
-
-def _exactly(link: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes; empty if the connection closes before."""
-    content = bytearray()
-    while len(content) < size:
-        if not (part := link.recv(size - len(content))):
-            return b""
-        content += part
-    return bytes(content)
 
 
 if __name__ == "__main__":

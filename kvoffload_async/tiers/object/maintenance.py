@@ -31,9 +31,9 @@ from kvoffload_async.tiers.files.maintenance import BadBlock, Verdict, Verificat
 from kvoffload_async.tiers.object.client import (
     NAMESPACE,
     RENEWALS,
-    ObjectConnection,
     claim_library,
     key_of_name,
+    open_store,
     read_at_most,
     text_of,
 )
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 Judged = tuple[Verdict, str]
 """A verdict on one block, and the reason."""
-
-_WRONG_HEADER = (Verdict.CORRUPT, "its header is not that block's")
 
 
 def judge_object(
@@ -64,22 +62,14 @@ def judge_object(
     if is_newer(value):
         return Verdict.NEWER, ""
     header = Header.parse(value)
-    if header is None or header.namespace != namespace:
-        return _WRONG_HEADER
+    if header is None or header.namespace != namespace or header.key != key:
+        return Verdict.CORRUPT, "its header is not that block's"
     used_key = integrity_key if header.is_keyed else None
     if header.is_keyed and (used_key is None or used_key.id != header.key_id):
         return Verdict.OTHER_KEY, ""
-    return _judge_block(header, value, key, used_key)
-
-
-def _judge_block(
-    header: Header, value: memoryview, key: OffloadKey | None, integrity_key: IntegrityKey | None
-) -> Judged:
-    if header.key != key:
-        return _WRONG_HEADER
     if len(value) != header.payload_offset + header.payload_bytes:
         return Verdict.CORRUPT, f"{len(value)} bytes"
-    digester = create_digester(header.layout, integrity_key)
+    digester = create_digester(header.layout, used_key)
     if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
         return Verdict.CORRUPT, "wrong checksum"
     return Verdict.VERIFIED, ""
@@ -192,12 +182,9 @@ class ObjectMaintenance(StoreMaintenance):
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
         claim_library()
-        store = ObjectConnection(
-            directory,
-            allow_http=True,
-            call_timeout_s=_REQUEST_TIMEOUT_S,
-            makes_directory=False,
-        ).open()
+        store = open_store(
+            directory, {}, allow_http=True, timeout_s=_REQUEST_TIMEOUT_S, makes_directory=False
+        )
         timeout_s = _PASSED_OVER * cls.listing_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final
 
 from kvoffload_async.errors import ShardUnavailableError, TierError
 from kvoffload_async.tiers.remote.calls import Calls, run_together
 from kvoffload_async.tiers.remote.client import RemoteClient, Server
-from kvoffload_async.tiers.remote.settings import RemoteCounters
 from kvoffload_async.types import OffloadKey
 
 MOST_KEYS: Final = 1 << 18
@@ -35,13 +34,9 @@ class ExpiringKeys:
         for key in keys:
             self._expiry.pop(key, None)
             self._expiry[key] = expiry_s
-        outdated = 0
-        for expired_s in self._expiry.values():
-            if expired_s > now_s:
-                break
-            outdated += 1
+        outdated = sum(1 for _ in takewhile(lambda s: s <= now_s, self._expiry.values()))
         surplus = max(outdated, len(self._expiry) - MOST_KEYS)
-        for key in list(islice(self._expiry, max(0, surplus))):
+        for key in list(islice(self._expiry, surplus)):
             del self._expiry[key]
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
@@ -56,9 +51,6 @@ class ExpiringKeys:
     def has(self, key: OffloadKey, now_s: float) -> bool:
         """Return whether a key was added and has not expired."""
         return self._expiry.get(key, now_s) > now_s
-
-    def __len__(self) -> int:
-        return len(self._expiry)
 
 
 class ExistenceCache:
@@ -104,9 +96,6 @@ class ExistenceCache:
         """Forget all positive answers, because the store has lost its contents."""
         self._present.clear()
 
-    def __len__(self) -> int:
-        return len(self._present) + len(self._absent)
-
 
 _KEYS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 16
@@ -120,7 +109,6 @@ class ExistenceProber:
     _client: RemoteClient
     _calls: Calls
     _memory: ExistenceCache
-    _counters: RemoteCounters
 
     async def ask(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
         """Return the keys that exist, from the cache or the server.
@@ -128,25 +116,20 @@ class ExistenceProber:
         Raises:
             TierError: No server answered all of its requests.
         """
-        present: set[OffloadKey] = set()
-        unknown: list[OffloadKey] = []
-        for key in keys:
-            remembered = self._memory.get(key)
-            if remembered is None:
-                unknown.append(key)
-            elif remembered:
-                present.add(key)
+        remembered = {key: self._memory.get(key) for key in keys}
+        present = {key for key, exists in remembered.items() if exists}
+        unknown = [key for key, exists in remembered.items() if exists is None]
         if not unknown:
-            self._counters.remembered_keys += len(keys)
+            self._calls.counters.remembered_keys += len(keys)
             return present
-        emptied = self._counters.emptied
+        emptied = self._calls.counters.emptied
         try:
             found = await self.ask_anew(unknown, deadline_s)
         except ShardUnavailableError:  # a miss: the caller's next probe decides
             found = set()
-        if self._counters.emptied != emptied:  # cached answers are invalid
+        if self._calls.counters.emptied != emptied:  # cached answers are invalid
             return found | await self.ask_anew(list(present), deadline_s)
-        self._counters.remembered_keys += len(keys) - len(unknown)
+        self._calls.counters.remembered_keys += len(keys) - len(unknown)
         return found | present
 
     async def ask_anew(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
@@ -158,13 +141,15 @@ class ExistenceProber:
         Raises:
             TierError: No server answered all of its requests.
         """
-        self._counters.probed_keys += len(keys)
+        self._calls.counters.probed_keys += len(keys)
         step = _KEYS_A_CALL if self._client.answers_many else 1
         present: set[OffloadKey] = set()
         num_answered = 0
-        servers = self._client.by_server(keys)
+        portions = [[keys[i] for i in portion] for portion in self._client.portions(keys, step)]
+        servers = [self._client.server_of(portion[0]) for portion in portions]
+        num_servers = len(set(servers))
         errors: dict[Server, TierError] = {}
-        if len(servers) > 1:  # leaves time to use the answers of servers that respond
+        if num_servers > 1:  # leaves time to use the answers of servers that respond
             now_s = asyncio.get_running_loop().time()
             deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
         gate = asyncio.Semaphore(_CALLS_AT_ONCE)
@@ -187,18 +172,10 @@ class ExistenceProber:
             self._memory.appeared(found)
             self._memory.vanished(found.symmetric_difference(portion))
 
-        portions = [
-            (server, [keys[i] for i in indices[first : first + step]])
-            for server, indices in servers.items()
-            for first in range(0, len(indices), step)
-        ]
-        if len(portions) == 1:
-            await ask(*portions[0])
-        else:
-            await run_together((ask(*portion) for portion in portions), "remote:question")
-        self._counters.unanswered_keys += len(keys) - num_answered
+        await run_together(map(ask, servers, portions), "remote:question")
+        self._calls.counters.unanswered_keys += len(keys) - num_answered
         try:
-            if errors and len(errors) == len(servers):
+            if errors and len(errors) == num_servers:
                 raise next(iter(errors.values()))
         finally:
             errors.clear()  # avoid a reference cycle of exceptions and frame

@@ -19,7 +19,8 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Server, Value
-from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes, ValkeyConnection
+from kvoffload_async.tiers.valkey.address import ValkeySettings
+from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes
 from kvoffload_async.types import OffloadKey
 
 _PORTION_BYTES: Final = 4 << 20
@@ -52,25 +53,20 @@ class ValkeyClient(RemoteClient):
     answers_many: ClassVar[bool] = True
 
     def __init__(
-        self,
-        connection: ValkeyConnection,
-        namespace: str,
-        ttl_s: float | None,
-        emptied: Callable[[], None],
+        self, settings: ValkeySettings, namespace: str, emptied: Callable[[], None]
     ) -> None:
         """Create the client without connecting.
 
         Args:
-            connection: Connection settings.
+            settings: The options.
             namespace: 32 hexadecimal digits.
-            ttl_s: Lifetime of an unused block in seconds; None: as long as the server keeps it.
             emptied: Called when the server has lost its contents.
         """
-        self._nodes = Nodes(connection)
+        self._nodes = Nodes(settings)
         self._label_name = f"kvo:{namespace}".encode()
         self._prefix = self._label_name + b":"
         self._label: bytes | None = None  # None: unknown; b"": there is none
-        self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
+        self._ttl_ms = None if settings.ttl_s is None else max(1, round(settings.ttl_s * 1000))
         self._emptied = emptied
         self._witnesses: deque[OffloadKey] = deque(maxlen=_MOST_WITNESSES)
         """Blocks seen recently on the server with the label."""
@@ -79,22 +75,19 @@ class ValkeyClient(RemoteClient):
         and the next store overwrites them."""
 
     async def connect(self) -> None:
-        await self.check()
+        await self.check(None)
 
-    async def check(self) -> None:
-        if self._nodes.connection.is_cluster:
-            await self._nodes.refresh()
-        else:
-            await self._check_label(None)
+    async def check(self, server: Server) -> None:
+        """Check that the server, or a node of a cluster, accepts a write.
 
-    async def check_server(self, server: Server) -> None:
-        """Check that a node of a cluster accepts a write; one without slots need not respond."""
+        A node without slots need not respond.
+        """
         node = cast("Node | None", server)
-        if node is None:
-            await self.check()
+        if not self._nodes.settings.is_cluster:
+            await self._check_label(None)
             return
         await self._nodes.refresh(doubted=node)
-        if not self._nodes.owns_slots(node):
+        if node is None or not self._nodes.owns_slots(node):
             return
         if self._nodes.node_of(self._label_name) == node:
             await self._check_label(node)
@@ -177,23 +170,20 @@ class ValkeyClient(RemoteClient):
         return bool(reply)
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
-        if self._ttl_ms is None:
+        ttl_ms = self._ttl_ms
+        if ttl_ms is None:
             return
-        by_node: dict[Node | None, list[Command]] = {}
-        for key in keys:
-            name = self._prefix + key
-            by_node.setdefault(self._nodes.node_of(name), []).append(
-                ("PEXPIRE", name, self._ttl_ms)
-            )
         errors: list[Exception] = []
 
-        async def run(node: Node | None, commands: Sequence[Command]) -> None:
+        async def run(portion: Sequence[int]) -> None:
+            names = [self._prefix + keys[i] for i in portion]
+            commands = [("PEXPIRE", name, ttl_ms) for name in names]
             try:
-                _raise_first(await self._nodes.run(node, commands))
+                _raise_first(await self._nodes.run(self._nodes.node_of(names[0]), commands))
             except Exception as error:  # noqa: BLE001 - the library's own; raised below
                 errors.append(error)
 
-        await run_together((run(*one) for one in by_node.items()), "remote:renewal")
+        await run_together(map(run, self.portions(keys, len(keys))), "remote:renewal")
         if errors:  # of a node that is down; keys of other nodes are renewed
             raise errors[0]
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import hiredis  # noqa: F401 - the library parses with it, and `BoundedReader` relies on that
 from redis import exceptions
@@ -22,10 +21,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.remote.client import heard
 from kvoffload_async.tiers.remote.lookups import Lookups
-from kvoffload_async.tiers.valkey.address import Address, Login, Route
+from kvoffload_async.tiers.valkey.address import Login, Route, ValkeySettings
 
 _SHORT_BYTES: Final = 4096
 """Maximum bytes of a line, and of a reply without payload: an error, a status, a number."""
@@ -75,6 +74,7 @@ class ReplyBounds:
             ReplyError: They must not be parsed; close the connection.
         """
         bound = _SHORT_BYTES + _most_bytes.get()
+        data, self._line = self._line + data, b""
         position = 0
         while position < len(data):
             if self._payload_bytes:
@@ -82,22 +82,17 @@ class ReplyBounds:
                 self._payload_bytes -= step
                 position += step
                 continue
-            if not self._line and not self._arrays and (lines := _LINES.match(data, position)):
+            if not self._arrays and (lines := _LINES.match(data, position)):
                 position = lines.end()
                 continue
             end = data.find(_END, position)
-            # The line end may be split, with its first byte already in `_line`.
-            if self._line.endswith(b"\r") and data[position : position + 1] == b"\n":
-                line, end = self._line[:-1], position - 1
-            elif end >= 0:
-                line = self._line + data[position:end]
-            else:
-                if len(self._line) + len(data) - position > _SHORT_BYTES:
+            if end < 0:
+                if len(data) - position > _SHORT_BYTES:
                     raise ReplyError(f"a reply has a line of more than {_SHORT_BYTES} bytes")
-                self._line += data[position:]
+                self._line = data[position:]
                 return
-            self._line, position = b"", end + len(_END)
-            self._header(line, bound)
+            self._header(data[position:end], bound)
+            position = end + len(_END)
 
     def _header(self, line: bytes, bound: int) -> None:
         kind, rest = line[:1], line[1:]
@@ -228,55 +223,6 @@ class RoutedConnection(Connection):
         self._reader, self._writer = reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
-@dataclass(frozen=True, slots=True)
-class ValkeyConnection:
-    """Connection settings.
-
-    Attributes:
-        address: Address of the server.
-        is_cluster: Whether it is a node of a cluster.
-        connections: Maximum concurrent payload calls per direction and server.
-        connect_timeout_s: Timeout of connecting, in seconds.
-        read_password: Reads the password from a file; None: it is the address's.
-        ca_file: CA certificates to verify the server with; None: the system's.
-        cert_file: The client certificate.
-        key_file: The private key of that certificate.
-    """
-
-    address: Address
-    is_cluster: bool = False
-    connections: int = 8
-    connect_timeout_s: float = 5.0
-    read_password: Callable[[], str] | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-
-    @property
-    def most_connections(self) -> int:
-        """Maximum connections per server, for both directions and calls without payload."""
-        return 2 * self.connections + _SPARE_CONNECTIONS
-
-    def read_login(self) -> Login:
-        """Return what to log in with now; reads files, so call it in a thread.
-
-        Raises:
-            ConfigError: A file is not usable.
-        """
-        read_password, tls = self.read_password, None
-        password = self.address.password if read_password is None else read_password()
-        if self.address.has_tls:
-            try:
-                tls = ssl.create_default_context(cafile=self.ca_file)
-                if self.cert_file or self.key_file:
-                    tls.load_cert_chain(cast("str", self.cert_file), self.key_file)
-            except (OSError, TypeError) as error:  # TypeError: a key without a certificate
-                raise ConfigError(
-                    f"tls_ca_file, tls_cert_file, tls_key_file: not usable ({error}); correct them"
-                ) from None
-        return Login(password, tls)
-
-
 @dataclass(slots=True)
 class _Client:
     library: Any  # untyped: raw commands have no reply types
@@ -304,15 +250,12 @@ class Nodes:
     Thread: loop.
     """
 
-    def __init__(self, connection: ValkeyConnection) -> None:
-        """Create without connecting.
-
-        Args:
-            connection: Connection settings.
-        """
-        self.connection = connection
+    def __init__(self, settings: ValkeySettings) -> None:
+        """Create without connecting."""
+        self.settings = settings
+        self._first: Node = settings.address.host, settings.address.port
         # Half of the time is left to connect.
-        self._lookups = Lookups(connection.connect_timeout_s / 2)
+        self._lookups = Lookups(settings.call_timeout_s / 2)
         self._clients: dict[Node, _Client] = {}
         self._owners: list[Node | None] = []
         """The owner of each slot, if a cluster's slots are known."""
@@ -347,7 +290,7 @@ class Nodes:
         nodes.sort(key=lambda node: node == doubted)
         for node in nodes:
             try:
-                async with asyncio.timeout(self.connection.connect_timeout_s / (_MOST_ASKED + 1)):
+                async with asyncio.timeout(self.settings.call_timeout_s / (_MOST_ASKED + 1)):
                     (slots,) = await self._run(node, [("CLUSTER", "SLOTS")], _SLOTS_REPLY_BYTES)
                 if isinstance(slots, Exception):
                     raise slots
@@ -374,7 +317,7 @@ class Nodes:
             Exception: The library's error; the node did not answer.
         """
         if node is None:
-            if self.connection.is_cluster:
+            if self.settings.is_cluster:
                 raise TierUnavailableError("no node of the cluster owns these keys")
             node = self._first
         replies = await self._run(node, commands, most_bytes)
@@ -385,10 +328,6 @@ class Nodes:
     async def close(self) -> None:
         """Close all connections; may be repeated."""
         await self._close(set(self._clients))
-
-    @property
-    def _first(self) -> Node:
-        return self.connection.address.host, self.connection.address.port
 
     async def _run(self, node: Node, commands: Sequence[Command], most_bytes: int) -> list[Any]:
         client = self._clients.get(node) or self._open(node)
@@ -411,31 +350,32 @@ class Nodes:
     def _open(self, node: Node) -> _Client:
         if len(self._clients) >= _MOST_NODES:
             raise ReplyError(f"the cluster names more than {_MOST_NODES} nodes")
-        connection = self.connection
-        route = Route(*node, self._lookups, connection.connect_timeout_s)
+        settings = self.settings
+        most_connections = 2 * settings.connections + _SPARE_CONNECTIONS  # for both directions
+        route = Route(*node, self._lookups, settings.call_timeout_s)
         pool = ConnectionPool(
             RoutedConnection,
-            max_connections=connection.most_connections,
+            max_connections=most_connections,
             route=route,
             log_in=self._log_in,
-            db=connection.address.database,
-            username=connection.address.username,
+            db=settings.address.database,
+            username=settings.address.username,
             # Deadlines, retries and their counters are in `Calls`.
             socket_timeout=None,
-            socket_connect_timeout=connection.connect_timeout_s,
+            socket_connect_timeout=settings.call_timeout_s,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             socket_read_size=_READ_BYTES,
         )
-        gate = asyncio.Semaphore(connection.most_connections)
+        gate = asyncio.Semaphore(most_connections)
         client = self._clients[node] = _Client(Redis.from_pool(pool), gate, route)
         return client
 
     async def _log_in(self) -> Login:
-        connection = self.connection
-        if connection.read_password is None and not connection.address.has_tls:
-            return Login(connection.address.password)
-        return await self._lookups.run("credentials", connection.read_login)
+        settings = self.settings
+        if settings.password_file is None and not settings.address.has_tls:
+            return settings.read_login()  # reads no file
+        return await self._lookups.run("credentials", settings.read_login)
 
     async def _redirect(
         self, commands: Sequence[Command], replies: list[Any], most_bytes: int
