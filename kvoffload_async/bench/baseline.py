@@ -129,13 +129,19 @@ class Baseline(ABC):
             UnfitError: Fewer bytes than expected were moved, or wrong ones.
         """
         samples: dict[str, Sample] = {}
-        with self._as_unusable(), self._open(plan, payload, jobs) as moves:
-            payload.fill()
-            if plan.steady:  # in the steady state a full tier overwrites its files
-                moves["store"]()
-            samples["store"] = moves["store"]()
-            payload.wipe()
-            samples["load"] = moves["load"]()
+        try:
+            with self._open(plan, payload, jobs) as moves:
+                payload.fill()
+                if plan.steady:  # in the steady state a full tier overwrites its files
+                    moves["store"]()
+                samples["store"] = moves["store"]()
+                payload.wipe()
+                samples["load"] = moves["load"]()
+        except OSError as error:
+            raise InputError(
+                f"{self.directory}: the baseline cannot be measured here ({error.strerror}); name "
+                "another directory"
+            ) from error
         if payload.wrong_rows(jobs.num_keys):
             raise UnfitError(f"{self.name}: returned other bytes than were written to it")
         return samples
@@ -145,27 +151,17 @@ class Baseline(ABC):
         """Open new files; yield the functions that move the bytes."""
 
     @contextmanager
-    def _new_files(self, count: int, size_bytes: int, *, direct: bool) -> Iterator[list[int]]:
+    def _new_files(self, count: int, size_bytes: int) -> Iterator[list[int]]:
         """Create `count` files of `size_bytes` each."""
         with self.place.new_directory() as directory, ExitStack() as stack:
             files = []
-            flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
             for number in range(count):
-                file = os.open(Path(directory, f"baseline-{number}"), flags, 0o600)
+                path = Path(directory, f"baseline-{number}")
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
                 stack.callback(os.close, file)
                 os.posix_fallocate(file, 0, size_bytes)
                 files.append(file)
             yield files
-
-    @contextmanager
-    def _as_unusable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"{self.directory}: the baseline cannot be measured here ({error.strerror}); name "
-                "another directory"
-            ) from error
 
 
 class PlainBaseline(Baseline):
@@ -175,8 +171,8 @@ class PlainBaseline(Baseline):
 
     @contextmanager
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
-        extents = _extents(payload.bytes, jobs)
-        with self._new_files(1, jobs.num_bytes, direct=plan.direct_baseline) as (file,):
+        extents = {start: payload.bytes[start : start + size] for start, size in _cuts(jobs)}
+        with self._new_files(1, jobs.num_bytes) as (file,):
 
             def write(start: int) -> None:
                 _check(os.pwritev(file, [extents[start]], start), extents[start])
@@ -184,10 +180,10 @@ class PlainBaseline(Baseline):
             def read(start: int) -> None:
                 _check(os.preadv(file, [extents[start]], start), extents[start])
 
-            def moved_by(call: Callable[[int], None]) -> Callable[[], Sample]:
-                return lambda: _timed(call, list(extents), plan.threads, jobs, plan.in_flight)
-
-            yield {"store": moved_by(write), "load": moved_by(read)}
+            yield {
+                "store": partial(_timed, write, list(extents), plan, jobs),
+                "load": partial(_timed, read, list(extents), plan, jobs),
+            }
 
 
 def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
@@ -200,17 +196,17 @@ def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
     def copy(start: int) -> None:
         np.copyto(*extents[start])
 
-    return _timed(copy, list(extents), plan.threads, jobs, plan.in_flight)
+    return _timed(copy, list(extents), plan, jobs)
 
 
 def _cuts(jobs: Jobs) -> list[tuple[int, int]]:
     """Return (start, size) of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
-    size = max(1, EXTENT_BYTES // jobs.block_bytes) * jobs.block_bytes
+    size = _extent_blocks(jobs) * jobs.block_bytes
     return [(start, min(size, jobs.num_bytes - start)) for start in range(0, jobs.num_bytes, size)]
 
 
-def _extents(flat: memoryview, jobs: Jobs) -> dict[int, memoryview]:
-    return {start: flat[start : start + size] for start, size in _cuts(jobs)}
+def _extent_blocks(jobs: Jobs) -> int:
+    return max(1, EXTENT_BYTES // jobs.block_bytes)
 
 
 def _check(moved_bytes: int, extent: memoryview) -> None:
@@ -218,13 +214,11 @@ def _check(moved_bytes: int, extent: memoryview) -> None:
         raise UnfitError(f"a plain call moved {moved_bytes} of {extent.nbytes} bytes")
 
 
-def _timed(
-    call: Callable[[int], None], starts: Sequence[int], threads: int, jobs: Jobs, in_flight: int
-) -> Sample:
+def _timed(call: Callable[[int], None], starts: Sequence[int], plan: Plan, jobs: Jobs) -> Sample:
     """Run the calls on threads that are started before the clock."""
     waiting = deque(starts)
     ended_s: dict[int, float] = {}
-    gate = threading.Barrier(threads + 1)
+    gate = threading.Barrier(plan.threads + 1)
 
     def serve() -> None:
         gate.wait(_START_S)
@@ -236,15 +230,15 @@ def _timed(
             call(start)
             ended_s[start] = time.perf_counter()
 
-    with ThreadPoolExecutor(threads, "kvoffload-bench-baseline") as pool:
-        tasks = [pool.submit(serve) for _ in range(threads)]
+    with ThreadPoolExecutor(plan.threads, "kvoffload-bench-baseline") as pool:
+        tasks = [pool.submit(serve) for _ in range(plan.threads)]
         gate.wait(_START_S)
         begun_s, cpu_s = time.perf_counter(), time.process_time()
         for task in tasks:
             task.result()
         wall_s, cpu_s = max(ended_s.values()) - begun_s, time.process_time() - cpu_s
     job_ends_s = _job_ends(jobs, {start: ended - begun_s for start, ended in ended_s.items()})
-    latencies_s = _latencies(job_ends_s, in_flight)
+    latencies_s = _latencies(job_ends_s, plan.in_flight)
     return of_pass(jobs, wall_s=wall_s, cpu_s=cpu_s, latencies_s=latencies_s)
 
 
@@ -289,11 +283,10 @@ class RecyclingBaseline(Baseline):
             starts = range(0, jobs.num_bytes, jobs.block_bytes)
             for start in starts:
                 files.create(start)
-
-            def moved_by(call: Callable[[int], None]) -> Callable[[], Sample]:
-                return lambda: _timed(call, starts, plan.threads, jobs, plan.in_flight)
-
-            yield {"store": moved_by(files.recycle), "load": moved_by(files.read)}
+            yield {
+                "store": partial(_timed, files.recycle, starts, plan, jobs),
+                "load": partial(_timed, files.read, starts, plan, jobs),
+            }
 
 
 class _Files:
@@ -375,7 +368,7 @@ class NativeBaseline(Baseline):
 
         size = _extent_blocks(jobs)
         file_bytes = -(-jobs.num_keys // (size * plan.threads)) * size * jobs.block_bytes
-        with self._new_files(plan.threads, file_bytes, direct=plan.direct_baseline) as files:
+        with self._new_files(plan.threads, file_bytes) as files:
             engine = open_engine(plan.threads)
             memory = engine.map(payload.bytes, jobs.block_bytes, jobs.block_bytes)
             try:
@@ -458,7 +451,3 @@ def runs_of(blocks: range, jobs: Jobs, files: Sequence[int]) -> Iterator[Run]:
         offset = (extent // len(files) * size + skipped) * jobs.block_bytes
         yield Run(files[extent % len(files)], offset, count)
         at += count
-
-
-def _extent_blocks(jobs: Jobs) -> int:
-    return max(1, EXTENT_BYTES // jobs.block_bytes)

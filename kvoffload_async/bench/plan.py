@@ -73,9 +73,7 @@ class Plan:
         in_flight: Jobs in flight at once.
         rounds: Number of rounds.
         threads: Threads of the baseline.
-        direct_baseline: Whether the baseline bypasses the page cache.
         steady: Whether tiers with a capacity are filled before they are measured.
-        keep: Whether each contender uses one store for all rounds of a block size.
         warm_up: Whether page cache memory is touched before a store is opened.
     """
 
@@ -86,9 +84,7 @@ class Plan:
     rounds: int
     in_flight: int = 16
     threads: int = field(default_factory=suitable_threads)
-    direct_baseline: bool = False
     steady: bool = False
-    keep: bool = False
     warm_up: bool = True
 
     @property
@@ -99,7 +95,7 @@ class Plan:
     @property
     def room_bytes(self) -> int:
         """Free disk space needed per contender, to store or to warm up."""
-        return max(WARM_UP, self.rounds if self.keep else 1) * self.stored_bytes
+        return WARM_UP * self.stored_bytes
 
     @classmethod
     def parse(

@@ -19,7 +19,7 @@ from kvoffload_async.bench.baseline import (
     PlainBaseline,
     RecyclingBaseline,
 )
-from kvoffload_async.bench.contender import Contender, OwnTier
+from kvoffload_async.bench.contender import Contender
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import measure, rehearse, turns
@@ -52,9 +52,8 @@ def run_bench(
         ConfigError: A configuration is invalid.
         OffloadError: A contender cannot be measured; the message names it.
     """
-    own = [OwnTier(config) for config in tiers]
+    own = [Contender(config) for config in tiers]
     for one in own:
-        one.check_capacity(plan.stored_bytes)
         one.check(plan.stored_bytes, [work.block_bytes for work in plan.works])
     contenders = _named_apart([*own, *others])
     with ExitStack() as stack:
@@ -113,7 +112,7 @@ def _baseline_kinds(plan: Plan) -> list[type[Baseline]]:
     kinds: list[type[Baseline]] = [PlainBaseline]
     if implementation().name == "native":
         kinds.insert(0, NativeBaseline)
-    if plan.steady and not plan.direct_baseline:
+    if plan.steady:
         kinds.append(RecyclingBaseline)
     return kinds
 

@@ -119,8 +119,7 @@ def _remarks(report: Report) -> Iterator[str]:
     settings = report.settings
     yield (
         f"Medians of {settings['rounds']} rounds; each round measures all contenders in turn on "
-        f"{'full' if settings['steady'] else 'empty'} stores"
-        f"{' that are kept between rounds' if settings['keep'] else ''}, with "
+        f"{'full' if settings['steady'] else 'empty'} stores, with "
         f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks in flight. ms: latency "
         "of a job until its result is seen. us: time of the owner's thread, in all calls. x base: "
         f"ratio to {_baseline_text(report)}; x plain: ratio to plain writes or reads; x "
@@ -163,9 +162,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _baseline_name(report: Report, directory: str, kind: str) -> str:
-    how = f"{kind}, direct" if report.settings["direct_baseline"] else kind
-    one = len(report.sizes[0].baselines) == 1
-    return f"base, {how}" if one else f"base, {how}, {directory}"
+    is_only = len(report.sizes[0].baselines) == 1
+    return f"base, {kind}" if is_only else f"base, {kind}, {directory}"
 
 
 def _baseline_text(report: Report) -> str:

@@ -8,7 +8,7 @@ from bench.witnesses import SMALL
 from rich.console import Console
 
 from kvoffload_async.bench import Plan, run_bench
-from kvoffload_async.bench.contender import OpenOwnTier
+from kvoffload_async.bench.contender import Contender, OpenTier
 from kvoffload_async.facade.secondary import ExampleSecondaryTierManager
 from laboratory.bench import relative_table
 from laboratory.peers import PEERS, Entry
@@ -16,7 +16,7 @@ from laboratory.peers import PEERS, Entry
 PLAN = Plan.parse("4KiB,8KiB", "8KiB", keys_per_job=1, one_job=2, in_flight=2, rounds=1, threads=2)
 
 
-class FakePeer:
+class FakePeer(Contender):
     """Another engine's tier, though it is one of this package's."""
 
     def __init__(self, name, options, place):
@@ -26,7 +26,7 @@ class FakePeer:
         return None
 
     def open(self, view, directory, stored_bytes):
-        return OpenOwnTier(ExampleSecondaryTierManager(None, view))
+        return OpenTier(ExampleSecondaryTierManager(None, view))
 
 
 @pytest.fixture
