@@ -250,13 +250,11 @@ def measure(
     Raises:
         OffloadError: See `run_bench`; InputError also if a tier's text is invalid.
     """
-    own = [parse_tier(text) for text in tiers]
     gauge = Gauge()
-    with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
-        gauge.on_change = on_change
+    with progress_bar(console, gauge.fraction_done, "bench"):
         return run_bench(
             plan,
-            own,
+            [parse_tier(text) for text in tiers],
             others,
             expect=gauge.expect,
             advance=gauge.advance,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
@@ -41,11 +41,9 @@ _GIB = 1024 * _MIB
 def bar_per_pass(console: Console, num_passes: int) -> Follow:
     """Return a `Follow` that shows a progress bar per pass, if the console is a terminal."""
 
-    @contextmanager
-    def follow(source: RequestSource, number: int) -> Iterator[Callable[[], None]]:
+    def follow(source: RequestSource, number: int) -> AbstractContextManager[object]:
         title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
-        with progress_bar(console, lambda: source.fraction_done, title) as on_step:
-            yield on_step
+        return progress_bar(console, lambda: source.fraction_done, title)
 
     return follow
 

@@ -183,8 +183,7 @@ def _followed(
     console: Console, title: str, interrupt: Interrupt, given: StoreOptions
 ) -> Iterator[MaintenanceControl]:
     gauge = Gauge()
-    with progress_bar(console, lambda: gauge.fraction_done, title) as on_change:
-        gauge.on_change = on_change
+    with progress_bar(console, gauge.fraction_done, title):
         yield MaintenanceControl(
             expect=gauge.expect,
             advance=gauge.advance,

@@ -81,8 +81,7 @@ def replay(given: FleetFlags) -> None:
             requests = list(source)
         gauge = Gauge()
         gauge.expect(len(PASSES) * len(requests))
-        with progress_bar(console, lambda: gauge.fraction_done, "fleet") as on_change:
-            gauge.on_change = on_change
+        with progress_bar(console, gauge.fraction_done, "fleet"):
             options = FleetOptions(
                 size=given.fleet,
                 spread=spread,
