@@ -31,9 +31,9 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
         JsonInputError: The text is not JSON, an object has a duplicate key, a number is not finite
             or too long, or the nesting is too deep.
     """
-    check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
+    _check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
     try:
-        value = json.loads(
+        return json.loads(
             text,
             object_pairs_hook=_as_object,
             parse_constant=_reject_number,
@@ -44,15 +44,13 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
         raise
     except ValueError as error:
         raise JsonInputError(f"not JSON: {error}") from error
-    check_value(value)
-    return value
 
 
 _BRACKET_OR_STRING: Final = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*+"')
 _STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
-def check_depth(steps: Iterable[int]) -> None:
+def _check_depth(steps: Iterable[int]) -> None:
     """Raise JsonInputError if objects and lists are nested too deeply.
 
     Call this before any recursive parser: at Python's recursion limit, unrelated finalizers and
@@ -62,11 +60,9 @@ def check_depth(steps: Iterable[int]) -> None:
         steps: 1 for each start of an object or list, -1 for each end.
     """
     if any(depth > _MAX_DEPTH for depth in accumulate(steps)):
-        raise _too_deep()
-
-
-def _too_deep() -> JsonInputError:
-    return JsonInputError(f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them")
+        raise JsonInputError(
+            f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them"
+        )
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -99,26 +95,6 @@ _SHORT: Final = 40
 _MAX_DIGITS: Final = 100
 
 
-def check_value(value: object) -> None:
-    """Raise JsonInputError if a value is nested too deeply, or not of a JSON type."""
-    level = [value]
-    for _ in range(_MAX_DEPTH + 1):
-        below: list[object] = []
-        for one in level:
-            if isinstance(one, dict):
-                below += one.values()
-            elif isinstance(one, list):
-                below += one
-            elif isinstance(one, float) and not math.isfinite(one):
-                _reject_number(str(one))
-            elif not isinstance(one, str | int | float | None):
-                raise JsonInputError(f"{one} is read as a {type(one).__name__}; quote it")
-        if not below:
-            return
-        level = below
-    raise _too_deep()
-
-
 def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     """Return the value of a YAML text, limited to JSON's types.
 
@@ -134,15 +110,17 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
             f"YAML needs PyYAML ({error}); install kvoffload-async[yaml], or write JSON"
         ) from error
     try:
-        check_depth(_steps(text, yaml))
+        _check_depth(_steps(text, yaml))
         _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml)
-        value = yaml.safe_load(text)
+        return parse_json(json.dumps(yaml.safe_load(text), default=_reject_type))
+    except JsonInputError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, JsonInputError):
-            raise
         raise JsonInputError(f"not YAML: {' '.join(str(error).split())}") from error
-    check_value(value)
-    return value
+
+
+def _reject_type(value: object) -> NoReturn:
+    raise JsonInputError(f"{value} is read as a {type(value).__name__}; quote it")
 
 
 def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's own
