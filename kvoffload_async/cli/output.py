@@ -42,7 +42,7 @@ def check_writable(option: str, name: str | None) -> None:
                 )
 
 
-def write_figures(option: str, name: str, text: str) -> None:
+def write_text(option: str, name: str, text: str) -> None:
     """Write a text to standard output or to a file; raises InputError if that fails."""
     if name == STDOUT:
         sys.stdout.write(text + "\n")
@@ -60,7 +60,7 @@ def publish(json: str | None, print_tables: Callable[[Console], None], text: str
     if json != STDOUT:
         print_tables(Console())
     if json is not None:
-        write_figures("--json", json, text)
+        write_text("--json", json, text)
 
 
 @contextmanager
@@ -132,6 +132,17 @@ def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Ite
         for rows in zip(*(found.rows for _, found in columns), strict=True):
             table.add_row(rows[0][0], *(Text(shown(value)) for _, value in rows))
         yield table
+
+
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size with a unit."""
+    if num_bytes < _MIB:
+        return f"{num_bytes / 1024:,.0f} KiB"
+    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"
 
 
 def shown(name: str) -> str:

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
@@ -23,6 +23,8 @@ from kvoffload_async.cli.output import (
     check_writable,
     drawing_module,
     shown,
+    size_text,
+    write_text,
 )
 from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.cli.settings import STDIN
@@ -33,9 +35,6 @@ from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import Follow, PassReports
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.timeline import RequestTimeline
-
-_MIB = 1024 * 1024
-_GIB = 1024 * _MIB
 
 
 def bar_per_pass(console: Console, num_passes: int) -> Follow:
@@ -139,13 +138,6 @@ def _joined(counts: Sequence[int]) -> str:
     return " / ".join(f"{count:,}" for count in counts)
 
 
-def size_text(num_bytes: int) -> str:
-    """Return a size with a unit."""
-    if num_bytes < _MIB:
-        return f"{num_bytes / 1024:,.0f} KiB"
-    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"
-
-
 PLOT: Final = "kvoffload_async.replay.plot"
 
 _MAX_NAME: Final = 60
@@ -180,32 +172,6 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 """Content security policy: the browser loads nothing for the page and runs no script."""
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """Title of a plot or page.
-
-    Attributes:
-        trace: Name of the trace; may contain any characters.
-        sizes: The policy, and the sizes of the primary and the tiers.
-        origin: Date, machine and version.
-    """
-
-    trace: str
-    sizes: str
-    origin: str
-
-    @classmethod
-    def of(cls, trace: Path | None, reports: PassReports) -> Self:
-        """Return the headline of a replay that has just ended."""
-        name = "the built-in chat workload" if trace is None else trace.name
-        if str(trace) == STDIN:
-            name = "standard input"
-        # A file name may contain bytes that cannot be decoded.
-        name = name.encode(errors="backslashreplace").decode()
-        now = datetime.now(UTC)
-        return cls(name, _sizes(reports), f"{now:%Y-%m-%d %H:%M} UTC, {_machine()}")
-
-
 def publish_pictures(
     reports: PassReports, trace: Path | None, plot: Path | None, page: Path | None
 ) -> None:
@@ -214,26 +180,22 @@ def publish_pictures(
     Raises:
         InputError: A file cannot be written.
     """
-    headline = Headline.of(trace, reports)
-    if plot is not None:
-        _draw_picture(reports, headline, plot)
+    name = "the built-in chat workload" if trace is None else trace.name
+    if str(trace) == STDIN:
+        name = "standard input"
+    # A file name may contain bytes that cannot be decoded.
+    name = name.encode(errors="backslashreplace").decode()
+    sizes = _sizes(reports)
+    origin = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {_machine()}"
     if page is not None:
-        _write_page(reports, headline, page)
-
-
-def _draw_picture(reports: PassReports, headline: Headline, path: Path) -> None:
-    name = headline.trace
-    if len(name) > _MAX_NAME:
-        name = f"{name[: _MAX_NAME // 2]}...{name[-_MAX_NAME // 2 :]}"
-    title = f"Replay of {name}\n{headline.sizes}"
-    with as_unwritable("--plot", str(path)):
-        drawing_module("--plot", PLOT).draw(reports.passes, path, title, headline.origin)
-
-
-def _write_page(reports: PassReports, headline: Headline, path: Path) -> None:
-    text = "\n".join(_page(reports, headline))
-    with as_unwritable("--report", str(path)):
-        path.write_text(text + "\n", encoding="utf-8")
+        text = "\n".join(_page(reports, f"Replay of {name}", sizes, origin))
+        write_text("--report", str(page), text)
+    if plot is not None:
+        if len(name) > _MAX_NAME:
+            name = f"{name[: _MAX_NAME // 2]}...{name[-_MAX_NAME // 2 :]}"
+        title = f"Replay of {name}\n{sizes}"
+        with as_unwritable("--plot", str(plot)):
+            drawing_module("--plot", PLOT).draw(reports.passes, plot, title, origin)
 
 
 def _sizes(reports: PassReports) -> str:
@@ -241,7 +203,7 @@ def _sizes(reports: PassReports) -> str:
     primary = f"{report.primary_blocks:,} blocks of {size_text(report.row_bytes)}"
     parts = [f"policy {report.policy}, primary of {primary}"]
     for name, tier in zip(report.tiers, report.samples[-1].stats.tiers, strict=True):
-        capacity = "" if not tier.capacity_bytes else f" of {size_text(int(tier.capacity_bytes))}"
+        capacity = "" if not tier.capacity_bytes else f" of {size_text(tier.capacity_bytes)}"
         parts.append(f"{name}{capacity}")
     return " + ".join(parts)
 
@@ -256,14 +218,13 @@ def _machine() -> str:
 # -- the page -------------------------------------------------------------------------------------
 
 
-def _page(reports: PassReports, headline: Headline) -> Iterable[str]:
+def _page(reports: PassReports, title: str, sizes: str, origin: str) -> Iterable[str]:
     plot = drawing_module("--report", PLOT)
-    title = f"Replay of {headline.trace}"
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
-    yield f"<h1>{escape(title)}</h1>\n<p>{escape(headline.sizes)}</p>"
+    yield f"<h1>{escape(title)}</h1>\n<p>{escape(sizes)}</p>"
     if reports.interrupted:
         yield '<p class="complaint">Interrupted: figures up to the interruption.</p>'
     yield from (f'<p class="complaint">{escape(text)}</p>' for text in reports.complaints)
@@ -279,7 +240,7 @@ def _page(reports: PassReports, headline: Headline) -> Iterable[str]:
         yield "<h2>Secondary tiers</h2>"
         rows = _tier_rows(passes, names, _TIER_FIGURES)
         yield from _table(("tier", "pass", *_TIER_FIGURES.values()), rows)
-    yield f'<p class="note">{escape(headline.origin)}</p>\n</body>\n</html>'
+    yield f'<p class="note">{escape(origin)}</p>\n</body>\n</html>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.cli.command import EXIT_INTERRUPTED, errors_as_one_line
-from kvoffload_async.cli.output import shown
+from kvoffload_async.cli.output import shown, size_text
 from kvoffload_async.errors import InputError
 from kvoffload_async.statistics import (
     EngineStatistics,
@@ -36,7 +36,6 @@ WIDE: Final = 110
 MAX_TIERS: Final = 8
 MAX_SLOWEST: Final = 5
 _BAR_CHARS: Final = 24
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _LETTERS: Final = ("", "K", "M", "G", "T", "P")
 _NARROW_NAME, _WIDE_NAME = 12, 24
 _LEAST_LATENCIES: Final = 4
@@ -103,7 +102,7 @@ def _primary(primary: PrimaryStatistics) -> Iterator[Text]:
     taken = primary.num_slots - slots.free
     full = min(1.0, max(0.0, taken / primary.num_slots)) if primary.num_slots else 0.0
     filled = round(full * _BAR_CHARS)
-    size = f" of {_size(primary.capacity_bytes)}" if primary.row_bytes else ""
+    size = f" of {size_text(primary.capacity_bytes)}" if primary.row_bytes else ""
     yield Text.assemble(
         ("primary   ", "bold"),
         ("█" * filled, "green" if full < 1 else "yellow"),
@@ -282,16 +281,6 @@ def _short(number: float, factor: int = 1000) -> str:
         unit += 1
     digits = 1 if unit and number < 9.95 else 0  # noqa: PLR2004 - else it is 10
     return f"{number:.{digits}f}{_LETTERS[unit]}"
-
-
-def _size(num_bytes: float) -> str:
-    """Return a size with about three digits."""
-    unit = 0
-    while num_bytes >= 999.5 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - else it is 1000
-        num_bytes /= 1024
-        unit += 1
-    digits = 0 if not unit or num_bytes >= 99.5 else 1  # noqa: PLR2004 - three digits
-    return f"{num_bytes:.{digits}f} {_UNITS[unit]}" if num_bytes else "0"
 
 
 def _seconds(seconds: float) -> str:
