@@ -25,7 +25,7 @@ from typing import Final
 from kvoffload_async.bench.baseline import Baseline, Payload, measure_memcpy
 from kvoffload_async.bench.contender import Contender, OpenTier, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan, Sample, Work, of_owner, of_pass
-from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, as_block_ids, make_offload_key
+from kvoffload_async.types import JobMetadata, OffloadKey, as_block_ids, make_offload_key
 
 _LINE: Final = "voluntary_ctxt_switches:"
 
@@ -76,28 +76,6 @@ class PassOutcome:
     failures: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Stopwatch:
-    """Time spent on the owner's thread, and start and latency of each job."""
-
-    submits_ns: list[int] = field(default_factory=list)
-    steps_ns: int = 0
-    begun_ns: dict[int, int] = field(default_factory=dict)
-    latencies_ns: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def owner_ns(self) -> int:
-        """Total time on the owner's thread."""
-        return self.steps_ns + sum(self.submits_ns)
-
-    def end(self, result: JobResult, now_ns: int) -> None:
-        """Record the end of a job."""
-        self.latencies_ns.append(now_ns - self.begun_ns.pop(result.job_id))
-        if not result.success:
-            self.failures.append(str(getattr(result, "error", None) or "no reason given"))
-
-
 def drive(
     tier: OpenTier,
     jobs: Mapping[int, JobMetadata],
@@ -114,25 +92,31 @@ def drive(
     """
     manager, step = tier.manager, tier.step
     submit = manager.submit_load if is_load else manager.submit_store
-    watch = _Stopwatch()
+    begun_ns: dict[int, int] = {}
+    submits_ns: list[int] = []
+    latencies_ns: list[int] = []
+    failures: list[str] = []
+    steps_ns = 0
     waiting = iter(jobs.items())
     pause = threading.Event()
     clock = time.perf_counter_ns
     switches = count_switches()
     cpu_s, start_ns = time.process_time(), clock()
     progress_ns = start_ns
-    while len(watch.latencies_ns) < len(jobs):
-        for job_id, job in islice(waiting, in_flight - len(watch.begun_ns)):
-            watch.begun_ns[job_id] = before_ns = clock()
+    while len(latencies_ns) < len(jobs):
+        for job_id, job in islice(waiting, in_flight - len(begun_ns)):
+            begun_ns[job_id] = before_ns = clock()
             submit(job)
-            watch.submits_ns.append(clock() - before_ns)
+            submits_ns.append(clock() - before_ns)
         before_ns = clock()
         manager.on_schedule_end(step)
         results = list(manager.get_finished_jobs())
         now_ns = clock()
-        watch.steps_ns += now_ns - before_ns
+        steps_ns += now_ns - before_ns
         for result in results:
-            watch.end(result, now_ns)
+            latencies_ns.append(now_ns - begun_ns.pop(result.job_id))
+            if not result.success:  # other engines' results have no reason
+                failures.append(str(getattr(result, "error", None) or "no reason given"))
         if results:
             progress_ns = now_ns
         elif now_ns - progress_ns > stall_s * _NS:
@@ -146,15 +130,15 @@ def drive(
             shape,
             wall_s=(progress_ns - start_ns) / _NS,
             cpu_s=cpu_s,
-            latencies_s=[ns / _NS for ns in watch.latencies_ns],
+            latencies_s=[ns / _NS for ns in latencies_ns],
         )
         | of_owner(
             shape,
-            owner_s=watch.owner_ns / _NS,
-            submits_s=[ns / _NS for ns in watch.submits_ns],
+            owner_s=(steps_ns + sum(submits_ns)) / _NS,
+            submits_s=[ns / _NS for ns in submits_ns],
         )
         | {"switches_per_job": num_switches / shape.num_jobs},
-        tuple(watch.failures),
+        tuple(failures),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import platform
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -288,9 +287,6 @@ def check_choice(option: str, value: str, allowed: Collection[str]) -> None:
         raise InputError(f"{option} {value}: expected {' or '.join(allowed)}")
 
 
-_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-
-
 @dataclass(frozen=True, slots=True)
 class TierEntry:
     """One registered tier.
@@ -326,24 +322,12 @@ def _entry(name: str) -> TierEntry:
 
 
 def _own_options(cls: type[SecondaryTierManager]) -> Iterator[Option]:
-    """Yield the options of a tier that not every tier takes."""
-    summaries = _summaries(cls)
+    """Yield the options of a tier that not every tier takes, with their declared summaries."""
+    declares = cls.tier_class and cls.tier_class.declares
+    summaries = {one.name: one.summary for one in declares.described()} if declares else {}
     for name, default in options_of(cls).items():
         if name not in options_of(SecondaryTierManager):
             yield Option(name, default, summaries.get(name, ""))
-
-
-def _summaries(cls: type[SecondaryTierManager]) -> dict[str, str]:
-    """Return the description of each option: declared, or in the `Args` of class or constructor."""
-    found: dict[str, str] = {}
-    tier_class = cls.tier_class
-    for base in (*reversed(cls.__mro__), *reversed(tier_class.__mro__ if tier_class else ())):
-        for owner in (base, base.__dict__.get("__init__")):
-            _, _, arguments = (inspect.getdoc(owner) or "").partition("\nArgs:\n")
-            found |= {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(arguments)}
-    if tier_class is not None and tier_class.declares is not None:
-        found |= {option.name: option.summary for option in tier_class.declares.described()}
-    return found
 
 
 def option_table(options: Sequence[Option]) -> Table:

@@ -27,19 +27,18 @@ def check_writable(option: str, name: str | None) -> None:
         InputError: The name is a directory, its parent directory does not exist, or this process
             may not write there.
     """
-    if name is not None and name != STDOUT:
-        with as_unwritable(option, name):
-            path = Path(name)
-            if path.is_dir():
-                raise InputError(f"{option} {name}: cannot be written: it is a directory")
-            if not path.parent.is_dir():
-                raise InputError(
-                    f"{option} {name}: cannot be written: the directory does not exist"
-                )
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise InputError(
-                    f"{option} {name}: cannot be written: no permission to write there"
-                )
+    if name is None or name == STDOUT:
+        return
+    path, reason = Path(name), ""
+    with as_unwritable(option, name):
+        if path.is_dir():
+            reason = "it is a directory"
+        elif not path.parent.is_dir():
+            reason = "the directory does not exist"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "no permission to write there"
+    if reason:
+        raise InputError(f"{option} {name}: cannot be written: {reason}")
 
 
 def write_text(option: str, name: str, text: str) -> None:
