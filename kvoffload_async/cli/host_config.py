@@ -114,7 +114,7 @@ def _one_of(*allowed: object) -> tuple[Callable[[Any], bool], str]:
 
 
 def _converts(
-    to: type[int | float], is_valid: Callable[[Any], bool] = bool
+    to: type[int | float], is_valid: Callable[[Any], bool] = lambda _number: True
 ) -> Callable[[Any], bool]:
     """Return whether `to(value)` succeeds, with a valid result."""
 
@@ -143,44 +143,41 @@ def _check_module(given: Mapping[str, Any], name: str, path: str, where: str = "
         )
 
 
-_TEXT: Final = (lambda value: isinstance(value, str) and bool(value)), "it must be a text"
-_ANY: Final = (lambda _value: True), ""
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+_TEXT: Final = _is_text, "it must be a text"
+_TRUTH: Final = _is(bool), "it must be true or false"
+_FLOAT: Final = _converts(float), "it must be a number"
 
 # -- vLLM ---------------------------------------------------------------------------------------
 
 _TRANSFER: Final[Rules] = {
     "kv_connector": _TEXT,
-    "kv_connector_module_path": (
-        lambda value: value is None or (isinstance(value, str) and bool(value)),
-        "it must name a module",
-    ),
+    "kv_connector_module_path": (lambda p: p is None or _is_text(p), "it must name a module"),
     "kv_role": _one_of("kv_both", "kv_producer", "kv_consumer"),
     "kv_load_failure_policy": _one_of("recompute", "fail"),
     EXTRA: (_is(dict), "it must be an object"),
     "engine_id": (_is(str, type(None)), "it must be a text"),
     "kv_buffer_device": (_is(str), "it must be a text"),
-    "kv_port": (_converts(int, lambda port: port is not None), "it must be an integer"),
-    "enable_permute_local_kv": (_is(bool), "it must be true or false"),
+    "kv_port": (_converts(int), "it must be an integer"),
+    "enable_permute_local_kv": _TRUTH,
 }
 """The fields of `KVTransferConfig`."""
 
 _POSITIVE: Final = _converts(int, lambda number: number > 0)
-_INTEGER: Final = _converts(int, lambda _number: True), "vLLM calls int: give an integer"
+_INTEGER: Final = _converts(int), "vLLM calls int: give an integer"
+_SIZE: Final = (lambda size: size is None or _POSITIVE(size)), "it must be a positive integer"
 _CHUNK: Final[Rules] = {
-    "blocks_per_chunk": (
-        lambda value: value is None or _POSITIVE(value),
-        "it must be a positive integer",
-    ),
-    "block_size": (
-        lambda value: value is None or _POSITIVE(value),
-        "it must be a positive integer",
-    ),
+    "blocks_per_chunk": _SIZE,
+    "block_size": _SIZE,
     "sync_load_budget_bytes": _INTEGER,
 }
 _TIERING: Final[Rules] = {
     "store_threshold": _INTEGER,
     "max_tracker_size": _INTEGER,
-    "tier_poll_interval_s": (_converts(float, lambda _s: True), "it must be a number"),
+    "tier_poll_interval_s": _FLOAT,
     "secondary_tiers": (
         lambda value: isinstance(value, list) and all(isinstance(tier, dict) for tier in value),
         "it must be a list of objects",
@@ -334,8 +331,8 @@ def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
 
 _EVICTION: Final[Rules] = {
     "eviction_policy": _one_of("LRU", "ARC", "IsolatedLRU", "noop"),
-    "trigger_watermark": (_converts(float, lambda _value: True), "it must be a number"),
-    "eviction_ratio": (_converts(float, lambda _value: True), "it must be a number"),
+    "trigger_watermark": _FLOAT,
+    "eviction_ratio": _FLOAT,
 }
 _ADAPTER: Final[Rules] = {
     "type": _one_of("plugin"),
@@ -343,10 +340,7 @@ _ADAPTER: Final[Rules] = {
     "adapter_params": (_is(dict), "it must be an object with tier"),
     "config_class_name": (_is(str, type(None)), "leave it out"),
     "affinity_tag": (lambda tag: isinstance(tag, str) and bool(tag.strip()), "it must be a text"),
-    "serde": (
-        lambda serde: serde is None,
-        "objects of varying sizes are not supported; leave it out",
-    ),
+    "serde": (_is(type(None)), "objects of varying sizes are not supported; leave it out"),
     "eviction": (_is(dict, type(None)), "it must be an object"),
 }
 
@@ -372,7 +366,7 @@ _HICACHE: Final[Rules] = {
     "prefetch_threshold": (_is(int), "it must be an integer"),
     "prefetch_timeout_base": _NUMBER,
     "prefetch_timeout_per_ki_token": _NUMBER,
-    "hicache_storage_pass_prefix_keys": (_is(bool), "it must be true or false"),
+    "hicache_storage_pass_prefix_keys": _TRUTH,
 }
 
 

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -29,7 +29,6 @@ from kvoffload_async.abc.maintenance import (
 from kvoffload_async.cli.command import (
     EXIT_INTERRUPTED,
     CommandOptions,
-    Interrupt,
     argument,
     command,
     errors_as_one_line,
@@ -166,7 +165,15 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
         typer.Exit: The command was interrupted, the input is bad, or a store has a problem.
     """
     with running(given) as (console, interrupt):
-        with _followed(console, title, interrupt, given) as control:
+        gauge = Gauge()
+        control = MaintenanceControl(
+            expect=gauge.expect,
+            advance=gauge.advance,
+            should_stop=lambda: interrupt.is_requested,
+            max_listed=None if given.verbose else MAX_LISTED,
+            resume_after=given.after if isinstance(given, VerifyOptions) else "",
+        )
+        with progress_bar(console, gauge.fraction_done, title):
             reports = _run(given, call, control)
         stopped_after = next(filter(None, (report.stopped_after for report in reports)), "")
         if stopped_after:
@@ -176,21 +183,6 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
         _publish(given, reports)
     complaints = [shown(line) for report in reports for line in report.complaints]
     finish(complaints, interrupted=interrupt.is_requested)
-
-
-@contextmanager
-def _followed(
-    console: Console, title: str, interrupt: Interrupt, given: StoreOptions
-) -> Iterator[MaintenanceControl]:
-    gauge = Gauge()
-    with progress_bar(console, gauge.fraction_done, title):
-        yield MaintenanceControl(
-            expect=gauge.expect,
-            advance=gauge.advance,
-            should_stop=lambda: interrupt.is_requested,
-            max_listed=None if given.verbose else MAX_LISTED,
-            resume_after=given.after if isinstance(given, VerifyOptions) else "",
-        )
 
 
 def _run(given: StoreOptions, call: Call, control: MaintenanceControl) -> list[StoreReport]:
