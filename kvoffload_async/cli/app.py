@@ -6,6 +6,7 @@ import inspect
 import json
 import platform
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -39,7 +40,6 @@ from kvoffload_async.cli.replay_report import (
     PLOT,
     TimelineOutput,
     bar_per_pass,
-    check_explained,
     print_table,
     publish_pictures,
 )
@@ -180,7 +180,7 @@ def replay(given: ReplayFlags) -> None:
     with (
         running(given) as (console, interrupt),
         ScratchFolder() as scratch,
-        TimelineOutput(given.explain, given.trace_out) as timelines,
+        closing(TimelineOutput(given.explain, given.trace_out)) as timelines,
     ):
         trace = given.trace
         check_writable("--json", given.json)
@@ -201,8 +201,6 @@ def replay(given: ReplayFlags) -> None:
             should_stop=lambda: interrupt.is_requested,
         )
         open_source = partial(open_requests, given)
-        if given.explain is not None and (trace is None or trace.is_file()):
-            check_explained(given.explain, open_source)
         reports = replay_passes(
             spec,
             open_source,
