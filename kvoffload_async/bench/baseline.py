@@ -259,11 +259,8 @@ def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
 
     A tier's pass behaves like that: at most `in_flight` jobs are in flight.
     """
-    freed_s = sorted(job_ends_s)
-    return [
-        ended_s - (freed_s[i - in_flight] if i >= in_flight else 0.0)
-        for i, ended_s in enumerate(job_ends_s)
-    ]
+    starts_s = [0.0] * in_flight + sorted(job_ends_s)
+    return [end_s - start_s for start_s, end_s in zip(starts_s, job_ends_s, strict=False)]
 
 
 _FOLDERS: Final = 256

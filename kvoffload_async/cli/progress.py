@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 
 def progress_bar(
@@ -35,16 +27,8 @@ class _Bar(Progress):
 
     def __init__(self, console: Console, fraction_done: Callable[[], float], title: str) -> None:
         self._fraction_done = fraction_done
-        super().__init__(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
+        columns = (SpinnerColumn(), *self.get_default_columns(), TimeElapsedColumn())
+        super().__init__(*columns, console=console, transient=True)
         self.add_task(title, total=1.0)
 
     def get_renderables(self) -> Iterable[RenderableType]:

@@ -26,13 +26,12 @@ from kvoffload_async.cli.output import (
     write_text,
 )
 from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.settings import STDIN
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.observe.trace_events import TraceEventFile
 from kvoffload_async.replay.report import Report
 from kvoffload_async.replay.run import Follow, PassReports
-from kvoffload_async.replay.source import RequestSource
+from kvoffload_async.replay.source import STDIN, RequestSource
 from kvoffload_async.timeline import RequestTimeline
 
 

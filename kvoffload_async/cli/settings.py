@@ -18,6 +18,7 @@ from kvoffload_async.cli.inputs import JsonInputError, parse_json, parse_tier, p
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.source import STDIN
 from kvoffload_async.runtime.buffer import row_stride_bytes
 from kvoffload_async.runtime.machine import temporary_directory
 
@@ -45,7 +46,6 @@ class ScratchFolder(ExitStack):
         return self.enter_context(folder)
 
 
-STDIN = "-"
 CONFIG_VARIABLE = "KVOFFLOAD_CONFIG"
 """The environment variable that names the configuration file if no option does."""
 YAML_SUFFIXES = frozenset({".yaml", ".yml"})

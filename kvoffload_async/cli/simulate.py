@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from kvoffload_async.replay.simulation import LRU, Simulation
 from kvoffload_async.replay.source import TraceFile
 
 _MOST_BLOCKS: Final = 100_000_000
-_MOST_CHARS: Final = 32
+_INTEGER: Final = re.compile(r"\s*\d{1,32}\s*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,20 +105,13 @@ def simulate(given: SimulateOptions) -> None:
 
 
 def _capacities(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    values = [value.strip() for value in text.split(",")]
-    if not all(map(_is_capacity, values)):
+    values = [] if text is None else text.split(",")
+    if not all(_INTEGER.fullmatch(value) and 0 < int(value) <= _MOST_BLOCKS for value in values):
         raise InputError(
             f"--capacity {abbreviated(text)} is not valid; give numbers of blocks from 1 to "
             f"{_MOST_BLOCKS}, separated by commas"
         )
     return list(map(int, values))
-
-
-def _is_capacity(text: str) -> bool:
-    # Python parses no number of thousands of digits.
-    return text.isdecimal() and len(text) <= _MOST_CHARS and 0 < int(text) <= _MOST_BLOCKS
 
 
 def _print_table(found: Simulation, console: Console) -> None:

@@ -54,33 +54,31 @@ def picture(
         complaint: Why the last reading failed; empty if it did not.
     """
     stats = readings.last.statistics
-    top: list[RenderableType] = [
+    parts: list[RenderableType] = [
         _title(readings, path, width),
-        Text(shown(complaint), style="bold red", no_wrap=True, overflow="ellipsis")
-        if complaint
-        else Text(),
+        Text(shown(complaint), style="bold red", no_wrap=True, overflow="ellipsis"),
         *_primary(stats.primary),
         *_requests(readings, stats),
     ]
-    used = len(top)
     if isinstance(stats, EngineStatistics):
-        top.append(_device(stats))
-        used += 1
+        parts.append(_device(stats))
+    room = height - len(parts) - 2
     remarks: list[str] = []
     if stats.tiers:
-        top += [Text(), _tiers(readings, stats.tiers, is_wide=width >= WIDE)]
-        used += 2 + min(len(stats.tiers), MAX_TIERS + 1)
+        tiers = _tiers(readings, stats.tiers, is_wide=width >= WIDE)
+        parts += [Text(), tiers]
+        room -= 2 + tiers.row_count
         for remark in _remarks(stats.tiers, readings.last.time_s):
             remarks += textwrap.wrap(remark, width, subsequent_indent="  ")
     slowest = _slowest(readings)
     if slowest is not None:
-        used += 2 + min(len(readings.last.slowest or ()), MAX_SLOWEST)
-    remarks = remarks[: max(1, height - used - 2 - _LEAST_LATENCIES)]
-    top += [Text(line, style="red") for line in remarks]
+        room -= 2 + slowest.row_count
+    remarks = remarks[: max(1, room - _LEAST_LATENCIES)]
+    parts += [Text(line, style="red") for line in remarks]
     if slowest is not None:
-        top += [Text(), slowest]
-    room = max(_LEAST_LATENCIES, height - used - len(remarks) - 2)
-    return Group(*top, Text(), _latencies(readings, room))
+        parts += [Text(), slowest]
+    room = max(_LEAST_LATENCIES, room - len(remarks))
+    return Group(*parts, Text(), _latencies(readings, room))
 
 
 def _title(readings: Readings, path: str, width: int) -> Text:
@@ -88,10 +86,8 @@ def _title(readings: Readings, path: str, width: int) -> Text:
     since = timedelta(seconds=int(report.uptime_s))
     name = report.model or "engine"
     parts = [f"pid {report.pid}", f"up {since}", path]
-    if report.statistics.runtime is not None:
-        runtime = report.statistics.runtime
-        if width >= WIDE:
-            parts.append(f"kvoffload {runtime.version}, Python {runtime.python}")
+    if (runtime := report.statistics.runtime) is not None and width >= WIDE:
+        parts.append(f"kvoffload {runtime.version}, Python {runtime.python}")
     line = Text.assemble((shown(name), "bold"), (shown("  " + "  ".join(parts)), "dim"))
     line.truncate(width, overflow="ellipsis")
     return line
