@@ -57,8 +57,6 @@ class Place:
         """
         self.path = Path(directory or temporary_directory()).absolute()
         self._key = key
-        self._stack = ExitStack()
-        self._own: Path  # made by `__enter__`
 
     def __enter__(self) -> Self:
         """Create a temporary directory in it, and its missing parents.
@@ -67,17 +65,16 @@ class Place:
             InputError: It cannot be created.
         """
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        for path in reversed(missing):
-            self._stack.callback(_remove_if_empty, path)
-        with ExitStack() as undo, self._as_unwritable():
-            undo.push(self._stack)
+        with ExitStack() as stack, self._as_unwritable():
+            for path in reversed(missing):
+                stack.callback(_remove_if_empty, path)
             self.path.mkdir(parents=True, exist_ok=True)
             own = tempfile.TemporaryDirectory(
                 prefix="kvoffload-bench-", dir=self.path, ignore_cleanup_errors=True
             )
-            self._own = Path(self._stack.enter_context(own))
+            self._own = Path(stack.enter_context(own))
             _spread(self._own)
-            undo.pop_all()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_exc_info: object) -> None:

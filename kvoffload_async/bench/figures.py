@@ -151,8 +151,8 @@ def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> 
             },
             verified_blocks=samples.verified_blocks[name],
             wrong_blocks=samples.wrong_blocks[name],
-            failed_jobs=samples.failed_jobs[name],
-            reason=samples.reasons.get(name),
+            failed_jobs=len(samples.failures[name]),
+            reason=next(iter(samples.failures[name]), None),
         )
     return SizeReport(
         block_bytes=work.block_bytes,

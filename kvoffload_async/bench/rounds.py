@@ -63,19 +63,6 @@ _LOOKUP_S: Final = 10.0
 _NS: Final = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class PassOutcome:
-    """Result of a pass.
-
-    Attributes:
-        sample: Its figures.
-        failures: Error texts, one per failed job.
-    """
-
-    sample: Sample
-    failures: tuple[str, ...]
-
-
 def drive(
     tier: OpenTier,
     jobs: Mapping[int, JobMetadata],
@@ -84,8 +71,11 @@ def drive(
     is_load: bool,
     in_flight: int,
     stall_s: float = STALL_S,
-) -> PassOutcome:
+) -> tuple[Sample, list[str]]:
     """Run jobs, given by id, with at most `in_flight` of them in flight.
+
+    Returns:
+        The figures of the pass, and an error text for each failed job.
 
     Raises:
         UnfitError: No job ended for `stall_s` seconds.
@@ -125,21 +115,17 @@ def drive(
             pause.wait(STEP_S)
     cpu_s = time.process_time() - cpu_s
     num_switches = switches_since(switches)
-    return PassOutcome(
-        of_pass(
-            shape,
-            wall_s=(progress_ns - start_ns) / _NS,
-            cpu_s=cpu_s,
-            latencies_s=[ns / _NS for ns in latencies_ns],
-        )
-        | of_owner(
-            shape,
-            owner_s=(steps_ns + sum(submits_ns)) / _NS,
-            submits_s=[ns / _NS for ns in submits_ns],
-        )
-        | {"switches_per_job": num_switches / shape.num_jobs},
-        tuple(failures),
+    sample = of_pass(
+        shape,
+        wall_s=(progress_ns - start_ns) / _NS,
+        cpu_s=cpu_s,
+        latencies_s=[ns / _NS for ns in latencies_ns],
+    ) | of_owner(
+        shape,
+        owner_s=(steps_ns + sum(submits_ns)) / _NS,
+        submits_s=[ns / _NS for ns in submits_ns],
     )
+    return sample | {"switches_per_job": num_switches / shape.num_jobs}, failures
 
 
 def time_at_rest(tier: OpenTier, keys: Sequence[OffloadKey]) -> Sample:
@@ -191,7 +177,7 @@ class Samples:
         work: The work.
         rounds: Number of completed rounds.
         passes: One sample per round, by (contender or baseline, pass).
-        failed_jobs: Failed jobs by contender; `reasons` has one error of each.
+        failures: Error texts of failed jobs, by contender.
         wrong_blocks: Loaded blocks with wrong bytes, by contender.
         verified_blocks: Loaded blocks that were compared, by contender.
     """
@@ -201,8 +187,7 @@ class Samples:
     passes: defaultdict[tuple[str, str], list[Sample]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    failed_jobs: Counter[str] = field(default_factory=Counter)
-    reasons: dict[str, str] = field(default_factory=dict)
+    failures: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     wrong_blocks: Counter[str] = field(default_factory=Counter)
     verified_blocks: Counter[str] = field(default_factory=Counter)
 
@@ -280,8 +265,8 @@ def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
         with Payload(1, block_bytes) as payload:
             _Turn(contender, replace(plan, steady=False), payload, samples).run()
         name = contender.name
-        if samples.reasons:
-            raise UnfitError(f"{name}: the first block has failed: {samples.reasons[name]}")
+        if samples.failures[name]:
+            raise UnfitError(f"{name}: the first block has failed: {samples.failures[name][0]}")
         if samples.wrong_blocks[name]:
             raise UnfitError(f"{name}: the first block came back with other bytes")
 
@@ -355,7 +340,7 @@ class _Turn:
     def _drive(
         self, tier: OpenTier, keys: Sequence[OffloadKey], jobs: Jobs, *, is_load: bool
     ) -> Sample:
-        """Run the jobs of a pass; count the failed ones."""
+        """Run the jobs of a pass; record the failures."""
         name = self.contender.name
         made = {}
         for first in range(0, jobs.num_keys, jobs.keys_per_job):
@@ -365,13 +350,13 @@ class _Turn:
                 job_id, [keys[row] for row in rows], as_block_ids(rows), is_load=is_load
             )
         try:
-            outcome = drive(tier, made, jobs, is_load=is_load, in_flight=self.plan.in_flight)
+            sample, failures = drive(
+                tier, made, jobs, is_load=is_load, in_flight=self.plan.in_flight
+            )
         except UnfitError as error:
             raise UnfitError(f"{name}: {error}") from error
-        if outcome.failures:
-            self.samples.failed_jobs[name] += len(outcome.failures)
-            self.samples.reasons[name] = outcome.failures[0]
-        return outcome.sample
+        self.samples.failures[name] += failures
+        return sample
 
 
 def _new_keys(jobs: Jobs) -> list[OffloadKey]:

@@ -80,11 +80,12 @@ def test_every_job_is_submitted_once_and_never_more_than_allowed_are_under_way(
     fails = data.draw(st.frozensets(st.integers(1, num_jobs)))
     tier = ScriptedTier(data.draw, fails)
     jobs = {job_id: job_id for job_id in range(1, num_jobs + 1)}
-    outcome = drive(tier, jobs, Jobs(num_jobs, 2, BLOCK), is_load=False, in_flight=in_flight)
+    shape = Jobs(num_jobs, 2, BLOCK)
+    sample, failures = drive(tier, jobs, shape, is_load=False, in_flight=in_flight)
     assert tier.calls == [("store", job_id) for job_id in jobs]
     assert tier.most == min(in_flight, num_jobs)
-    assert outcome.failures == ("broken",) * len(fails)
-    assert outcome.sample["wall_us_per_job"] > 0
+    assert failures == ["broken"] * len(fails)
+    assert sample["wall_us_per_job"] > 0
 
 
 def test_a_pass_in_which_nothing_ends_is_given_up():
