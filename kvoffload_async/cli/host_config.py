@@ -150,6 +150,10 @@ def _is_text(value: object) -> bool:
 _TEXT: Final = _is_text, "it must be a text"
 _TRUTH: Final = _is(bool), "it must be true or false"
 _FLOAT: Final = _converts(float), "it must be a number"
+_OBJECTS: Final = (
+    lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
+    "it must be a list of objects",
+)
 
 # -- vLLM ---------------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ _TRANSFER: Final[Rules] = {
     "kv_connector_module_path": (lambda p: p is None or _is_text(p), "it must name a module"),
     "kv_role": _one_of("kv_both", "kv_producer", "kv_consumer"),
     "kv_load_failure_policy": _one_of("recompute", "fail"),
-    EXTRA: (_is(dict), "it must be an object"),
+    EXTRA: (_is(dict), "it must be an object with the keys of the engine"),
     "engine_id": (_is(str, type(None)), "it must be a text"),
     "kv_buffer_device": (_is(str), "it must be a text"),
     "kv_port": (_converts(int), "it must be an integer"),
@@ -178,16 +182,10 @@ _TIERING: Final[Rules] = {
     "store_threshold": _INTEGER,
     "max_tracker_size": _INTEGER,
     "tier_poll_interval_s": _FLOAT,
-    "secondary_tiers": (
-        lambda value: isinstance(value, list) and all(isinstance(tier, dict) for tier in value),
-        "it must be a list of objects",
-    ),
+    "secondary_tiers": _OBJECTS,
 }
 _VLLMS_TIERS: Final = ("example", "fs", "kvcr", "obj", "p2p")
-_LOCALITY: Final = (
-    lambda value: value in (None, "LOCAL", "REMOTE"),
-    'it must be "LOCAL" or "REMOTE"',
-)
+_DECIDED: Final = {"block_bytes": 1, "model": "vllm"}
 _OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 
 
@@ -197,12 +195,10 @@ def _under_vllm(config: Mapping[str, Any]) -> HostConfig:
     extra = config[EXTRA]
     if config["kv_connector"] != "MultiConnector":
         return _connector(config, config)
-    connectors = extra.get("connectors")
-    if not isinstance(connectors, list) or not all(isinstance(one, dict) for one in connectors):
-        raise InputError(f"{EXTRA}: connectors: {shown(connectors)} is not a list of objects")
+    _check({"connectors": None, **extra}, {"connectors": _OBJECTS}, f"{EXTRA}: ")
     fields = {key: rule for key, rule in _TRANSFER.items() if key != "engine_id"}  # the outer's
     found = []
-    for index, one in enumerate(connectors):
+    for index, one in enumerate(extra["connectors"]):
         where = f"{EXTRA}: connectors[{index}]: "
         _check_transfer(one, fields, where)
         if one["kv_connector"] in OFFLOADING_CONNECTORS:
@@ -217,9 +213,7 @@ def _under_vllm(config: Mapping[str, Any]) -> HostConfig:
 
 def _check_transfer(config: Mapping[str, Any], fields: Rules, where: str = "") -> None:
     reject_unknown(config, fields, f"{where}kv-transfer-config")
-    _check({"kv_connector": None, "kv_role": None, EXTRA: {}} | dict(config), fields, where)
-    if EXTRA not in config:
-        raise InputError(f"{where}{EXTRA}: missing; add an object with the keys of the engine")
+    _check({"kv_connector": None, "kv_role": None, EXTRA: None} | dict(config), fields, where)
 
 
 def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str = "") -> HostConfig:
@@ -244,7 +238,7 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
             '"KVOffloadSpec", or "kv_connector": "OffloadingConnector" with other specs'
         )
     if not is_whole:
-        return _under_vllms_spec(extra, inside)
+        return _under_vllms_spec(name, extra, inside)
     _check_module(extra, "spec_name", "spec_module_path", inside)
     if "kv_load_failure_policy" not in outer:
         raise InputError(
@@ -256,21 +250,17 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
     if isinstance(tiers, list):
         engine["secondary_tiers"] = own = []
         for index, tier in enumerate(tiers):
-            with naming_tier(index, tier if isinstance(tier, dict) else {}):
-                if not (isinstance(tier, dict) and _is_external(tier)):
+            options = tier if isinstance(tier, dict) else {}
+            path = options.get("module_path")
+            with naming_tier(index, options):
+                # Only another package can check a tier of its own.
+                if not isinstance(path, str) or path.startswith("kvoffload_async."):
                     own.append(own_tier(tier)[0])
-    return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
+    return HostConfig("vLLM", engine, _DECIDED)
 
 
-def _is_external(tier: Mapping[str, Any]) -> bool:
-    """Return whether only another package can check a tier."""
-    path = tier.get("module_path")
-    return isinstance(path, str) and not path.startswith("kvoffload_async.")
-
-
-def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
+def _under_vllms_spec(name: object, extra: Mapping[str, Any], where: str) -> HostConfig:
     """Check this package's tiers under vLLM's own spec."""
-    name = extra.get("spec_name", "CPUOffloadingSpec")
     if name not in _OWN_SPECS:
         raise InputError(
             f"{where}spec_name: {shown(name)} has no tiers of this package; give "
@@ -309,7 +299,7 @@ def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
             f'{{"type": "FsTier", "module_path": "{_VLLM}", ...}}'
         )
     engine = {"cpu_bytes_to_use": int(given), "secondary_tiers": tiers}
-    return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
+    return HostConfig("vLLM", engine, _DECIDED)
 
 
 def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,10 +308,10 @@ def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("module_path", "backpressure"):  # vLLM's
         options.pop(key, None)
     take_identity_options(kind, options, tier["type"])
-    if "locality" in options_of(SecondaryTierFactory.get_tier_class(kind)):
-        _check(options, {"locality": _LOCALITY})
-    elif options.get("locality") is not None:
-        raise ConfigError(f"locality: blocks of {kind} are always REMOTE; leave it out")
+    if options.get("locality") is not None:
+        if "locality" not in options_of(SecondaryTierFactory.get_tier_class(kind)):
+            raise ConfigError(f"locality: blocks of {kind} are always REMOTE; leave it out")
+        _check(options, {"locality": _one_of("LOCAL", "REMOTE")})
     if isinstance(directory := options.get("root_dir"), str) and directory:
         options["root_dir"] = str(Path(directory).absolute())  # vLLM's: relative to where it runs
     return {"type": kind, **options}
@@ -354,7 +344,7 @@ def _under_lmcache(config: Mapping[str, Any]) -> HostConfig:
         _check({"eviction_policy": None, **eviction}, _EVICTION, "eviction: ")
     options = AdapterOptions.parse(given["adapter_params"])
     engine = {"secondary_tiers": list(options.tier), "status_socket": options.status_socket}
-    return HostConfig("LMCache", engine, dict(_PLACEHOLDERS))
+    return HostConfig("LMCache", engine, _PLACEHOLDERS)
 
 
 # -- SGLang -------------------------------------------------------------------------------------
@@ -377,7 +367,7 @@ def _under_sglang(config: Mapping[str, Any]) -> HostConfig:
     _check_module(given, "class_name", "module_path")
     options = HiCacheOptions.parse(config)
     engine = {"secondary_tiers": options.tier, "status_socket": options.status_socket}
-    return HostConfig("SGLang", engine, dict(_PLACEHOLDERS))
+    return HostConfig("SGLang", engine, _PLACEHOLDERS)
 
 
 def derived_settings(spec: TieringOffloadingSpec, found: HostConfig) -> dict[str, Any]:
