@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -120,17 +120,27 @@ def check_page(option: str, path: Path | None, module: str) -> None:
     drawing_module(option, module)
 
 
+def figures_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of named rows of figures; without a header if all names in it are empty."""
+    table = Table(title=title, title_justify="left", show_header=any(head))
+    table.add_column(head[0], style="bold")
+    for name in head[1:]:
+        table.add_column(Text(shown(name)), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(shown(value)) for value in row))
+    return table
+
+
 def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Iterator[Table]:
     """Yield one table per kind of store, with one column per store."""
     for kind in dict.fromkeys(type(store) for store, _ in summaries):
         columns = [(store.name, found) for store, found in summaries if type(store) is kind]
-        table = Table(title=columns[0][1].title, title_justify="left")
-        table.add_column("namespace", style="bold")
-        for name, _ in columns:
-            table.add_column(Text(shown(name)), justify="right", overflow="fold")
-        for rows in zip(*(found.rows for _, found in columns), strict=True):
-            table.add_row(rows[0][0], *(Text(shown(value)) for _, value in rows))
-        yield table
+        rows = zip(*(found.rows for _, found in columns), strict=True)
+        yield figures_table(
+            columns[0][1].title,
+            ["namespace", *(name for name, _ in columns)],
+            ([each[0][0], *(value for _, value in each)] for each in rows),
+        )
 
 
 _MIB: Final = 1 << 20

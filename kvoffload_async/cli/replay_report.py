@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
 
 from kvoffload_async.cli.output import (
     STDOUT,
     as_unwritable,
     check_writable,
     drawing_module,
+    figures_table,
     shown,
     size_text,
     write_text,
@@ -48,13 +48,7 @@ def bar_per_pass(console: Console, num_passes: int) -> Follow:
 def print_table(reports: PassReports, console: Console) -> None:
     """Print the figures as tables, with one column per pass."""
     for title, head, rows in _tables(reports, _PRINTED):
-        table = Table(title=title, show_header=any(head), title_justify="left")
-        table.add_column(head[0], style="bold")
-        for name in head[1:]:
-            table.add_column(name, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(figures_table(title, head, rows))
 
 
 def _tables(

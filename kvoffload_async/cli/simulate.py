@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvoffload_async.cli.command import CommandOptions, argument, finish, flag, running
 from kvoffload_async.cli.output import (
@@ -19,8 +17,8 @@ from kvoffload_async.cli.output import (
     check_picture,
     check_writable,
     drawing_module,
+    figures_table,
     publish,
-    shown,
 )
 from kvoffload_async.cli.replay_report import PLOT
 from kvoffload_async.config import one_of
@@ -115,15 +113,11 @@ def _capacities(text: str | None) -> list[int]:
 
 
 def _print_table(found: Simulation, console: Console) -> None:
-    table = Table(
-        title=f"{found.requests:,} requests, {found.block_refs:,} block references",
-        title_justify="left",
-    )
-    for name in ("policy", "capacity", "hits", "prefix hits", "optimum", "gap closed", "writes"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for row in found.rows:
-        table.add_row(
-            Text(shown(row.policy)),
+    title = f"{found.requests:,} requests, {found.block_refs:,} block references"
+    head = ("policy", "capacity", "hits", "prefix hits", "optimum", "gap closed", "writes")
+    rows = (
+        (
+            row.policy,
             f"{row.capacity:,}",
             f"{row.hit_ratio:.4f}",
             f"{row.prefix_hit_ratio:.4f}",
@@ -131,7 +125,9 @@ def _print_table(found: Simulation, console: Console) -> None:
             "" if row.gap_closed is None else f"{row.gap_closed:.1%}",
             f"{row.writes:,}",
         )
-    console.print(table)
+        for row in found.rows
+    )
+    console.print(figures_table(title, head, rows))
     console.print(
         f"An endless cache finds {found.endless_hit_ratio:.4f}; LRU finds 90 % of that from "
         f"{found.blocks_for_90_percent:,} blocks on, of {found.distinct_blocks:,}.",
