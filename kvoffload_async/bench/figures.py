@@ -6,13 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Any
 
 from kvoffload_async.bench.baseline import Baseline
 from kvoffload_async.bench.plan import BESIDE, Sample
 from kvoffload_async.bench.rounds import MEMCPY, Samples
-
-_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +162,6 @@ def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> 
         baselines=raw,
         contenders=standings,
     )
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a size in the largest unit that gives a whole number."""
-    for unit, name in _UNITS:
-        if num_bytes % unit == 0:
-            return f"{num_bytes // unit} {name}"
-    return f"{num_bytes} B"
 
 
 def _passes_of(samples: Samples, name: str) -> list[tuple[str, list[Sample]]]:

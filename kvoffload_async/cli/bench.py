@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.bench.contender import Contender
-from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
+from kvoffload_async.bench.figures import Figure, Report, SizeReport
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
 from kvoffload_async.cli.command import CommandOptions, Interrupt, finish, flag, running
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.output import check_writable, publish
+from kvoffload_async.cli.output import check_writable, publish, size_text
 from kvoffload_async.cli.progress import Gauge, progress_bar
 
 _TITLES: Final = {

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload_async.bench.figures import Passes, Report, size_text
+from kvoffload_async.bench.figures import Passes, Report
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.cli.bench import DEFAULT_TIERS, BenchOptions, measure, print_tables
 from kvoffload_async.cli.command import finish, flag, running
@@ -23,6 +23,7 @@ from kvoffload_async.cli.output import (
     check_writable,
     drawing_module,
     publish,
+    size_text,
 )
 from kvoffload_async.config import suitable_threads
 from laboratory.peers import PEERS, load_peer
