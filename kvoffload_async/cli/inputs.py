@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
-from kvoffload_async.config import HIDDEN, is_secret, without_user_info
 from kvoffload_async.errors import InputError
 
 _MAX_DEPTH: Final = 32
@@ -153,19 +152,6 @@ def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
             _check_keys(one, yaml)
 
 
-_OPTION: Final = re.compile(r"([^,:=]+)=([^,]*)")
-
-
-def _masked(text: str) -> str:
-    """Return the text of a tier without secrets; a JSON object may itself contain commas."""
-    head, equals, _ = without_user_info(text).partition("store_options=")
-
-    def mask(option: re.Match[str]) -> str:
-        return f"{option[1]}={HIDDEN}" if is_secret(option[1]) else option[0]
-
-    return _OPTION.sub(mask, head) + (f"{equals}{HIDDEN}" if equals else "")
-
-
 def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     """Return the configuration of a tier that was given as the value of `flag`.
 
@@ -174,19 +160,22 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     configuration file.
 
     Raises:
-        InputError: The type is missing, or an option is not `key=value`, or is given twice.
+        InputError: The type is missing, or an option is not `key=value`, or is given twice. The
+            message does not show the options, as their values may be secrets.
     """
-    shown = _masked(text)
     tier_type, _, rest = text.partition(":")
     if not tier_type:
-        raise InputError(f"{flag} {shown!r}: no type; give TYPE[:key=value,...]")
+        raise InputError(f"{flag}: no type; give TYPE[:key=value,...]")
     config: dict[str, Any] = {"type": tier_type}
-    for option in rest.split(",") if rest else ():
+    for number, option in enumerate(rest.split(",") if rest else (), 1):
         key, equals, value = option.partition("=")
         if not key or not equals:
-            raise InputError(f"{flag} {shown!r}: expected TYPE[:key=value,...]")
+            raise InputError(
+                f"{flag} {tier_type!r}: option {number} is not key=value; "
+                "expected TYPE[:key=value,...]"
+            )
         if key in config:
-            raise InputError(f"{flag} {shown!r}: {key!r} is given twice")
+            raise InputError(f"{flag} {tier_type!r}: {key!r} is given twice")
         config[key] = _scalar(value)
     return config
 
