@@ -171,38 +171,33 @@ class PlainBaseline(Baseline):
 
     @contextmanager
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
-        extents = {start: payload.bytes[start : start + size] for start, size in _cuts(jobs)}
+        content, starts = payload.bytes[: jobs.num_bytes], extents(jobs)
         with self._new_files(1, jobs.num_bytes) as (file,):
 
-            def write(start: int) -> None:
-                _check(os.pwritev(file, [extents[start]], start), extents[start])
-
-            def read(start: int) -> None:
-                _check(os.preadv(file, [extents[start]], start), extents[start])
+            def move(call: Callable[..., int], start: int) -> None:
+                extent = content[start : start + starts.step]
+                _check(call(file, [extent], start), extent)
 
             yield {
-                "store": partial(_timed, write, list(extents), plan, jobs),
-                "load": partial(_timed, read, list(extents), plan, jobs),
+                "store": partial(_timed, partial(move, os.pwritev), starts, plan, jobs),
+                "load": partial(_timed, partial(move, os.preadv), starts, plan, jobs),
             }
 
 
 def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
     """Return a sample of copying the bytes within memory."""
-    extents = {
-        start: (payload.flat[start : start + size], payload.truth[start : start + size])
-        for start, size in _cuts(jobs)
-    }
+    starts = extents(jobs)
 
     def copy(start: int) -> None:
-        np.copyto(*extents[start])
+        end = min(start + starts.step, jobs.num_bytes)
+        np.copyto(payload.flat[start:end], payload.truth[start:end])
 
-    return _timed(copy, list(extents), plan, jobs)
+    return _timed(copy, starts, plan, jobs)
 
 
-def _cuts(jobs: Jobs) -> list[tuple[int, int]]:
-    """Return (start, size) of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
-    size = _extent_blocks(jobs) * jobs.block_bytes
-    return [(start, min(size, jobs.num_bytes - start)) for start in range(0, jobs.num_bytes, size)]
+def extents(jobs: Jobs) -> range:
+    """Return the start of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
+    return range(0, jobs.num_bytes, _extent_blocks(jobs) * jobs.block_bytes)
 
 
 def _extent_blocks(jobs: Jobs) -> int:
@@ -214,8 +209,8 @@ def _check(moved_bytes: int, extent: memoryview) -> None:
         raise UnfitError(f"a plain call moved {moved_bytes} of {extent.nbytes} bytes")
 
 
-def _timed(call: Callable[[int], None], starts: Sequence[int], plan: Plan, jobs: Jobs) -> Sample:
-    """Run the calls on threads that are started before the clock."""
+def _timed(call: Callable[[int], None], starts: range, plan: Plan, jobs: Jobs) -> Sample:
+    """Run the call for each extent, on threads that are started before the clock."""
     waiting = deque(starts)
     ended_s: dict[int, float] = {}
     gate = threading.Barrier(plan.threads + 1)
@@ -237,19 +232,16 @@ def _timed(call: Callable[[int], None], starts: Sequence[int], plan: Plan, jobs:
         for task in tasks:
             task.result()
         wall_s, cpu_s = max(ended_s.values()) - begun_s, time.process_time() - cpu_s
-    job_ends_s = _job_ends(jobs, {start: ended - begun_s for start, ended in ended_s.items()})
+    job_ends_s = _job_ends(jobs, starts, [ended_s[start] - begun_s for start in starts])
     latencies_s = _latencies(job_ends_s, plan.in_flight)
     return of_pass(jobs, wall_s=wall_s, cpu_s=cpu_s, latencies_s=latencies_s)
 
 
-def _job_ends(jobs: Jobs, ended_s: dict[int, float]) -> list[float]:
+def _job_ends(jobs: Jobs, starts: range, ended_s: list[float]) -> list[float]:
     """Return the end time of each job's last extent; an extent may belong to several jobs."""
-    starts = sorted(ended_s)
-    ends = [ended_s[start] for start in starts]
-    extent_bytes = starts[1] - starts[0] if len(starts) > 1 else jobs.num_bytes
     job_bytes = jobs.keys_per_job * jobs.block_bytes
     return [
-        max(ends[first // extent_bytes : (first + job_bytes - 1) // extent_bytes + 1])
+        max(ended_s[first // starts.step : (first + job_bytes - 1) // starts.step + 1])
         for first in range(0, jobs.num_bytes, job_bytes)
     ]
 

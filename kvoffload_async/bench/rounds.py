@@ -213,7 +213,7 @@ def measure(
         plan: Settings of the benchmark.
         baselines: Baselines to measure.
         contenders: Contenders to measure.
-        on_turn: Called after each turn, `turns` times in all.
+        on_turn: Called after each turn: of memcpy, of each baseline, and of each contender.
         should_stop: Returns whether to stop early.
 
     Raises:
@@ -246,11 +246,6 @@ def measure(
                 return
     finally:
         gc.unfreeze()
-
-
-def turns(plan: Plan, baselines: Sequence[Baseline], contenders: Sequence[Contender]) -> int:
-    """Return how many measurements `plan` makes, over all block sizes and rounds."""
-    return len(plan.works) * plan.rounds * (1 + len(baselines) + len(contenders))
 
 
 def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:

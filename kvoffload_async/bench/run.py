@@ -22,7 +22,7 @@ from kvoffload_async.bench.baseline import (
 from kvoffload_async.bench.contender import Contender
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
-from kvoffload_async.bench.rounds import measure, rehearse, turns
+from kvoffload_async.bench.rounds import measure, rehearse
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
@@ -62,7 +62,7 @@ def run_bench(
         different = list(
             dict.fromkeys(baseline for each in baselines.values() for baseline in each)
         )
-        expect(turns(plan, different, contenders))
+        expect(len(plan.works) * plan.rounds * (1 + len(different) + len(contenders)))
         measured = measure(
             plan, different, contenders, on_turn=lambda: advance(1), should_stop=should_stop
         )
