@@ -80,11 +80,6 @@ class Place:
     def __exit__(self, *_exc_info: object) -> None:
         self._stack.close()
 
-    @property
-    def device(self) -> int:
-        """Device number of its filesystem."""
-        return self.path.stat().st_dev
-
     def check_room(self, needed_bytes: int) -> None:
         """Check the free space before the measurement starts.
 

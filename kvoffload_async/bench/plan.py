@@ -9,7 +9,6 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from kvoffload_async.bench.contender import WARM_UP
 from kvoffload_async.config import parse_size_bytes, suitable_threads
 from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PAGE_BYTES
@@ -91,11 +90,6 @@ class Plan:
     def stored_bytes(self) -> int:
         """Maximum bytes stored in a tier at the end of a round."""
         return max(work.stored_bytes for work in self.works)
-
-    @property
-    def room_bytes(self) -> int:
-        """Free disk space needed per contender, to store or to warm up."""
-        return WARM_UP * self.stored_bytes
 
     @classmethod
     def parse(

@@ -19,7 +19,7 @@ from kvoffload_async.bench.baseline import (
     PlainBaseline,
     RecyclingBaseline,
 )
-from kvoffload_async.bench.contender import Contender
+from kvoffload_async.bench.contender import WARM_UP, Contender
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import measure, rehearse
@@ -101,10 +101,11 @@ def _baselines(
             baselines[contender.name] = ()
             continue
         stack.enter_context(place)
-        place.check_room(max(plan.room_bytes, _capacity_bytes(contender, plan)))
-        if place.device not in by_device:
-            by_device[place.device] = [kind(place) for kind in _baseline_kinds(plan)]
-        baselines[contender.name] = by_device[place.device]
+        place.check_room(max(WARM_UP * plan.stored_bytes, _capacity_bytes(contender, plan)))
+        device = place.path.stat().st_dev
+        if device not in by_device:
+            by_device[device] = [kind(place) for kind in _baseline_kinds(plan)]
+        baselines[contender.name] = by_device[device]
     return baselines
 
 

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from kvoffload_async.abc.maintenance import (
     MAX_LISTED,
-    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
@@ -147,15 +146,12 @@ class StoreReport:
         if self.num_unlisted:
             yield f"{self.store.name}: and {self.num_unlisted:,} more; see --verbose"
 
-    def take_in(self, finding: Finding, max_listed: int | None) -> None:
-        """Record a finding; problems are listed up to `max_listed`, and counted beyond that."""
-        if isinstance(finding, Summary):
-            self.summary = finding
-        elif isinstance(finding, Problem):
-            if max_listed is None or len(self.problems) < max_listed:
-                self.problems.append(finding)
-            else:
-                self.num_unlisted += 1
+    def add(self, problem: Problem, max_listed: int | None) -> None:
+        """Record a problem; it is listed up to `max_listed`, and counted beyond that."""
+        if max_listed is None or len(self.problems) < max_listed:
+            self.problems.append(problem)
+        else:
+            self.num_unlisted += 1
 
 
 def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool = False) -> None:
@@ -212,16 +208,19 @@ async def _find_and_call(
         # A store that can resume is called even then, to report the position.
         if control.should_stop() and not store.resumes:
             break
-        reports.append(StoreReport(store))
+        report, name = StoreReport(store), shown(store.name)
+        reports.append(report)
         async with aclosing(iterator) as findings:
-            logger.info("%s: a store of the %s tier", shown(store.name), store.tier_type)
+            logger.info("%s: a store of the %s tier", name, store.tier_type)
             began_s = time.monotonic()
             async for finding in findings:
-                reports[-1].take_in(finding, control.max_listed)
-                if isinstance(finding, Problem):
-                    logger.info("%s: %s", shown(store.name), shown(finding.text))
-            logger.info("%s: done after %.1f s", shown(store.name), time.monotonic() - began_s)
-        if reports[-1].stopped_after:
+                if isinstance(finding, Summary):
+                    report.summary = finding
+                elif isinstance(finding, Problem):
+                    report.add(finding, control.max_listed)
+                    logger.info("%s: %s", name, shown(finding.text))
+            logger.info("%s: done after %.1f s", name, time.monotonic() - began_s)
+        if report.stopped_after:
             break
     return reports
 
