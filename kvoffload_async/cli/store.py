@@ -30,7 +30,6 @@ from kvoffload_async.cli.command import (
     CommandOptions,
     argument,
     command,
-    errors_as_one_line,
     finish,
     flag,
     running,
@@ -200,8 +199,12 @@ async def _find_and_call(
     reports: list[StoreReport] = []
     # All operations are created before the first one runs, because that validates the options.
     stores = await find_stores(given.directory)
-    if isinstance(given, VerifyOptions) and given.key_file is not None:
-        for store in stores:
+    for store in stores:
+        if control.resume_after and not store.resumes:
+            raise InputError(
+                f"--after is for object stores; a {store.tier_type} store cannot resume"
+            )
+        if isinstance(given, VerifyOptions) and given.key_file is not None:
             store.use_integrity_key_file(str(given.key_file))
     calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
@@ -258,7 +261,7 @@ def inspect(given: StoreOptions) -> None:
 @command(store_app, VerifyOptions)
 def verify(given: VerifyOptions) -> None:
     """Read every block and check its length and checksum. Read-only."""
-    look_after(given, "verify", lambda store, control: _resumable(store, control).verify(control))
+    look_after(given, "verify", lambda store, control: store.verify(control))
 
 
 @command(store_app, GcFlags)
@@ -269,7 +272,8 @@ def gc(given: GcFlags) -> None:
     without blocks. Files of running writers are kept. The byte count that fs tiers share is
     corrected.
     """
-    with errors_as_one_line():
+
+    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
         options = GcOptions(
             older_than_s=given.older_than,
             corrupt=given.corrupt,
@@ -278,20 +282,11 @@ def gc(given: GcFlags) -> None:
             max_age_s=given.max_age,
             keep_bytes=None if given.keep is None else parse_size_bytes(given.keep, "--keep"),
         )
-
-    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
         if (given.max_age, given.keep) != (None, None) and not store.bounds_blocks:
             raise InputError(
                 f"--max-age and --keep are for object stores; bound a {store.tier_type} store by "
                 "its tier's capacity_bytes"
             )
-        return _resumable(store, control).gc(options, control)
+        return store.gc(options, control)
 
     look_after(given, "gc", call, shows_part=True)
-
-
-def _resumable(store: StoreMaintenance, control: MaintenanceControl) -> StoreMaintenance:
-    """Return the store; raises InputError if `--after` is given but the store cannot resume."""
-    if control.resume_after and not store.resumes:
-        raise InputError(f"--after is for object stores; a {store.tier_type} store cannot resume")
-    return store
