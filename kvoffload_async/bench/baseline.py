@@ -341,7 +341,7 @@ class _Files:
 
 
 STALL_S: Final = 60.0
-"""Maximum time that a pass may take without a batch ending."""
+"""Maximum time that a pass may take without a batch or a job ending; exceeds tiers' deadlines."""
 _CLOSE_S: Final = 30.0
 _PREFIX: Final = b"baseline"
 
@@ -361,10 +361,10 @@ class NativeBaseline(Baseline):
             engine = open_engine(plan.threads)
             memory = engine.map(payload.bytes, jobs.block_bytes, jobs.block_bytes)
             try:
-                passes = _Passes(engine, memory, jobs, files, plan.in_flight)
+                move = partial(_move_batches, engine, memory, jobs, files, plan.in_flight)
                 yield {
-                    "store": partial(passes.run, is_store=True),
-                    "load": partial(passes.run, is_store=False),
+                    "store": partial(move, is_store=True),
+                    "load": partial(move, is_store=False),
                 }
             finally:
                 memory.release()
@@ -372,62 +372,39 @@ class NativeBaseline(Baseline):
                     raise UnfitError(f"{self.name}: a thread hangs in a system call")
 
 
-class _Passes:
-    """Moves all jobs as batches of an engine, repeatedly."""
-
-    def __init__(
-        self, engine: Engine, memory: Memory, jobs: Jobs, files: Sequence[int], in_flight: int
-    ) -> None:
-        self._engine = engine
-        self._memory = memory
-        self._jobs = jobs
-        self._in_flight = in_flight
-        size = jobs.keys_per_job
-        self._rows = [range(first, first + size) for first in range(0, jobs.num_keys, size)]
-        self._runs = [list(runs_of(rows, jobs, files)) for rows in self._rows]
-        self._keys = [index.to_bytes(8, "big") for index in range(size)]
-        self._digests: dict[int, bytes] = {}
-        self._ends = select.poll()
-        self._ends.register(engine.fd, select.POLLIN)
-
-    def run(self, *, is_store: bool) -> Sample:
-        """Move all blocks once; checksums of loaded blocks must equal those of stored ones.
-
-        Raises:
-            UnfitError: A batch failed, or loaded blocks differ from stored ones.
-        """
-        waiting = deque(range(self._jobs.num_jobs))
-        begun: dict[int, tuple[int, float]] = {}
-        latencies_s: list[float] = []
-        cpu_s, start_s = time.process_time(), time.perf_counter()
-        while waiting or begun:
-            while waiting and len(begun) < self._in_flight:
-                job, submit_s = waiting.popleft(), time.perf_counter()
-                begun[self._submit(job, is_store=is_store)] = job, submit_s
-            if not self._ends.poll(STALL_S * 1000):
-                raise UnfitError(f"no native batch has ended for {STALL_S:g} s")
-            ended = self._engine.take()
-            end_s = time.perf_counter()
-            for ticket, outcome in ended:
-                job, submit_s = begun.pop(ticket)
-                latencies_s.append(end_s - submit_s)
-                self._check(job, outcome, is_store=is_store)
-        cpu_s = time.process_time() - cpu_s
-        return of_pass(self._jobs, wall_s=end_s - start_s, cpu_s=cpu_s, latencies_s=latencies_s)
-
-    def _submit(self, job: int, *, is_store: bool) -> int:
-        return self._engine.extents(
-            self._memory, is_store, self._rows[job], self._runs[job], self._keys, _PREFIX
-        )
-
-    def _check(self, job: int, outcome: Any, *, is_store: bool) -> None:  # noqa: ANN401 - as given
-        errors, digests = outcome
-        if errors:
-            raise UnfitError(f"a native batch has failed: {errors}")
-        if is_store:
-            self._digests[job] = digests
-        elif digests != self._digests[job]:
-            raise UnfitError("a native batch returned other bytes than were written")
+def _move_batches(
+    engine: Engine,
+    memory: Memory,
+    jobs: Jobs,
+    files: Sequence[int],
+    in_flight: int,
+    *,
+    is_store: bool,
+) -> Sample:
+    """Move each job once, as a batch of an engine; raises UnfitError if a batch fails or hangs."""
+    size = jobs.keys_per_job
+    keys = [index.to_bytes(8, "big") for index in range(size)]
+    batches = [range(first, first + size) for first in range(0, jobs.num_keys, size)]
+    waiting = deque((rows, list(runs_of(rows, jobs, files))) for rows in batches)
+    begun_s: dict[int, float] = {}
+    latencies_s: list[float] = []
+    ends = select.poll()
+    ends.register(engine.fd, select.POLLIN)
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    while waiting or begun_s:
+        while waiting and len(begun_s) < in_flight:
+            (rows, runs), submit_s = waiting.popleft(), time.perf_counter()
+            begun_s[engine.extents(memory, is_store, rows, runs, keys, _PREFIX)] = submit_s
+        if not ends.poll(STALL_S * 1000):
+            raise UnfitError(f"no native batch has ended for {STALL_S:g} s")
+        ended = engine.take()
+        end_s = time.perf_counter()
+        for ticket, (errors, _digests) in ended:
+            if errors:
+                raise UnfitError(f"a native batch has failed: {errors}")
+            latencies_s.append(end_s - begun_s.pop(ticket))
+    cpu_s = time.process_time() - cpu_s
+    return of_pass(jobs, wall_s=end_s - start_s, cpu_s=cpu_s, latencies_s=latencies_s)
 
 
 def runs_of(blocks: range, jobs: Jobs, files: Sequence[int]) -> Iterator[Run]:

@@ -22,7 +22,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
-from kvoffload_async.bench.baseline import Baseline, Payload, measure_memcpy
+from kvoffload_async.bench.baseline import STALL_S, Baseline, Payload, measure_memcpy
 from kvoffload_async.bench.contender import Contender, OpenTier, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan, Sample, Work, of_owner, of_pass
 from kvoffload_async.types import JobMetadata, OffloadKey, as_block_ids, make_offload_key
@@ -56,8 +56,6 @@ def _switches_of(thread: int) -> int:
 
 STEP_S: Final = 0.0002
 """The owner's sleep between two polls without results."""
-STALL_S: Final = 60.0
-"""Maximum time that a pass may take without a job ending; exceeds the tiers' deadlines."""
 _POLLS: Final = 1000
 _LOOKUP_S: Final = 10.0
 _NS: Final = 1_000_000_000
