@@ -19,15 +19,11 @@ _MAX_DEPTH: Final = 32
 """Maximum nesting of objects and lists; a configuration needs five levels."""
 
 
-class JsonInputError(ValueError):
-    """A text is not valid JSON, or uses JSON that this package does not accept."""
-
-
 def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     """Return the value of a JSON text.
 
     Raises:
-        JsonInputError: The text is not JSON, an object has a duplicate key, a number is not finite
+        InputError: The text is not JSON, an object has a duplicate key, a number is not finite
             or too long, or the nesting is too deep.
     """
     _check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
@@ -39,10 +35,10 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
             parse_float=_as_float,
             parse_int=_as_integer,
         )
-    except JsonInputError:
+    except InputError:
         raise
     except ValueError as error:
-        raise JsonInputError(f"not JSON: {error}") from error
+        raise InputError(f"not JSON: {error}") from error
 
 
 _BRACKET_OR_STRING: Final = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*+"')
@@ -50,7 +46,7 @@ _STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def _check_depth(steps: Iterable[int]) -> None:
-    """Raise JsonInputError if objects and lists are nested too deeply.
+    """Raise InputError if objects and lists are nested too deeply.
 
     Call this before any recursive parser: at Python's recursion limit, unrelated finalizers and
     garbage-collector callbacks fail too.
@@ -59,22 +55,20 @@ def _check_depth(steps: Iterable[int]) -> None:
         steps: 1 for each start of an object or list, -1 for each end.
     """
     if any(depth > _MAX_DEPTH for depth in accumulate(steps)):
-        raise JsonInputError(
-            f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them"
-        )
+        raise InputError(f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them")
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise JsonInputError(f"the key {key!r} is given twice in one object; keep one of them")
+            raise InputError(f"the key {key!r} is given twice in one object; keep one of them")
         found[key] = value
     return found
 
 
 def _reject_number(text: str) -> NoReturn:
-    raise JsonInputError(f"{text} is not a JSON number; write a finite one")
+    raise InputError(f"{text} is not a JSON number; write a finite one")
 
 
 def _as_float(text: str) -> float:
@@ -86,7 +80,7 @@ def _as_float(text: str) -> float:
 
 def _as_integer(text: str) -> int:
     if len(text) > _MAX_DIGITS:
-        raise JsonInputError(f"a number of {len(text)} digits is too large: {text[:_SHORT]}...")
+        raise InputError(f"a number of {len(text)} digits is too large: {text[:_SHORT]}...")
     return int(text)
 
 
@@ -98,28 +92,28 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     """Return the value of a YAML text, limited to JSON's types.
 
     Raises:
-        JsonInputError: The text is not YAML, it has an alias or a tag, a mapping has a duplicate
+        InputError: The text is not YAML, it has an alias or a tag, a mapping has a duplicate
             key or a key that is not text, a value is not of a JSON type, the nesting is too deep,
             or PyYAML is not installed.
     """
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
-        raise JsonInputError(
+        raise InputError(
             f"YAML needs PyYAML ({error}); install kvoffload-async[yaml], or write JSON"
         ) from error
     try:
         _check_depth(_steps(text, yaml))
         _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml)
         return parse_json(json.dumps(yaml.safe_load(text), default=_reject_type))
-    except JsonInputError:
+    except InputError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise JsonInputError(f"not YAML: {' '.join(str(error).split())}") from error
+        raise InputError(f"not YAML: {' '.join(str(error).split())}") from error
 
 
 def _reject_type(value: object) -> NoReturn:
-    raise JsonInputError(f"{value} is read as a {type(value).__name__}; quote it")
+    raise InputError(f"{value} is read as a {type(value).__name__}; quote it")
 
 
 def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's own
@@ -129,7 +123,7 @@ def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's ow
     """
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):  # nested aliases expand exponentially
-            raise JsonInputError("an alias (*name) is not allowed; write the value again")
+            raise InputError("an alias (*name) is not allowed; write the value again")
         if isinstance(event, yaml.CollectionStartEvent):
             yield 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -145,9 +139,9 @@ def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
         keys: set[str] = set()
         for key, one in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                raise JsonInputError(f"the key {key.value!r} is not text; quote it")
+                raise InputError(f"the key {key.value!r} is not text; quote it")
             if key.value in keys:
-                raise JsonInputError(f"the key {key.value!r} is given twice; keep one of them")
+                raise InputError(f"the key {key.value!r} is given twice; keep one of them")
             keys.add(key.value)
             _check_keys(one, yaml)
 
@@ -183,6 +177,6 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
 def _scalar(text: str) -> object:
     try:
         value = parse_json(text)
-    except JsonInputError:  # `NaN` and `Infinity` stay text too
+    except InputError:  # `NaN` and `Infinity` stay text too
         return text
     return text if isinstance(value, list | dict) else value

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvoffload_async.cli.command import CommandOptions, argument, flag
-from kvoffload_async.cli.inputs import JsonInputError, parse_json, parse_tier, parse_yaml
+from kvoffload_async.cli.inputs import parse_json, parse_tier, parse_yaml
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
@@ -113,16 +113,17 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         with nullcontext(sys.stdin.buffer) if is_stdin else path.open("rb") as file:
             content = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(content) > _MAX_CONFIG_BYTES:
-            raise InputError(f"{name}: a configuration has at most {_MAX_CONFIG_BYTES} bytes")
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
+    if len(content) > _MAX_CONFIG_BYTES:
+        raise InputError(f"{name}: a configuration has at most {_MAX_CONFIG_BYTES} bytes")
+    try:
         text = content.decode()
         is_yaml = path.suffix in YAML_SUFFIXES or (is_stdin and not text.lstrip().startswith("{"))
         config = parse_yaml(text) if is_yaml else parse_json(text)
-    except OSError as error:
-        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: not JSON: {error}") from error
-    except JsonInputError as error:
+    except InputError as error:
         raise InputError(f"{name}: {error}") from error
     if not isinstance(config, dict):
         expected = "YAML mapping" if is_yaml else "JSON object"
