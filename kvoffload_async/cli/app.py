@@ -25,7 +25,6 @@ from kvoffload_async.cli.command import (
     command,
     errors_as_one_line,
     finish,
-    flag,
     running,
 )
 from kvoffload_async.cli.host_config import derived_settings, geometry_table, host_config
@@ -46,7 +45,7 @@ from kvoffload_async.cli.replay_report import (
 from kvoffload_async.cli.settings import (
     BUILT_IN_PASSES,
     CONFIG_VARIABLE,
-    Flags,
+    ReplayFlags,
     ScratchFolder,
     read_config,
     resolve,
@@ -111,63 +110,7 @@ def common(
     """Handle the options that precede a command."""
 
 
-_MOST_CONCURRENT: Final = 1 << 16
 _DEVICES: Final = ("cpu", "cuda")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayFlags(Flags):
-    """The options of `kvoffload replay`."""
-
-    limit: int | None = flag(None, "Replay only the first N requests.", metavar="N", min=1)
-    passes: int | None = flag(
-        None,
-        "Replay the trace N times, each time with a new engine over the same tiers. Default: 1; "
-        "2 for the built-in workload with its built-in tier.",
-        metavar="N",
-        min=1,
-    )
-    concurrency: int = flag(
-        1, "Number of concurrent requests.", metavar="K", min=1, max=_MOST_CONCURRENT
-    )
-    engine: str = flag(
-        "sync",
-        "API to drive: sync, the connector for schedulers, step by step; or async, OffloadEngine "
-        "on an event loop.",
-        metavar="sync|async",
-    )
-    device: str = flag(
-        "cpu",
-        "Location of the device memory: the host, or a CUDA device.",
-        metavar="cpu|cuda",
-    )
-    device_blocks: int | None = flag(
-        None,
-        "Give the device N blocks and a prefix cache. Default: enough blocks for the concurrent "
-        "requests, and no prefix cache.",
-        metavar="N",
-        min=1,
-    )
-    json: str | None = flag(
-        None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
-    )
-    explain: int | None = flag(
-        None,
-        "Print the timeline of request N in each pass; the first request is 0.",
-        metavar="N",
-        min=0,
-    )
-    trace_out: str | None = flag(
-        None, "Write the timelines of all requests as trace events for Perfetto.", metavar="FILE"
-    )
-    plot: Path | None = flag(
-        None, "Plot the replay over time; needs kvoffload-async[plot].", metavar="PNG"
-    )
-    report: Path | None = flag(
-        None,
-        "Write a page with figures and plots; needs kvoffload-async[plot].",
-        metavar="HTML",
-    )
 
 
 @command(app, ReplayFlags)

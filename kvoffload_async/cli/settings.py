@@ -54,13 +54,14 @@ MODEL = "replay"
 """Default model name: a replay derives the bytes of a block from its key alone."""
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
+_MOST_CONCURRENT: Final = 1 << 16
 BUILT_IN_TIER = "fs"
 BUILT_IN_PASSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(CommandOptions):
-    """The requests of a replay, and the options of its engine; None for those not given."""
+class ReplayFlags(CommandOptions):
+    """The options of `kvoffload replay`; None for those of the engine that are not given."""
 
     trace: Path | None = argument(
         "Trace file of JSON lines with hash_ids; - reads standard input. Default: a built-in chat "
@@ -87,6 +88,55 @@ class Flags(CommandOptions):
         "override it.",
         metavar="FILE",
         envvar=CONFIG_VARIABLE,
+    )
+    limit: int | None = flag(None, "Replay only the first N requests.", metavar="N", min=1)
+    passes: int | None = flag(
+        None,
+        "Replay the trace N times, each time with a new engine over the same tiers. Default: 1; "
+        "2 for the built-in workload with its built-in tier.",
+        metavar="N",
+        min=1,
+    )
+    concurrency: int = flag(
+        1, "Number of concurrent requests.", metavar="K", min=1, max=_MOST_CONCURRENT
+    )
+    engine: str = flag(
+        "sync",
+        "API to drive: sync, the connector for schedulers, step by step; or async, OffloadEngine "
+        "on an event loop.",
+        metavar="sync|async",
+    )
+    device: str = flag(
+        "cpu",
+        "Location of the device memory: the host, or a CUDA device.",
+        metavar="cpu|cuda",
+    )
+    device_blocks: int | None = flag(
+        None,
+        "Give the device N blocks and a prefix cache. Default: enough blocks for the concurrent "
+        "requests, and no prefix cache.",
+        metavar="N",
+        min=1,
+    )
+    json: str | None = flag(
+        None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
+    )
+    explain: int | None = flag(
+        None,
+        "Print the timeline of request N in each pass; the first request is 0.",
+        metavar="N",
+        min=0,
+    )
+    trace_out: str | None = flag(
+        None, "Write the timelines of all requests as trace events for Perfetto.", metavar="FILE"
+    )
+    plot: Path | None = flag(
+        None, "Plot the replay over time; needs kvoffload-async[plot].", metavar="PNG"
+    )
+    report: Path | None = flag(
+        None,
+        "Write a page with figures and plots; needs kvoffload-async[plot].",
+        metavar="HTML",
     )
 
     @property
@@ -131,7 +181,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
+def resolve(flags: ReplayFlags, scratch: ScratchFolder) -> TieringOffloadingSpec:
     """Return the spec of a replay; flags override the file, which overrides the defaults.
 
     Args:
@@ -159,7 +209,7 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
     return TieringOffloadingSpec(config)
 
 
-def _size_primary(config: dict[str, Any], flags: Flags) -> None:
+def _size_primary(config: dict[str, Any], flags: ReplayFlags) -> None:
     """Size the primary for exactly the wanted number of blocks, padding of rows included."""
     num_blocks = flags.primary_blocks
     if num_blocks is None:
