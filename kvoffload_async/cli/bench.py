@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.bench.contender import Contender
-from kvoffload_async.bench.figures import Figure, Report, SizeReport
+from kvoffload_async.bench.figures import Figure, Report
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
@@ -66,16 +66,18 @@ def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -
         return [cells[column] for column in columns]
 
     for size in report.sizes:
-        rows = _Rows(table, size)
+        block = size_text(size.block_bytes)
+        table.add_section()
         if what in {"store", "load"}:
-            rows.add(MEMCPY, *shown(size.memcpy))
+            table.add_row(block, MEMCPY, *shown(size.memcpy))
         for directory, kinds in size.baselines.items():
             for kind, passes in kinds.items():
                 if what in passes:
-                    rows.add(_baseline_name(report, directory, kind), *shown(passes[what]))
+                    name = Text(_baseline_name(report, directory, kind))
+                    table.add_row(block, name, *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
-                rows.add(name, *shown(standing.passes[what]))
+                table.add_row(block, Text(name), *shown(standing.passes[what]))
     return table
 
 
@@ -102,11 +104,12 @@ def _rest_table(report: Report) -> Table:
         "Single calls, in us", "submit large store", "submit large load", "idle poll", "lookup"
     )
     for size in report.sizes:
-        rows = _Rows(table, size)
+        table.add_section()
         for name, standing in size.contenders.items():
             passes, at_rest = standing.passes, standing.passes["at_rest"]
-            rows.add(
-                name,
+            table.add_row(
+                size_text(size.block_bytes),
+                Text(name),
                 _number(passes.get("store_one_job", {}).get("submit_us_per_job")),
                 _number(passes.get("load_one_job", {}).get("submit_us_per_job")),
                 _number(at_rest.get("idle_poll_us")),
@@ -137,19 +140,6 @@ def _remarks(report: Report) -> Iterator[str]:
     for name, facts in report.contenders.items():
         options = "".join(f", {key}={value}" for key, value in facts["options"].items())
         yield f"{name}: in {facts['directory'] or 'memory'}{options}"
-
-
-class _Rows:
-    """Adds the rows of one block size; the first row is labelled with the size."""
-
-    def __init__(self, table: Table, size: SizeReport) -> None:
-        table.add_section()
-        self._table = table
-        self._label = size_text(size.block_bytes)
-
-    def add(self, name: str, *cells: str) -> None:
-        self._table.add_row(self._label, Text(name), *cells)
-        self._label = ""
 
 
 def _table(title: str, *columns: str) -> Table:

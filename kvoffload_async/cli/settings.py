@@ -139,11 +139,6 @@ class ReplayFlags(CommandOptions):
         metavar="HTML",
     )
 
-    @property
-    def is_built_in(self) -> bool:
-        """Whether the built-in workload runs, which has a default tier and primary size."""
-        return self.trace is None
-
 
 _MAX_CONFIG_BYTES: Final = 1 << 24
 """Stops reading of a device or file that is no configuration."""
@@ -201,7 +196,7 @@ def resolve(flags: ReplayFlags, scratch: ScratchFolder) -> TieringOffloadingSpec
         config["eviction_policy"] = flags.policy
     if flags.tiers:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
-    elif flags.is_built_in and "secondary_tiers" not in config:
+    elif flags.trace is None and "secondary_tiers" not in config:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": f"{scratch.path}/fs"}]
     config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
@@ -215,7 +210,7 @@ def _size_primary(config: dict[str, Any], flags: ReplayFlags) -> None:
     if num_blocks is None:
         if "cpu_bytes_to_use" in config:
             return
-        num_blocks = BUILT_IN_PRIMARY_BLOCKS if flags.is_built_in else TRACE_PRIMARY_BLOCKS
+        num_blocks = BUILT_IN_PRIMARY_BLOCKS if flags.trace is None else TRACE_PRIMARY_BLOCKS
     checked = OffloadConfig.parse({**config, "cpu_bytes_to_use": 1})
     stride_bytes = row_stride_bytes(checked.block_bytes, checked.num_workers)
     config["cpu_bytes_to_use"] = num_blocks * stride_bytes
