@@ -147,7 +147,7 @@ def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> 
                 )
                 for what, each in _passes_of(samples, name)
             },
-            verified_blocks=samples.verified_blocks[name],
+            verified_blocks=samples.rounds * work.stored_bytes // work.block_bytes,
             wrong_blocks=samples.wrong_blocks[name],
             failed_jobs=len(samples.failures[name]),
             reason=next(iter(samples.failures[name]), None),

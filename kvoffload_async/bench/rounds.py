@@ -177,7 +177,6 @@ class Samples:
         passes: One sample per round, by (contender or baseline, pass).
         failures: Error texts of failed jobs, by contender.
         wrong_blocks: Loaded blocks with wrong bytes, by contender.
-        verified_blocks: Loaded blocks that were compared, by contender.
     """
 
     work: Work
@@ -187,7 +186,6 @@ class Samples:
     )
     failures: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     wrong_blocks: Counter[str] = field(default_factory=Counter)
-    verified_blocks: Counter[str] = field(default_factory=Counter)
 
     def forget_incomplete_round(self) -> None:
         """Drop the samples of an incomplete round."""
@@ -327,7 +325,6 @@ class _Turn:
         self.payload.wipe()
         passes[name, f"load{suffix}"].append(self._drive(tier, keys, jobs, is_load=True))
         self.samples.wrong_blocks[name] += self.payload.wrong_rows(jobs.num_keys)
-        self.samples.verified_blocks[name] += jobs.num_keys
         return keys
 
     def _drive(
