@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -128,7 +129,7 @@ def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> 
     work = samples.work
     memcpy = _figures(samples.passes[MEMCPY, "copy"])
     raw: dict[str, dict[str, Passes]] = {}
-    for baseline in dict.fromkeys(baseline for each in baselines.values() for baseline in each):
+    for baseline in dict.fromkeys(chain.from_iterable(baselines.values())):
         raw.setdefault(baseline.directory, {})[baseline.kind] = {
             what: _figures(each, of_memcpy=memcpy)
             for what, each in _passes_of(samples, baseline.name)

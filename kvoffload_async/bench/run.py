@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,7 @@ def run_bench(
     with ExitStack() as stack:
         baselines = _baselines(contenders, plan, stack)
         rehearse(plan, contenders)
-        different = list(
-            dict.fromkeys(baseline for each in baselines.values() for baseline in each)
-        )
+        different = list(dict.fromkeys(chain.from_iterable(baselines.values())))
         expect(len(plan.works) * plan.rounds * (1 + len(different) + len(contenders)))
         measured = measure(
             plan, different, contenders, on_turn=lambda: advance(1), should_stop=should_stop

@@ -38,7 +38,7 @@ from kvoffload_async.cli.output import (
 from kvoffload_async.cli.replay_report import (
     PLOT,
     TimelineOutput,
-    bar_per_pass,
+    bar_of_pass,
     print_table,
     publish_pictures,
 )
@@ -143,13 +143,12 @@ def replay(given: ReplayFlags) -> None:
             has_samples=bool(given.plot or given.report),
             should_stop=lambda: interrupt.is_requested,
         )
-        open_source = partial(open_requests, given)
         reports = replay_passes(
             spec,
-            open_source,
+            partial(open_requests, given),
             options,
             num_passes,
-            follow=bar_per_pass(console, num_passes),
+            follow=partial(bar_of_pass, console, num_passes),
             watch=timelines.watch if timelines.is_wanted else None,
         )
         publish(given.json, partial(print_table, reports), reports.to_json())

@@ -30,19 +30,17 @@ from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.observe.trace_events import TraceEventFile
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import Follow, PassReports
+from kvoffload_async.replay.run import PassReports
 from kvoffload_async.replay.source import STDIN, RequestSource
 from kvoffload_async.timeline import RequestTimeline
 
 
-def bar_per_pass(console: Console, num_passes: int) -> Follow:
-    """Return a `Follow` that shows a progress bar per pass, if the console is a terminal."""
-
-    def follow(source: RequestSource, number: int) -> AbstractContextManager[object]:
-        title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
-        return progress_bar(console, lambda: source.fraction_done, title)
-
-    return follow
+def bar_of_pass(
+    console: Console, num_passes: int, source: RequestSource, number: int
+) -> AbstractContextManager[object]:
+    """Return the progress bar of a pass, see `Follow`; it is shown if the console is a terminal."""
+    title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
+    return progress_bar(console, lambda: source.fraction_done, title)
 
 
 def print_table(reports: PassReports, console: Console) -> None:
