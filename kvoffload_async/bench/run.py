@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from kvoffload_async.bench.baseline import (
     PlainBaseline,
     RecyclingBaseline,
 )
-from kvoffload_async.bench.contender import Contender, OwnTier
+from kvoffload_async.bench.contender import WARM_UP, Contender
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
-from kvoffload_async.bench.rounds import measure, rehearse, turns
+from kvoffload_async.bench.rounds import measure, rehearse
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
@@ -52,18 +53,15 @@ def run_bench(
         ConfigError: A configuration is invalid.
         OffloadError: A contender cannot be measured; the message names it.
     """
-    own = [OwnTier(config) for config in tiers]
+    own = [Contender(config) for config in tiers]
     for one in own:
-        one.check_capacity(plan.stored_bytes)
         one.check(plan.stored_bytes, [work.block_bytes for work in plan.works])
     contenders = _named_apart([*own, *others])
     with ExitStack() as stack:
         baselines = _baselines(contenders, plan, stack)
         rehearse(plan, contenders)
-        different = list(
-            dict.fromkeys(baseline for each in baselines.values() for baseline in each)
-        )
-        expect(turns(plan, different, contenders))
+        different = list(dict.fromkeys(chain.from_iterable(baselines.values())))
+        expect(len(plan.works) * plan.rounds * (1 + len(different) + len(contenders)))
         measured = measure(
             plan, different, contenders, on_turn=lambda: advance(1), should_stop=should_stop
         )
@@ -102,10 +100,11 @@ def _baselines(
             baselines[contender.name] = ()
             continue
         stack.enter_context(place)
-        place.check_room(max(plan.room_bytes, _capacity_bytes(contender, plan)))
-        if place.device not in by_device:
-            by_device[place.device] = [kind(place) for kind in _baseline_kinds(plan)]
-        baselines[contender.name] = by_device[place.device]
+        place.check_room(max(WARM_UP * plan.stored_bytes, _capacity_bytes(contender, plan)))
+        device = place.path.stat().st_dev
+        if device not in by_device:
+            by_device[device] = [kind(place) for kind in _baseline_kinds(plan)]
+        baselines[contender.name] = by_device[device]
     return baselines
 
 
@@ -113,7 +112,7 @@ def _baseline_kinds(plan: Plan) -> list[type[Baseline]]:
     kinds: list[type[Baseline]] = [PlainBaseline]
     if implementation().name == "native":
         kinds.insert(0, NativeBaseline)
-    if plan.steady and not plan.direct_baseline:
+    if plan.steady:
         kinds.append(RecyclingBaseline)
     return kinds
 

@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.bench.contender import Contender
-from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
+from kvoffload_async.bench.figures import Figure, Report
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
 from kvoffload_async.cli.command import CommandOptions, Interrupt, finish, flag, running
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.output import check_writable, publish
+from kvoffload_async.cli.output import check_writable, publish, size_text
 from kvoffload_async.cli.progress import Gauge, progress_bar
 
 _TITLES: Final = {
@@ -66,16 +66,18 @@ def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -
         return [cells[column] for column in columns]
 
     for size in report.sizes:
-        rows = _Rows(table, size)
+        block = size_text(size.block_bytes)
+        table.add_section()
         if what in {"store", "load"}:
-            rows.add(MEMCPY, *shown(size.memcpy))
+            table.add_row(block, MEMCPY, *shown(size.memcpy))
         for directory, kinds in size.baselines.items():
             for kind, passes in kinds.items():
                 if what in passes:
-                    rows.add(_baseline_name(report, directory, kind), *shown(passes[what]))
+                    name = Text(_baseline_name(report, directory, kind))
+                    table.add_row(block, name, *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
-                rows.add(name, *shown(standing.passes[what]))
+                table.add_row(block, Text(name), *shown(standing.passes[what]))
     return table
 
 
@@ -102,11 +104,12 @@ def _rest_table(report: Report) -> Table:
         "Single calls, in us", "submit large store", "submit large load", "idle poll", "lookup"
     )
     for size in report.sizes:
-        rows = _Rows(table, size)
+        table.add_section()
         for name, standing in size.contenders.items():
             passes, at_rest = standing.passes, standing.passes["at_rest"]
-            rows.add(
-                name,
+            table.add_row(
+                size_text(size.block_bytes),
+                Text(name),
                 _number(passes.get("store_one_job", {}).get("submit_us_per_job")),
                 _number(passes.get("load_one_job", {}).get("submit_us_per_job")),
                 _number(at_rest.get("idle_poll_us")),
@@ -119,8 +122,7 @@ def _remarks(report: Report) -> Iterator[str]:
     settings = report.settings
     yield (
         f"Medians of {settings['rounds']} rounds; each round measures all contenders in turn on "
-        f"{'full' if settings['steady'] else 'empty'} stores"
-        f"{' that are kept between rounds' if settings['keep'] else ''}, with "
+        f"{'full' if settings['steady'] else 'empty'} stores, with "
         f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks in flight. ms: latency "
         "of a job until its result is seen. us: time of the owner's thread, in all calls. x base: "
         f"ratio to {_baseline_text(report)}; x plain: ratio to plain writes or reads; x "
@@ -140,19 +142,6 @@ def _remarks(report: Report) -> Iterator[str]:
         yield f"{name}: in {facts['directory'] or 'memory'}{options}"
 
 
-class _Rows:
-    """Adds the rows of one block size; the first row is labelled with the size."""
-
-    def __init__(self, table: Table, size: SizeReport) -> None:
-        table.add_section()
-        self._table = table
-        self._label = size_text(size.block_bytes)
-
-    def add(self, name: str, *cells: str) -> None:
-        self._table.add_row(self._label, Text(name), *cells)
-        self._label = ""
-
-
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("block", ""):
@@ -163,9 +152,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _baseline_name(report: Report, directory: str, kind: str) -> str:
-    how = f"{kind}, direct" if report.settings["direct_baseline"] else kind
-    one = len(report.sizes[0].baselines) == 1
-    return f"base, {how}" if one else f"base, {how}, {directory}"
+    is_only = len(report.sizes[0].baselines) == 1
+    return f"base, {kind}" if is_only else f"base, {kind}, {directory}"
 
 
 def _baseline_text(report: Report) -> str:
@@ -252,13 +240,11 @@ def measure(
     Raises:
         OffloadError: See `run_bench`; InputError also if a tier's text is invalid.
     """
-    own = [parse_tier(text) for text in tiers]
     gauge = Gauge()
-    with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
-        gauge.on_change = on_change
+    with progress_bar(console, gauge.fraction_done, "bench"):
         return run_bench(
             plan,
-            own,
+            [parse_tier(text) for text in tiers],
             others,
             expect=gauge.expect,
             advance=gauge.advance,

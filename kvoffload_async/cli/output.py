@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -27,22 +27,21 @@ def check_writable(option: str, name: str | None) -> None:
         InputError: The name is a directory, its parent directory does not exist, or this process
             may not write there.
     """
-    if name is not None and name != STDOUT:
-        with as_unwritable(option, name):
-            path = Path(name)
-            if path.is_dir():
-                raise InputError(f"{option} {name}: cannot be written: it is a directory")
-            if not path.parent.is_dir():
-                raise InputError(
-                    f"{option} {name}: cannot be written: the directory does not exist"
-                )
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise InputError(
-                    f"{option} {name}: cannot be written: no permission to write there"
-                )
+    if name is None or name == STDOUT:
+        return
+    path, reason = Path(name), ""
+    with as_unwritable(option, name):
+        if path.is_dir():
+            reason = "it is a directory"
+        elif not path.parent.is_dir():
+            reason = "the directory does not exist"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "no permission to write there"
+    if reason:
+        raise InputError(f"{option} {name}: cannot be written: {reason}")
 
 
-def write_figures(option: str, name: str, text: str) -> None:
+def write_text(option: str, name: str, text: str) -> None:
     """Write a text to standard output or to a file; raises InputError if that fails."""
     if name == STDOUT:
         sys.stdout.write(text + "\n")
@@ -60,7 +59,7 @@ def publish(json: str | None, print_tables: Callable[[Console], None], text: str
     if json != STDOUT:
         print_tables(Console())
     if json is not None:
-        write_figures("--json", json, text)
+        write_text("--json", json, text)
 
 
 @contextmanager
@@ -121,17 +120,38 @@ def check_page(option: str, path: Path | None, module: str) -> None:
     drawing_module(option, module)
 
 
+def figures_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of named rows of figures; without a header if all names in it are empty."""
+    table = Table(title=title, title_justify="left", show_header=any(head))
+    table.add_column(head[0], style="bold")
+    for name in head[1:]:
+        table.add_column(Text(shown(name)), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(shown(value)) for value in row))
+    return table
+
+
 def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Iterator[Table]:
     """Yield one table per kind of store, with one column per store."""
     for kind in dict.fromkeys(type(store) for store, _ in summaries):
         columns = [(store.name, found) for store, found in summaries if type(store) is kind]
-        table = Table(title=columns[0][1].title, title_justify="left")
-        table.add_column("namespace", style="bold")
-        for name, _ in columns:
-            table.add_column(Text(shown(name)), justify="right", overflow="fold")
-        for rows in zip(*(found.rows for _, found in columns), strict=True):
-            table.add_row(rows[0][0], *(Text(shown(value)) for _, value in rows))
-        yield table
+        rows = zip(*(found.rows for _, found in columns), strict=True)
+        yield figures_table(
+            columns[0][1].title,
+            ["namespace", *(name for name, _ in columns)],
+            ([each[0][0], *(value for _, value in each)] for each in rows),
+        )
+
+
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size with a unit."""
+    if num_bytes < _MIB:
+        return f"{num_bytes / 1024:,.0f} KiB"
+    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"
 
 
 def shown(name: str) -> str:

@@ -2,78 +2,56 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
-_REFRESH_S = 0.1
+from rich.console import Console, RenderableType
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 
-@contextmanager
 def progress_bar(
     console: Console, fraction_done: Callable[[], float], title: str
-) -> Iterator[Callable[[], None]]:
-    """Show a progress bar; yields the function to call after each step."""
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    # The bar also refreshes itself, because the first step may take long.
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=1.0)
-        due_s = 0.0
+) -> AbstractContextManager[object]:
+    """Return a context manager that shows a progress bar.
 
-        def update() -> None:
-            nonlocal due_s
-            now_s = time.monotonic()
-            if now_s >= due_s:
-                due_s = now_s + _REFRESH_S
-                progress.update(task, completed=fraction_done(), refresh=True)
+    Args:
+        console: Where to show it.
+        fraction_done: Returns the progress, from 0 to 1; also called by the thread that draws.
+        title: Text in front of the bar.
+    """
+    return _Bar(console, fraction_done, title) if console.is_terminal else nullcontext()
 
-        yield update
+
+class _Bar(Progress):
+    """Asks for the progress each time that it is drawn."""
+
+    def __init__(self, console: Console, fraction_done: Callable[[], float], title: str) -> None:
+        self._fraction_done = fraction_done
+        columns = (SpinnerColumn(), *self.get_default_columns(), TimeElapsedColumn())
+        super().__init__(*columns, console=console, transient=True)
+        self.add_task(title, total=1.0)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            self.update(task.id, completed=self._fraction_done())
+        return super().get_renderables()
 
 
 class Gauge:
-    """Counts expected work and work done; both only grow.
-
-    Attributes:
-        on_change: Called after every change.
-    """
+    """Counts expected work and work done; both only grow."""
 
     def __init__(self) -> None:
         self._total = 0
         self._done = 0
-        self.on_change: Callable[[], None] = lambda: None
 
     def expect(self, amount: int) -> None:
         """Add to the expected work."""
         self._total += amount
-        self.on_change()
 
     def advance(self, amount: int) -> None:
         """Add to the work done."""
         self._done += amount
-        self.on_change()
 
-    @property
     def fraction_done(self) -> float:
-        """Work done as a fraction of the expected work, from 0 to 1; 0 if none is expected."""
+        """Return work done as a fraction of the expected work; 0 if none is expected."""
         return self._done / self._total if self._total else 0.0

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -77,7 +77,6 @@ class ReplayOptions:
     verify: bool = True
     has_samples: bool = False
     should_stop: Callable[[], bool] = lambda: False
-    on_step: Callable[[], None] = lambda: None
     on_timeline: Callable[[RequestTimeline], None] | None = None
     on_ready: Callable[[Callable[[], Report]], None] = lambda _report: None
 
@@ -163,7 +162,7 @@ class _Run:
             verify=options.verify,
             stall_timeout_s=stall_timeout_s(spec),
             should_stop=options.should_stop,
-            on_step=self._on_step,
+            on_step=self._timeline.note_step if self._timeline else lambda: None,
         )
         self._start_s = time.perf_counter()
         self._wall_s: float | None = None
@@ -197,11 +196,6 @@ class _Run:
             layers=self._options.layers,
             samples=self._samples,
         )
-
-    def _on_step(self) -> None:
-        if self._timeline is not None:
-            self._timeline.note_step()
-        self._options.on_step()
 
 
 def _replay_stepwise(
@@ -324,8 +318,8 @@ def _bounded(spec: TieringOffloadingSpec, options: ReplayOptions) -> float:
     return _INTERRUPTED_TIMEOUT_S if options.should_stop() else spec.config.shutdown_timeout_s
 
 
-Follow = Callable[[RequestSource, int], AbstractContextManager[Callable[[], None]]]
-"""Called with a pass's requests and its number, from 1; yields a callback for each step."""
+Follow = Callable[[RequestSource, int], AbstractContextManager[object]]
+"""Called with a pass's requests and its number, from 1; the pass runs in the context."""
 
 
 Watch = Callable[[int, RequestTimeline], None]
@@ -365,18 +359,13 @@ class PassReports:
         return json.dumps(figures, indent=2)
 
 
-@contextmanager
-def _unseen(_source: RequestSource, _number: int) -> Iterator[Callable[[], None]]:
-    yield lambda: None
-
-
 def replay_passes(
     spec: TieringOffloadingSpec,
     open_source: Callable[[], RequestSource],
     options: ReplayOptions,
     num_passes: int,
     *,
-    follow: Follow = _unseen,
+    follow: Follow = lambda _source, _number: nullcontext(),
     watch: Watch | None = None,
 ) -> PassReports:
     """Replay the same requests several times, each time on a new engine over the same tiers.
@@ -396,10 +385,9 @@ def replay_passes(
     for number in range(1, num_passes + 1):
         if reports:
             spec = TieringOffloadingSpec(spec.config)
-        with closing(open_source()) as source, follow(source, number) as on_step:
+        with closing(open_source()) as source, follow(source, number):
             on_timeline = None if watch is None else partial(watch, number)
-            run = replace(options, on_step=on_step, on_timeline=on_timeline)
-            reports.append(replay(spec, source, run))
+            reports.append(replay(spec, source, replace(options, on_timeline=on_timeline)))
         if reports[-1].interrupted:
             break
     return PassReports(tuple(reports))
