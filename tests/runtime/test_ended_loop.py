@@ -4,12 +4,12 @@ import asyncio
 import threading
 
 import pytest
+from scripted_tier import ScriptedTier
 
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
 from kvoffload_async.runtime.loop import LoopThread, ThreadsafeRunner
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier
 

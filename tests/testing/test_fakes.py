@@ -5,20 +5,12 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_tier import Operation, ScriptedTier
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BlockMissingError, StateError, TierClosedError, TierError
-from kvoffload_async.testing import (
-    Fault,
-    FaultPlan,
-    FaultyTier,
-    InlineIo,
-    Operation,
-    ScriptedIo,
-    ScriptedTier,
-    TierHarness,
-    VirtualRunner,
-)
+from kvoffload_async.testing import Fault, FaultPlan, FaultyTier, InlineIo, ScriptedIo, TierHarness
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
 from kvoffload_async.testing.strategies import jobs, key_lists, offload_keys, request_streams
 from kvoffload_async.tiers._environment import ActorEnvironment
