@@ -5,7 +5,6 @@
 * `FaultyTier`: wraps any tier and injects faults from a seeded plan.
 * `InlineIo`, `ScriptedIo`: run a blocking call at once, or when the test finishes it.
 * `VirtualLoop`: an event loop with virtual time.
-* `kvoffload_async.testing.strategies`: hypothesis strategies (needs hypothesis).
 """
 
 from kvoffload_async.testing.conformance import TierConformance
