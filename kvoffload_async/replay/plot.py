@@ -18,7 +18,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
-from kvoffload_async.replay.report import DEVICE, PRIMARY, Report, Sample
+from kvoffload_async.replay.device import DEVICE, PRIMARY
+from kvoffload_async.replay.report import Report, Sample
 from kvoffload_async.replay.simulation import Row, Simulation
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
 

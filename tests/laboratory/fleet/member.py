@@ -19,8 +19,9 @@ from typing import BinaryIO, Final
 
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.run import replay
 from kvoffload_async.replay.source import RequestSource
 from laboratory.fleet.process import DONE, ENDED, FAILED, READY, Start, answer
 
