@@ -48,9 +48,6 @@ class PipedRequests(RequestSource):
             report = None if self.report_so_far is None else self.report_so_far()
             self._say(answer(DONE, report))
 
-    def _fraction_of_all(self) -> float:
-        return 0.0
-
 
 def serve(lines: BinaryIO, say: Callable[[bytes], None]) -> None:
     """Replay the requests in `lines` until the end; errors are reported, never raised."""
