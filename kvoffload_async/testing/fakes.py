@@ -18,6 +18,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
@@ -80,15 +81,11 @@ class ScriptedIo:
                 result = parked.call()
             except Exception as raised:  # noqa: BLE001 - becomes the call's outcome
                 error = error or raised
-        parked.call = _finished  # releases what the call captured
+        parked.call = lambda: None  # releases what the call captured
         if error is None:
             parked.future.set_result(result)
         else:
             parked.future.set_exception(error)
-
-
-def _finished() -> None:
-    """Replacement for a finished call."""
 
 
 class Fault(enum.Enum):
@@ -262,17 +259,6 @@ def _cancel_this_task() -> None:
 _MAX_IDLE_TURNS = 100_000
 
 
-class _Selector:
-    """Replaces the loop's I/O selector: it reports no events and advances virtual time."""
-
-    def __init__(self, pass_time: Callable[[float | None], None]) -> None:
-        self._pass_time = pass_time
-
-    def select(self, timeout: float | None) -> tuple[()]:
-        self._pass_time(timeout)
-        return ()
-
-
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop with virtual time, without I/O or wake-ups from other threads.
 
@@ -284,7 +270,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         """Start at virtual time 0."""
         super().__init__()
-        self._selector = _Selector(self._pass_time)
+        self._selector = SimpleNamespace(select=self._pass_time)
         self._now_s = 0.0
         self._limit_s: float | None = None
         self._was_idle = False
@@ -331,16 +317,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
             error = context.get("exception")
             raise error if error is not None else StateError(str(context["message"]))
 
-    def _pass_time(self, timeout_s: float | None) -> None:
+    def _pass_time(self, timeout_s: float | None) -> tuple[()]:
+        """Replace the selector of I/O events: advance virtual time, and return no events."""
         if self._limit_s is None:
             if timeout_s is None:
                 raise StateError("deadlock: nothing is ready and no timer is set")
             self._now_s += timeout_s
-            return
+            return ()
         self.stop()  # after this iteration
         next_s = math.inf if timeout_s is None else self._now_s + timeout_s
         self._was_idle = timeout_s != 0 and next_s > self._limit_s
         self._now_s = min(next_s, max(self._limit_s, self._now_s))
+        return ()
 
     def _process_events(self, event_list: tuple[()]) -> None:
         """Do nothing: there are no I/O events."""

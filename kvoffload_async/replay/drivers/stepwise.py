@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 from kvoffload_async.errors import StalledError
@@ -285,16 +286,12 @@ class StepwiseDriver:
     def _admit(self, waiting: Iterable[Sequence[int]]) -> bool:
         """Start requests up to the concurrency limit; return whether any was started."""
         room = self._options.concurrency - self._in_flight()
-        if room <= 0:
-            return False
         first = self._admitted
-        for block_ids in waiting:
+        for block_ids in islice(waiting, max(0, room)):
             prompt = Prompt(self._admitted, block_ids, self._per_block)
             require_room(prompt, self._pool)
             self._admitted += 1
             self._active[prompt.request_id] = prompt
-            if self._admitted - first == room:
-                break
         return self._admitted > first
 
     def _in_flight(self) -> int:
