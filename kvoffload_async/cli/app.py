@@ -59,7 +59,8 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.facade.tier_options import options_of
-from kvoffload_async.replay.run import ENGINES, ReplayOptions, replay_passes
+from kvoffload_async.replay.drivers import ENGINES, ReplayOptions
+from kvoffload_async.replay.run import replay_passes
 from kvoffload_async.replay.source import ChatWorkload, RequestSource, TraceFile
 
 if TYPE_CHECKING:

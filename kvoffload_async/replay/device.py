@@ -6,11 +6,17 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from typing import Final
 
 import numpy as np
 
 from kvoffload_async.errors import InputError
 from kvoffload_async.types import OffloadKey, make_offload_key
+
+DEVICE: Final = "device"
+"""Name of the device among the tiers."""
+PRIMARY: Final = "primary"
+"""Name of the primary among the tiers."""
 
 _HASH_BYTES = 16
 
@@ -37,27 +43,25 @@ class Prompt:
         request_id: Name of the request.
         block_hashes: Hashes of its blocks' keys, in prompt order.
         names: Ids of its blocks, parallel to the hashes; `ids` is the same as a list.
-        refs: Number of block references, repeated ones included.
-        weights: References to each block; None if no block is repeated.
+        references: References to each block, of which a prompt may have several.
         origins: The tier that was read for each block.
         stage: Its stage.
         frames: Its frames in the device's memory.
         ready: Leading blocks present in its frames.
         found_on_device: Blocks found on the device at its first start.
         found_beyond: Further blocks loaded at its first start.
-        num_computed_tokens: See `SchedulerRequest`.
+        num_tokens: See `SchedulerRequest`, as for `num_prompt_tokens` and `num_computed_tokens`.
     """
 
     kv_transfer_params = None
 
     def __init__(self, number: int, block_ids: Sequence[int], tokens_per_block: int = 1) -> None:
         self.request_id = f"request-{number}"
-        self.ids = list(dict.fromkeys(block_ids))
-        self.refs = len(block_ids)
-        self.weights = Counter(block_ids) if len(self.ids) < len(block_ids) else None
+        self.references = Counter(block_ids)
+        self.ids = list(self.references)
         self.names = np.array(self.ids, dtype=np.uint64)
         self.block_hashes = [i.to_bytes(_HASH_BYTES, "big") for i in self.ids]
-        self.num_tokens = len(self.ids) * tokens_per_block + 1
+        self.num_tokens = self.num_prompt_tokens = len(self.ids) * tokens_per_block + 1
         self.num_computed_tokens = 0
         self.origins: dict[OffloadKey, str] = {}
         self.stage = Stage.WAITING
@@ -66,11 +70,6 @@ class Prompt:
         self.has_started = False
         self.found_on_device = 0
         self.found_beyond = 0
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """See `SchedulerRequest`."""
-        return self.num_tokens
 
     def is_finished(self) -> bool:
         """See `SchedulerRequest`."""
@@ -82,17 +81,14 @@ class Prompt:
             self.has_started = True
             self.found_on_device, self.found_beyond = on_device, beyond
 
-    def count_hits(self, hits: Counter[str], device: str, primary: str) -> None:
-        """Add the block references found, by the tier they came from."""
-        if self.found_on_device:
-            hits[device] += sum(map(self._weight, range(self.found_on_device)))
-        end = self.found_on_device + self.found_beyond
-        for index in range(self.found_on_device, end):
-            key = make_offload_key(self.block_hashes[index])
-            hits[self.origins.get(key, primary)] += self._weight(index)
-
-    def _weight(self, index: int) -> int:
-        return 1 if self.weights is None else self.weights[self.ids[index]]
+    def count_hits(self, hits: Counter[str]) -> None:
+        """Add the references to the blocks found at the first start, by where they came from."""
+        for index, block_id in enumerate(self.ids[: self.found_on_device + self.found_beyond]):
+            source = DEVICE
+            if index >= self.found_on_device:
+                key = make_offload_key(self.block_hashes[index])
+                source = self.origins.get(key, PRIMARY)
+            hits[source] += self.references[block_id]
 
 
 class FramePool:

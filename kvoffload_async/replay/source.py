@@ -53,9 +53,9 @@ class RequestSource(ABC):
     def _requests(self) -> Iterator[Sequence[int]]:
         """Yield all requests."""
 
-    @abstractmethod
     def _fraction_of_all(self) -> float:
-        """Fraction of the unlimited stream consumed."""
+        """Fraction of the unlimited stream consumed; 0 if its length is unknown."""
+        return 0.0
 
 
 STDIN = "-"
@@ -179,7 +179,7 @@ class ChatWorkload(RequestSource):
     """`NUM_REQUESTS` turns of several conversations; deterministic for a seed."""
 
     def __init__(self, limit: int | None = None, seed: int = DEFAULT_SEED) -> None:
-        super().__init__(limit)
+        super().__init__(NUM_REQUESTS if limit is None else min(limit, NUM_REQUESTS))
         self._seed = seed
 
     def most_blocks(self) -> int:
@@ -202,6 +202,3 @@ class ChatWorkload(RequestSource):
             if talk.turns_left:
                 open_ones.append(talk)
             yield tuple(talk.blocks)
-
-    def _fraction_of_all(self) -> float:
-        return self._taken / NUM_REQUESTS

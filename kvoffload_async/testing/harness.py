@@ -9,8 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +66,7 @@ def make_job(
 
 
 class _Surroundings:
-    """Memory and threads of a test; `stop` fails if any of them is left."""
+    """Memory and threads of a test; a context manager that fails if any of them is left."""
 
     def __init__(self, num_slots: int, slot_bytes: int, timeout_s: float) -> None:
         self.slot_bytes = slot_bytes
@@ -78,6 +77,16 @@ class _Surroundings:
         self.bridge = Bridge(LoopThread())
         self.rows: Rows = np.asarray(self.buffer.view)
         self.rows[:] = GUARD
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        try:
+            self.close()
+        except AssertionError:
+            if error is None:  # otherwise it would hide the original error
+                raise
 
     def fill(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> None:
         """Write the keys' content into slots."""
@@ -90,6 +99,18 @@ class _Surroundings:
         """Return a job with a new id."""
         self._next_job_id += 1
         return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)
+
+    def store_job(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
+        """Write the keys' content into slots and return a store of them."""
+        slots = list(slots)
+        self.fill(keys, slots)
+        return self.job(keys, slots, is_promotion=False)
+
+    def load_job(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
+        """Clear slots and return a load into them."""
+        slots = list(slots)
+        self.rows[slots] = GUARD
+        return self.job(keys, slots, is_promotion=True)
 
     def holds(self, key: OffloadKey, slot: int) -> bool:
         """Return whether a slot contains the key's content."""
@@ -111,7 +132,7 @@ class _Surroundings:
 
         self.run(perform())
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop the threads and unmap the memory; raises AssertionError for leftovers."""
         tasks = self.run(_task_names())
         self.bridge.close(self.timeout_s)
@@ -140,7 +161,7 @@ async def _task_names() -> list[str]:
 
 
 class TierHarness(_Surroundings):
-    """A single open tier without a manager; a context manager.
+    """A single open tier without a manager; a context manager that closes it.
 
     Attributes:
         rows: The primary's slots, shape `[num_slots, slot_bytes]`.
@@ -169,34 +190,17 @@ class TierHarness(_Surroundings):
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except AssertionError:
-            if exc is None:  # otherwise it would hide the original error
-                raise
-
     def store(
         self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None
     ) -> BlockFailures:
         """Write the keys' content into slots (by default the first ones) and store them."""
-        slots = list(range(len(keys)) if slots is None else slots)
-        self.fill(keys, slots)
-        return self.run(self.tier.store(self.job(keys, slots, is_promotion=False)))
+        job = self.store_job(keys, range(len(keys)) if slots is None else slots)
+        return self.run(self.tier.store(job))
 
     def load(self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None) -> BlockFailures:
         """Clear slots (by default the first ones) and load keys into them."""
-        slots = list(range(len(keys)) if slots is None else slots)
-        self.rows[slots] = GUARD
-        return self.run(self.tier.load(self.job(keys, slots, is_promotion=True)))
+        job = self.load_job(keys, range(len(keys)) if slots is None else slots)
+        return self.run(self.tier.load(job))
 
     def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Query the tier."""
@@ -219,11 +223,11 @@ class TierHarness(_Surroundings):
         finally:
             self._pool.close(self.timeout_s)
             self._env.kv_view.release()
-            self.stop()
+            super().close()
 
 
 class ManagerHarness(_Surroundings):
-    """A tier behind a `SecondaryTierManager`; counts every job and result.
+    """A tier behind a `SecondaryTierManager`; counts every job and result. A context manager.
 
     Attributes:
         manager: The manager.
@@ -258,38 +262,16 @@ class ManagerHarness(_Surroundings):
                 enable_kv_events=enable_kv_events,
             )
         except BaseException:
-            self.stop()
+            super().close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.manager.shutdown(self.timeout_s)
-        self.collect()
-        try:
-            self.stop()
-            assert self.reported() == self.submitted, "not every job has exactly one result"
-        except AssertionError:
-            if exc is None:  # otherwise it would hide the original error
-                raise
 
     def submit_store(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
         """Write the keys' content into slots and submit a store of them."""
-        slots = list(slots)
-        self.fill(keys, slots)
-        return self.submit(self.job(keys, slots, is_promotion=False))
+        return self.submit(self.store_job(keys, slots))
 
     def submit_load(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
         """Clear slots and submit a load into them."""
-        slots = list(slots)
-        self.rows[slots] = GUARD
-        return self.submit(self.job(keys, slots, is_promotion=True))
+        return self.submit(self.load_job(keys, slots))
 
     def submit(self, job: JobMetadata) -> JobMetadata:
         """Submit a job unchanged."""
@@ -334,6 +316,12 @@ class ManagerHarness(_Surroundings):
         report = self.manager.shutdown(self.timeout_s)
         self.collect()
         return report
+
+    def close(self) -> None:
+        """Shut the manager down; raises AssertionError unless each job has exactly one result."""
+        self.shutdown()
+        super().close()
+        assert self.reported() == self.submitted, "not every job has exactly one result"
 
     def _all_reported(self) -> bool:
         return len(self.results) >= self.submitted.total()
@@ -381,19 +369,14 @@ def expect_failures(
         AssertionError: A block failed that should not have, or another way, or did not fail.
     """
     wrong = failures.keys() ^ expected.keys()
-    wrong |= {i for i, kind in expected.items() if i in failures and not _is(failures[i], kind)}
+    wrong |= {i for i in failures.keys() & expected if not isinstance(failures[i], expected[i])}
     if wrong:
         names = {position: kind.__name__ for position, kind in expected.items()}
         wanted = f"the failures {names}, by position in the job" if names else "no failure"
         raise AssertionError(f"{what}: expected {wanted}, got {_shown(failures)}")
 
 
-class _Memory(Protocol):
-    rows: Rows
-    slot_bytes: int
-
-
-def expect_rows(what: str, memory: _Memory, expected: Mapping[int, OffloadKey]) -> None:
+def expect_rows(what: str, memory: _Surroundings, expected: Mapping[int, OffloadKey]) -> None:
     """Compare slots with the content of the keys that they should hold.
 
     Raises:
@@ -412,19 +395,15 @@ def expect_rows(what: str, memory: _Memory, expected: Mapping[int, OffloadKey]) 
         )
 
 
-def expect_untouched(what: str, memory: _Memory, slots: Collection[int]) -> None:
+def expect_untouched(what: str, memory: _Surroundings, slots: Collection[int]) -> None:
     """Check that slots were never written.
 
     Raises:
         AssertionError: One was.
     """
-    touched = [slot for slot in slots if not (memory.rows[slot] == GUARD).all()]
+    touched = [slot for slot in slots if not memory.is_untouched(slot)]
     if touched:
         raise AssertionError(f"{what}: expected no other slot to be written, got slots {touched}")
-
-
-def _is(error: object, kind: type[Exception]) -> bool:
-    return isinstance(error, kind)
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - any value of a test

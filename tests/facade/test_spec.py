@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from facade.worlds import HIT, MISS, PENDING, k, ks
+from scripted_tier import ScriptedTier
 
 from kvoffload_async import (
     CPUOffloadingSpec,
@@ -17,7 +18,6 @@ from kvoffload_async import (
     TieringOffloadingSpec,
 )
 from kvoffload_async.errors import ConfigError, OffloadError, StateError
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.types import ReqContext
 
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096}

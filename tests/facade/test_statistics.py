@@ -6,6 +6,7 @@ import json
 
 import pytest
 from facade.worlds import EXCLUSIVE, PROBED, SLOT_BYTES, Alone, World, filled, k, scripted
+from scripted_tier import ScriptedTier
 
 from kvoffload_async import (
     CPUPrimaryTierOffloadingManager,
@@ -21,7 +22,6 @@ from kvoffload_async.statistics import (
     SlotStatistics,
     TierStatistics,
 )
-from kvoffload_async.testing import ScriptedTier
 
 
 @pytest.fixture

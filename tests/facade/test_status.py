@@ -9,6 +9,7 @@ import socket
 import pytest
 import torch
 from runtime.sockets import connected, received
+from scripted_tier import ScriptedTier
 
 from kvoffload_async import (
     CPUOffloadingSpec,
@@ -22,7 +23,6 @@ from kvoffload_async import (
 from kvoffload_async.errors import ConfigError, OffloadError
 from kvoffload_async.status.client import NoAnswerError, ask, parse_report
 from kvoffload_async.status.server import SOCKET_VARIABLE, StatusSocket
-from kvoffload_async.testing import ScriptedTier
 
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
 WITH_TIER = {**CONFIG, "secondary_tiers": [{"type": "example"}]}

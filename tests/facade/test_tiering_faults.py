@@ -21,6 +21,7 @@ from facade.worlds import (
     ks,
     scripted,
 )
+from scripted_tier import Operation, ScriptedTier
 
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.health import BreakerSettings
@@ -34,7 +35,6 @@ from kvoffload_async.errors import (
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
-from kvoffload_async.testing import Operation, ScriptedTier
 from kvoffload_async.types import ReqContext
 
 NO_BREAKER = BreakerSettings(fault_threshold=1_000)

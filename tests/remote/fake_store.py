@@ -5,9 +5,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
 
+from virtual_runner import VirtualRunner
+
 from kvoffload_async.errors import TierFullError, TierUnavailableError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import InlineIo, VirtualRunner
+from kvoffload_async.testing import InlineIo
 from kvoffload_async.testing.harness import content_of, make_job
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers.remote.client import RemoteClient, Value

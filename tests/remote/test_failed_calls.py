@@ -8,9 +8,9 @@ from functools import partial, wraps
 import pytest
 from remote.fake_store import SLOT_BYTES, FakeClient, LibraryError, World
 from remote.object.tiers import K
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.errors import TierUnavailableError
-from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import TierHarness
 from kvoffload_async.tiers.object.tier import ObjectOptions, ObjectTier
 from kvoffload_async.tiers.remote.calls import Calls, run_together

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 from remote.fake_store import FakeClient, LibraryError, World
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import TierUnavailableError
-from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.remote import existence as memory_module

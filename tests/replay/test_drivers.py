@@ -18,7 +18,8 @@ from kvoffload_async.errors import ConfigError, StalledError, TransportError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay import run
-from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.drivers import ReplayOptions
+from kvoffload_async.replay.run import replay
 from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload, TraceFile
 from kvoffload_async.runtime.machine import Limit
 from kvoffload_async.transport.host import HostTransport

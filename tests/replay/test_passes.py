@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
-from kvoffload_async.replay.run import PassReports, ReplayOptions, replay
+from kvoffload_async.replay.drivers import ReplayOptions
+from kvoffload_async.replay.run import PassReports, replay
 from kvoffload_async.replay.source import ChatWorkload
 
 

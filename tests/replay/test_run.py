@@ -8,11 +8,11 @@ from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError
 from kvoffload_async.replay.device import FramePool
-from kvoffload_async.replay.drivers import DriverOptions
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
-from kvoffload_async.replay.run import ReplayOptions, replay, stall_timeout_s, unique_names
+from kvoffload_async.replay.run import replay, stall_timeout_s, unique_names
 from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
 from kvoffload_async.transport.paged import PagedMemory
 
@@ -33,8 +33,9 @@ class TestStop:
         tally = Tally.of_tiers(["Stuck"], device_keeps=False)
         workers = Workers(spec, [PagedMemory(2, 16 * 1024)], tally)
         pool = FramePool(2, keeps_contents=False)
-        options = DriverOptions(tier_names=["Stuck"], stall_timeout_s=0.25)
-        driver = StepwiseDriver(manager, workers, pool, tally, options)
+        driver = StepwiseDriver(
+            manager, workers, pool, tally, ReplayOptions(), stall_timeout_s=0.25
+        )
         with pytest.raises(StalledError, match="0 requests wait and 1 jobs have no result"):
             driver.run([[1, 2]])
         assert not driver.drain(0.05)

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.report import MAX_SAMPLES, Tally, Timeline
-from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.run import replay
 from kvoffload_async.replay.source import ChatWorkload
 
 

@@ -8,6 +8,8 @@ import threading
 import numpy as np
 import pytest
 from own_threads import Threadless, open_files
+from scripted_tier import ScriptedTier
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
@@ -19,7 +21,6 @@ from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopThread, new_event_loop
 from kvoffload_async.runtime.shared_region import SharedBuffer
-from kvoffload_async.testing.fakes import ScriptedTier, VirtualRunner
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import Medium
 

@@ -5,12 +5,12 @@ import threading
 from contextlib import closing
 
 import pytest
+from scripted_tier import ScriptedTier
 
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.loop import LoopRunner, LoopThread
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier
 

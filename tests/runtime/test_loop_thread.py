@@ -7,6 +7,8 @@ import threading
 
 import numpy as np
 import pytest
+from scripted_tier import ScriptedTier
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
@@ -16,7 +18,7 @@ from kvoffload_async.errors import ClosedError, ConfigError, StateError
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.buffer import PAGE_BYTES, PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.loop import LoopThread
-from kvoffload_async.testing import InlineIo, ScriptedTier, VirtualRunner
+from kvoffload_async.testing import InlineIo
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import Medium
 

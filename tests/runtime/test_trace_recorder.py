@@ -134,7 +134,8 @@ def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, m
 @pytest.mark.parametrize("policy", ["lru", "hd"])
 def test_a_recorded_trace_predicts_the_engine(tmp_path, policy):
     from kvoffload_async.facade.spec import TieringOffloadingSpec
-    from kvoffload_async.replay.run import ReplayOptions, replay
+    from kvoffload_async.replay.drivers import ReplayOptions
+    from kvoffload_async.replay.run import replay
     from kvoffload_async.replay.simulation import simulate
     from kvoffload_async.replay.source import ChatWorkload, TraceFile
 

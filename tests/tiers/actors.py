@@ -2,10 +2,13 @@
 
 import asyncio
 
+from scripted_tier import Operation, ScriptedTier
+from virtual_runner import VirtualRunner
+
 from kvoffload_async.abc.events import JobFinished
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import InlineIo, Operation, ScriptedTier, VirtualRunner
+from kvoffload_async.testing import InlineIo
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment

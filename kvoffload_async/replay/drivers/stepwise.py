@@ -15,15 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 from kvoffload_async.errors import StalledError
-from kvoffload_async.facade.connector.protocol import ConnectorGeometry, KVGroup, StepOutput
+from kvoffload_async.facade.connector.protocol import StepOutput
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool, Prompt, Stage, require_room
-from kvoffload_async.replay.drivers import ROOM_S, DriverOptions
+from kvoffload_async.replay.drivers import ROOM_S, ReplayOptions
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import (
@@ -210,10 +211,9 @@ class StepwiseDriver:
         workers: Workers,
         pool: FramePool,
         tally: Tally,
-        options: DriverOptions,
+        options: ReplayOptions,
         *,
-        blocks_per_chunk: int = 1,
-        num_workers: int = 1,
+        stall_timeout_s: float,
         blocks_per_step: int | None = None,
     ) -> None:
         """Create an idle driver.
@@ -223,17 +223,13 @@ class StepwiseDriver:
             workers: Workers on the manager's slots.
             pool: The frames of the workers' devices.
             tally: Counts of the replay.
-            options: Settings of every driver.
-            blocks_per_chunk: Device blocks per frame.
-            num_workers: Number of workers.
+            options: Settings of the replay.
+            stall_timeout_s: Seconds without progress before the replay fails.
             blocks_per_step: Maximum blocks of a request computed per step; None: all.
         """
-        geometry = ConnectorGeometry(
-            (KVGroup(1),), blocks_per_chunk, blocks_per_chunk, num_workers=num_workers
-        )
         self._whole = RequestLevelManager(manager)
         self._connector = OffloadingConnectorScheduler(
-            cast("OffloadingManager", self._whole), geometry
+            cast("OffloadingManager", self._whole), workers.geometry
         )
         self._manager = manager
         self._engine = manager.planner
@@ -241,7 +237,8 @@ class StepwiseDriver:
         self._pool = pool
         self._tally = tally
         self._options = options
-        self._per_block = blocks_per_chunk
+        self._stall_timeout_s = stall_timeout_s
+        self._per_block = workers.geometry.blocks_per_chunk
         self._batch = Batch(self._connector, pool, workers.device_blocks, blocks_per_step)
         self._active: dict[str, Prompt] = {}  # in order of arrival
         self._stays_until_s: dict[str, float] = {}
@@ -289,16 +286,12 @@ class StepwiseDriver:
     def _admit(self, waiting: Iterable[Sequence[int]]) -> bool:
         """Start requests up to the concurrency limit; return whether any was started."""
         room = self._options.concurrency - self._in_flight()
-        if room <= 0:
-            return False
         first = self._admitted
-        for block_ids in waiting:
+        for block_ids in islice(waiting, max(0, room)):
             prompt = Prompt(self._admitted, block_ids, self._per_block)
             require_room(prompt, self._pool)
             self._admitted += 1
             self._active[prompt.request_id] = prompt
-            if self._admitted - first == room:
-                break
         return self._admitted > first
 
     def _in_flight(self) -> int:
@@ -324,9 +317,9 @@ class StepwiseDriver:
         )
         if progress != self._progress:
             self._progress, self._progress_at_s = progress, now_s
-        elif now_s - self._progress_at_s > self._options.stall_timeout_s:
+        elif now_s - self._progress_at_s > self._stall_timeout_s:
             raise StalledError(
-                f"no progress for {self._options.stall_timeout_s:g} s: "
+                f"no progress for {self._stall_timeout_s:g} s: "
                 f"{len(self._active)} requests wait "
                 f"and {len(self._engine.jobs)} jobs have no result"
             )
@@ -430,5 +423,5 @@ class StepwiseDriver:
             tier, job = jobs[job_id]
             prompt = self._active.get(job.req_context.req_id)
             if job.is_promotion and prompt is not None:
-                prompt.origins.update(dict.fromkeys(job.keys, self._options.tier_names[tier]))
+                prompt.origins.update(dict.fromkeys(job.keys, self._tally.tier_names[tier]))
         self._seen_job_id = newest

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffload_async.errors import StalledError
-from kvoffload_async.facade.connector.protocol import ConnectorOutput, OffloadingConnectorMetadata
+from kvoffload_async.facade.connector.protocol import (
+    ConnectorGeometry,
+    ConnectorOutput,
+    KVGroup,
+    OffloadingConnectorMetadata,
+)
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.report import Tally
@@ -32,6 +37,9 @@ class Workers:
     """All workers of an engine, in lockstep.
 
     Not thread-safe; call only from the scheduler's thread.
+
+    Attributes:
+        geometry: The geometry of their devices: a frame is a chunk.
     """
 
     def __init__(
@@ -40,7 +48,10 @@ class Workers:
         """Start a worker for each memory; copies are counted in the tally."""
         self._memories = memories
         self._tally = tally
-        self._blocks_per_chunk = spec.config.blocks_per_chunk
+        per_chunk = spec.config.blocks_per_chunk
+        self.geometry = ConnectorGeometry(
+            (KVGroup(1),), per_chunk, per_chunk, num_workers=len(memories)
+        )
         self._copies: dict[JobId, _Copy] = {}
         self._workers: list[OffloadingConnectorWorker] = [
             spec.create_handlers(memory.kv_caches, worker_index=index, runtime=memory.runtime)
@@ -71,7 +82,7 @@ class Workers:
         """
         for jobs, is_store in ((meta.load_jobs, False), (meta.store_jobs, True)):
             for job_id, job in jobs.items():
-                num_blocks = len(job.device.block_ids) // self._blocks_per_chunk
+                num_blocks = len(job.device.block_ids) // self.geometry.blocks_per_chunk
                 self._copies[job_id] = _Copy(job.req_id, num_blocks, is_store, len(self._workers))
         for worker in self._workers:
             if not worker.handle_preemptions(meta):
