@@ -83,6 +83,18 @@ def test_it_is_on_the_device_before_it_is_renamed(slab_store):
     assert all(before.index("fdatasync") < before.index("open") for before in last)
 
 
+def test_the_one_before_is_closed_before_a_third_is_allocated(slab_store):
+    """The capacity has room for two, and a full disk may have no more."""
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE) as harness:
+        churn(harness, 8000)
+    calls = [call.name for call in ops.calls if is_journal(call)]
+    switches = [at for at, name in enumerate(calls) if name == "rename"]
+    assert len(switches) > 2
+    for at in switches[:-1]:
+        assert calls.index("close", at) < calls.index("reserve", at)
+
+
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "rename", "open", "reserve"])
 def test_no_store_fails_because_it_cannot_be_written_and_it_is_tried_again(
     slab_store, caplog, call

@@ -530,8 +530,13 @@ class Journal:
                 self._abandon(failure)
             elif following.is_complete:
                 replaced = self._try_to_switch(following)
-        if replaced is not None:  # outside the lock, because it is slow
-            self._close_unused(replaced)
+        if replaced is not None:
+            self._close_unused(replaced)  # outside the lock, because it is slow
+            with self._mutex:
+                try:
+                    self._prepare()  # only now: the capacity has room for two journals
+                except OSError as error:
+                    self._abandon(error)
 
     def sync(self) -> None:
         """Sync all appends to the device.
@@ -644,16 +649,14 @@ class Journal:
         Returns:
             The descriptor of the replaced journal, to be closed.
         """
-        replaced = None
         try:
             self._check()
             if self._fdatasync and following.unsynced_bytes:
                 following.sync()  # appends since then were reported as stored
-            replaced = self._switch(following)
-            self._prepare()
+            return self._switch(following)
         except OSError as error:
             self._abandon(error)
-        return replaced
+            return None
 
     def _switch(self, following: Compaction) -> int:
         """Put the next journal into use; return the descriptor of the replaced one."""
