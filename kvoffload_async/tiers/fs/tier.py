@@ -339,9 +339,7 @@ class FsTier(AsyncTier):
         if self._native is not None and items:
             left = await self._native.store(items)
 
-        def store(turn: Sequence[StoreItem]) -> None:
-            self._files.store(turn, self._row)
-
+        store = partial(self._files.store, row_of=self._row)
         await self._spread(Direction.STORE, check, left, store)
 
     async def _spread(
