@@ -264,7 +264,7 @@ class TierActor:
             side.waiting.pop(job.job_id, None)
             error = TierUnavailableError(f"{self.name} cannot run the job: {text_of(cause)}")
         if error is not None:
-            self._finish_unrun(run, error)
+            self._end(run, {}, error)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Pass a use of blocks to the tier."""
@@ -292,7 +292,7 @@ class TierActor:
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
             for run in list(side.waiting.values()):
-                self._finish_unrun(run, TierClosedError(f"{self.name} was shut down"))
+                self._end(run, {}, TierClosedError(f"{self.name} was shut down"))
             side.waiting.clear()
         tasks = self._tasks()
         if tasks:
@@ -398,9 +398,7 @@ class TierActor:
             or not all(isinstance(why, _NO_WORK) for why in failures.values())
         ):
             run.side.worked_s = self._loop.time()
-        self._forget_deadline(run)
-        outdated = self._outdated(run, failures, error)
-        self._post_end(run, failures, error, outdated)
+        self._end(run, failures, error, self._outdated(run, failures, error))
 
     def _outdated(
         self, run: _Run, failures: BlockFailures, error: TierError | None
@@ -426,18 +424,18 @@ class TierActor:
             self._reconciler.ask(outdated)
         return outdated
 
-    def _finish_unrun(self, run: _Run, error: TierError) -> None:
-        """Finish a job that never ran, and never accessed its memory."""
-        self._forget_deadline(run)
-        self._post_end(run, {}, error)
-
-    def _post_end(
+    def _end(
         self,
         run: _Run,
         failures: BlockFailures,
         error: TierError | None,
         outdated: frozenset[OffloadKey] = frozenset(),
     ) -> None:
+        """End a job, whose deadline does not matter any more, and post its result."""
+        self._due.pop(run.job.job_id, None)
+        if not self._due and self._next_deadline is not None:
+            self._next_deadline.cancel()
+            self._next_deadline = None
         seconds = self._clock() - run.arrived_s
         queue_s = None if run.began_s is None else run.began_s - run.arrived_s
         self._log.ended(run.job, failures, error, seconds=seconds, now_s=self._loop.time())
@@ -447,12 +445,6 @@ class TierActor:
         """Set the timer to the next deadline."""
         due_s = run.accepted_s + self._io_timeout_s
         self._next_deadline = self._loop.call_at(due_s, self._pass_deadlines)
-
-    def _forget_deadline(self, run: _Run) -> None:
-        self._due.pop(run.job.job_id, None)
-        if not self._due and self._next_deadline is not None:
-            self._next_deadline.cancel()
-            self._next_deadline = None
 
     def _pass_deadlines(self) -> None:
         now_s = self._loop.time() + _TIMER_RESOLUTION_S
@@ -473,4 +465,4 @@ class TierActor:
         error: TierError = self._log.timeout(run.job, timeout_s)
         if side.worked_s >= run.accepted_s:  # the tier served other jobs meanwhile
             error = JobNotStartedError(f"{error}: not started, as it queued behind other jobs")
-        self._finish_unrun(run, error)
+        self._end(run, {}, error)

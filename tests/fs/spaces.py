@@ -57,7 +57,7 @@ def check(directory: FsDirectory, harness: TierHarness, capacity_bytes: int) -> 
     assert directory.counted_bytes() == directory.disk_bytes()
     assert not directory.usage().reserved_bytes
     space = harness.tier._space
-    assert set(space._policy.resident()) == space.known() == directory.blocks()
+    assert set(space._policy.resident()) == set(space._policy) == directory.blocks()
     assert not space._busy
     assert not space._policy.skipped()
     assert not directory.temps()

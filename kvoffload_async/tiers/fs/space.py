@@ -131,10 +131,6 @@ class Space:
 
     # -- known blocks --------------------------------------------------------------------------
 
-    def known(self) -> frozenset[OffloadKey]:
-        """Return the known blocks. For inspection."""
-        return frozenset(self._policy)
-
     def drop_vanished(self, first: int, unwalked: Container[int]) -> int | None:
         """Drop some of the blocks that a complete cycle of walks has not seen.
 

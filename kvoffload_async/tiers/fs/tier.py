@@ -185,12 +185,10 @@ class FsTier(AsyncTier):
             if self._native is not None:
                 left = await self._native.load(keys, slots)
 
-            def read(turn: range) -> None:
-                items = [(i, keys[i], self._row(slots[i])) for i in left[turn.start : turn.stop]]
-                self._files.load(items, failures)
+            def read(turn: Sequence[int]) -> None:
+                self._files.load([(i, keys[i], self._row(slots[i])) for i in turn], failures)
 
-            if left:
-                await self._spread(Direction.LOAD, check, read, len(left))
+            await self._spread(Direction.LOAD, check, left, read)
 
         if self._space is None:
             await read_all()
@@ -341,29 +339,27 @@ class FsTier(AsyncTier):
         if self._native is not None and items:
             left = await self._native.store(items)
 
-        def store(turn: range) -> None:
-            self._files.store(left[turn.start : turn.stop], self._row)
-
-        if left:
-            await self._spread(Direction.STORE, check, store, len(left))
+        store = partial(self._files.store, row_of=self._row)
+        await self._spread(Direction.STORE, check, left, store)
 
     async def _spread(
         self,
         direction: Direction,
         check: Callable[[], None],
-        call: Callable[[range], None],
-        count: int,
+        blocks: Sequence[T],
+        call: Callable[[Sequence[T]], None],
     ) -> None:
-        """Run a call over `range(count)` in small ranges, on one or several threads."""
-        io = self._opened().io
-        row_bytes = self._files.block_bytes
+        """Call `call` with a few blocks at a time, on one or several threads."""
+        if not blocks:
+            return
+        io, row_bytes, count = self._opened().io, self._files.block_bytes, len(blocks)
         by_turn = max(1, _TURN_BYTES // row_bytes)
         turns = iter(range(0, count, by_turn))
 
         def work() -> None:
             check()
-            for first in turns:  # shared iterator: a free thread takes the next range
-                call(range(first, min(first + by_turn, count)))
+            for first in turns:  # shared iterator: a free thread takes the next ones
+                call(blocks[first : first + by_turn])
 
         threads = min(self._settings.io_threads, count, count * row_bytes // _SHARE_BYTES)
         await io.run(direction, work, helpers=max(0, threads - 1))

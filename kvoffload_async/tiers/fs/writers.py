@@ -29,7 +29,7 @@ import socket
 import stat as stat_module
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvoffload_async.system_calls import REFUSALS
@@ -67,15 +67,9 @@ class WriterRegistry:
         writer_id: This tier's id; changed by `renew_id`.
     """
 
-    def __init__(
-        self,
-        ops: FileOps,
-        namespace_folder: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, ops: FileOps, namespace_folder: str) -> None:
         self._ops = ops
         self._folder = f"{namespace_folder}/{FOLDER}"
-        self._clock = clock
         self._boot_id = boot_id()
         self.writer_id = _new_id()
         self._fd: int | None = None
@@ -184,7 +178,7 @@ class WriterRegistry:
         """Return whether an entry was not touched for so long that its writer may be dead."""
         if touched_s <= now_s + DEAD_AFTER_S:
             return now_s - touched_s > DEAD_AFTER_S
-        seen_s = self._clock()
+        seen_s = time.monotonic()
         since_s = self._ahead[writer_id, touched_s] = ahead.get((writer_id, touched_s), seen_s)
         return seen_s - since_s > DEAD_AFTER_S
 

@@ -9,7 +9,7 @@ import re
 import stat as stat_module
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -38,24 +38,17 @@ class FoundNamespace(Namespace):
 
     Attributes:
         name: Name of the folder.
-        has_manifest: Whether its `config.json` is a JSON object, then available as `fields`.
+        has_manifest: Whether its `config.json` was read: it is a JSON object, in `fields`.
     """
 
-    def __init__(
-        self,
-        root_dir: str,
-        match: re.Match[str],
-        fields: Mapping[str, Any] | None,
-        *,
-        is_vllms: bool,
-    ) -> None:
+    def __init__(self, root_dir: str, match: re.Match[str], *, is_vllms: bool) -> None:
         self.name = match[0]
-        self.has_manifest = fields is not None
-        self.fields = dict(fields or {})
+        self.has_manifest = False
+        self.fields = {}
         self.rank = int(match["rank"])
         self.is_vllms = is_vllms
         self.digest = match["digest"]
-        self.config_path = _manifest_path(root_dir, match)
+        self.config_path = f"{root_dir}/{match['base']}/config.json"
         self.folder = f"{root_dir}/{self.name}"
 
     @property
@@ -72,40 +65,32 @@ async def find_namespaces(io: MaintenanceIo, directory: str) -> list[FoundNamesp
     Raises:
         OSError: The directory cannot be read.
     """
-    return [
-        FoundNamespace(
-            directory,
-            match,
-            await read_manifest(io, _manifest_path(directory, match)),
-            is_vllms=has_vllms_layout(names),
-        )
-        for match, names in await io.run(_list_namespaces, io.ops, directory)
-    ]
+    namespaces = await io.run(_list_namespaces, io.ops, directory)
+    for namespace in namespaces:
+        if (fields := await read_manifest(io, namespace.config_path)) is not None:
+            namespace.fields, namespace.has_manifest = fields, True
+    return namespaces
 
 
-def _list_namespaces(ops: FileOps, directory: str) -> list[tuple[re.Match[str], list[str]]]:
-    """Return the names of the namespaces in a directory, each with the names of its entries."""
+def _list_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
     namespaces = []
     found = (path.rpartition("/")[2] for path in folders_in(ops, directory))
     for match in filter(None, map(_FOLDER.fullmatch, found)):
         names: list[str] = []
         with contextlib.suppress(OSError):  # reported when it is walked
             names = names_in(ops, f"{directory}/{match[0]}")
-        namespaces.append((match, names))
+        is_vllms = has_vllms_layout(names)
+        namespaces.append(FoundNamespace(directory, match, is_vllms=is_vllms))
     return namespaces
 
 
-async def read_manifest(io: MaintenanceIo, path: str) -> Mapping[str, Any] | None:
+async def read_manifest(io: MaintenanceIo, path: str) -> dict[str, Any] | None:
     """Return a run configuration, or None if it is missing or unreadable."""
     try:
         fields = json.loads(await io.read_file(path, _MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
-
-
-def _manifest_path(root_dir: str, match: re.Match[str]) -> str:
-    return f"{root_dir}/{match['base']}/config.json"
 
 
 @dataclass(frozen=True, slots=True)
