@@ -393,6 +393,7 @@ class TierGroup:
             link, state = manager.link, manager.link.state
             state.event_log.ownership = name
             state.backpressure = manager.backpressure_detector
+            state.medium, state.locality = manager.medium, manager.locality
         self.managers = dict(sorted({**self.managers, index: manager}.items()))
         self.links = dict(sorted({**self.links, index: link}.items()))
         links = self.links.values()
