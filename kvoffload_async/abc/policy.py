@@ -38,7 +38,7 @@ class CachePolicy(ABC):
     """The value of `eviction_policy` that selects this policy."""
 
     follows_requests: ClassVar[bool] = False
-    """Whether the primary calls `declines`; a tier never does."""
+    """Whether the primary calls `declines` and `request_ended`; a tier never does."""
 
     def __init__(self, capacity_blocks: int) -> None:
         """Rank at most `capacity_blocks` resident keys."""
@@ -122,7 +122,7 @@ class CachePolicy(ABC):
     ) -> None:
         """Record the uses of a request that has ended; by default, calls `access`.
 
-        The primary calls it for each request that has used blocks; a tier calls only `access`.
+        Called in place of `access` if the policy follows requests and the request has keys.
 
         Args:
             request: The request; its `key_positions` describe the whole prompt.
@@ -130,11 +130,10 @@ class CachePolicy(ABC):
             slots: Their slots; None for a block that was declined or is no longer resident.
             reused: See `access`.
         """
-        present = [slot for slot in slots if slot is not None]
-        if len(present) < len(slots):
-            pairs = zip(slots, reused, strict=True)
-            reused = [again for slot, again in pairs if slot is not None]
-        self.access(present, reused)
+        present = [
+            (slot, again) for slot, again in zip(slots, reused, strict=True) if slot is not None
+        ]
+        self.access([slot for slot, _ in present], [again for _, again in present])
 
     @abstractmethod
     def discard(self, slots: Sequence[int]) -> None:

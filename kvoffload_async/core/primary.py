@@ -20,7 +20,7 @@ is evicted before its head.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -109,7 +109,7 @@ class Loads:
         return sum(self._loads.values(), Counter())
 
 
-Accesses = Collection[tuple[OffloadKey, bool | None]]
+Accesses = Iterable[tuple[OffloadKey, bool | None]]
 """Keys that a request used: True for a hit, False for a store, None where a store was declined."""
 
 
@@ -528,15 +528,32 @@ class ResidentBlocks:
         return slots
 
     def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
-        """Report a request's accesses to the policy, head to tail."""
-        if not accesses:
+        """Report a request's accesses to the policy, head to tail; skips absent keys."""
+        if self.policy.follows_requests:
+            self._rank_request(ctx, dict(accesses))
             return
-        keys = [key for key, _ in accesses]
-        slots = self._blocks.find(keys)
+        parts = self._parts
+        slots: list[int] = []
+        reused: list[bool] = []
+        for key, again in accesses:
+            slot = parts[key[0] + key[LAST_HASH_BYTE]].get(key)
+            if slot is not None:
+                slots.append(slot)
+                reused.append(bool(again))
         if self._protected:  # the access changes the rank, so the policy must propose them again
+            self.policy.released(self._protected_slots.discard(slots))
+        self.policy.access(slots, reused)
+
+    def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
+        """Like `_rank`, for a policy that learns of absent keys too."""
+        keys = tuple(accesses)
+        if not keys:
+            return
+        slots = self._blocks.find(keys)
+        if self._protected:
             present = [slot for slot in slots if slot is not None]
             self.policy.released(self._protected_slots.discard(present))
-        self.policy.request_ended(ctx, keys, slots, [bool(again) for _, again in accesses])
+        self.policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
 Allowed = Callable[[int, bool], int]

@@ -193,7 +193,7 @@ def damage_p23_tries(world):
 
 
 def damage_p23_unreadable(world):
-    world.planner.cascades.queues[0].add([slot_of(world, "w")], 0.0)
+    world.planner.cascades.queues[0].add([slot_of(world, "w")])
 
 
 def damage_p23_free(world):
