@@ -448,8 +448,10 @@ class TierGroup:
         if is_external(manager):
             link = ExternalLink(manager, name, self._slot_bytes, self._clock)
         else:
-            manager.ownership = name
-            link = manager.link
+            link, state = manager.link, manager.link.state
+            state.event_log.ownership = name
+            state.backpressure = manager.backpressure_detector
+            state.medium, state.locality = manager.medium, manager.locality
         self.managers = dict(sorted({**self.managers, index: manager}.items()))
         self.links = dict(sorted({**self.links, index: link}.items()))
         links = self.links.values()
