@@ -19,6 +19,7 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Server, Value
+from kvoffload_async.tiers.remote.existence import ExpiringKeys
 from kvoffload_async.tiers.valkey.address import ValkeySettings
 from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes
 from kvoffload_async.types import OffloadKey
@@ -27,7 +28,6 @@ _PORTION_BYTES: Final = 4 << 20
 _PORTION_BLOCKS: Final = 256
 _LABEL_BYTES: Final = 16
 _MOST_WITNESSES: Final = 16
-_MOST_CONDEMNED: Final = 1 << 12
 _CONDEMNED_S: Final = 60.0
 _PROOF_MS: Final = 60_000
 """Lifetime of the key whose write proves that a node accepts writes."""
@@ -70,9 +70,9 @@ class ValkeyClient(RemoteClient):
         self._emptied = emptied
         self._witnesses: deque[OffloadKey] = deque(maxlen=_MOST_WITNESSES)
         """Blocks seen recently on the server with the label."""
-        self._condemned: dict[OffloadKey, float] = {}
-        """Corrupt blocks that could not be removed -> loop time of expiry. They count as absent,
-        and the next store overwrites them."""
+        self._condemned = ExpiringKeys(_CONDEMNED_S)
+        """Corrupt blocks that could not be removed. They count as absent, and the next store
+        overwrites them."""
 
     async def connect(self) -> None:
         await self.check(None)
@@ -114,7 +114,7 @@ class ValkeyClient(RemoteClient):
         present = [key for key, reply in zip(keys, replies, strict=True) if reply]
         self._saw(present)
         now_s = asyncio.get_running_loop().time()
-        return frozenset(key for key in present if self._condemned.get(key, now_s) <= now_s)
+        return frozenset(key for key in present if not self._condemned.has(key, now_s))
 
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
@@ -144,15 +144,15 @@ class ValkeyClient(RemoteClient):
         """
         lifetime = () if self._ttl_ms is None else ("PX", self._ttl_ms)
         commands: list[Command] = []
+        now_s = asyncio.get_running_loop().time()
         for key, value in zip(keys, values, strict=True):
-            condition = () if key in self._condemned else ("NX",)
+            condition = () if self._condemned.has(key, now_s) else ("NX",)
             commands.append(("SET", self._prefix + key, value.data, *lifetime, *condition))
         node = self._node_of_all(keys)
         replies = await self._nodes.run(node, commands)
         outcomes = [self.mapped(r) if isinstance(r, Exception) else None for r in replies]
         stored = [key for key, error in zip(keys, outcomes, strict=True) if error is None]
-        for key in stored:
-            self._condemned.pop(key, None)
+        self._condemned.discard(stored)
         self._saw(stored)
         return outcomes
 
@@ -160,13 +160,11 @@ class ValkeyClient(RemoteClient):
         """Remove a value if unchanged, comparing as many bytes as were read (its version)."""
         name = self._prefix + key
         command = ("EVAL", _REMOVE_IF, 1, name, sha1, value.version or _WHOLE)
-        if len(self._condemned) >= _MOST_CONDEMNED:
-            del self._condemned[next(iter(self._condemned))]
-        self._condemned[key] = asyncio.get_running_loop().time() + _CONDEMNED_S
+        self._condemned.add([key], asyncio.get_running_loop().time())
         (reply,) = await self._nodes.run(self._nodes.node_of(name), [command])
         if isinstance(reply, Exception):
             raise RefusedError(str(reply))  # a permission is missing: retries do not help
-        self._condemned.pop(key, None)
+        self._condemned.discard([key])
         return bool(reply)
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
