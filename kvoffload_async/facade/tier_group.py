@@ -17,6 +17,7 @@ from itertools import starmap
 from typing import Any, Final
 
 from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.core.counters import Figures
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import ProbedIndex
@@ -27,7 +28,6 @@ from kvoffload_async.facade.external import ExternalLink, closed, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, TierLink
-from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics, UnopenedStatistics
 from kvoffload_async.types import (
     JobId,
@@ -435,7 +435,7 @@ class TierGroup:
     def _stats_of(self, index: int, figures: Figures) -> TierStatistics:
         if (link := self.links.get(index)) is not None:
             return link.stats(figures)
-        read = read_tier(figures, self.states[index])
+        read = self.states[index].statistics(figures)
         if (tier := self._unopened.get(index)) is None:
             return read
         failing = tier.failing
