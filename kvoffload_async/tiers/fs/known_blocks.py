@@ -131,10 +131,6 @@ class KnownBlocks:
         """Begin a cycle: use a new mark from now on."""
         self._mark = self._mark % _MARKS + 1
 
-    def end_cycle(self) -> None:
-        """End a cycle: all blocks that existed at its beginning are known."""
-        self.is_first_cycle = False
-
     def begin_walk(self) -> None:
         """Begin to record evicted blocks, which a walk may have seen before; see `end_walk`."""
         self._left = set()

@@ -157,12 +157,10 @@ class Scan:
         if name.startswith("."):
             return
         file = (path, status.st_size, allocated_bytes, status.st_mtime)
-        key = namespace.key_of(path)
-        if not stat_module.S_ISREG(status.st_mode):
-            self.unknown_files.append(FoundFile(*file))
-        elif key is not None:
+        is_file, key = stat_module.S_ISREG(status.st_mode), namespace.key_of(path)
+        if is_file and key is not None:
             self.blocks.append(FoundBlock(*file, key))
-        elif name.endswith(TEMP_SUFFIX):
+        elif is_file and name.endswith(TEMP_SUFFIX):
             self.temps.append(FoundFile(*file))
         else:
             self.unknown_files.append(FoundFile(*file))
