@@ -59,7 +59,7 @@ class Housekeeping:
         *,
         pinned: Container[OffloadKey],
     ) -> None:
-        """Start before `enter`.
+        """Maintain nothing yet; see `open_space` and `start`.
 
         Args:
             files: The block files.
