@@ -52,11 +52,6 @@ class Inventory:
     total_bytes: int = 0
     temps: dict[str, int] = field(default_factory=dict)
 
-    def settled_bytes(self, living: Collection[str]) -> int:
-        """Return the total without temporary files of living writers, which are reserved bytes."""
-        in_flight = sum(size for path, size in self.temps.items() if writer_of(path) in living)
-        return self.total_bytes - in_flight
-
 
 def take_inventory(
     ops: FileOps,
@@ -288,10 +283,10 @@ class NamespaceWalk:
     def _settled_bytes(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> int:
         """Sweep a bucket; return the bytes of its remaining content."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
-        living: Iterable[str] = ()
-        if any(writer_of(path) not in cycle.dead for path in inventory.temps):
+        size_bytes, temps = inventory.total_bytes, inventory.temps
+        if temps:  # those of living writers are reserved bytes
             living = {*self._writers.living(), self._writers.writer_id}
-        size_bytes = inventory.settled_bytes(frozenset(living))
+            size_bytes -= sum(temps[path] for path in temps if writer_of(path) in living)
         if bucket == REST:
             size_bytes += counted_bytes(self._ops.stat(self._namespace.folder))
         return size_bytes
