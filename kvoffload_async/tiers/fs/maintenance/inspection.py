@@ -67,8 +67,10 @@ async def find_namespaces(io: MaintenanceIo, directory: str) -> list[FoundNamesp
     """
     namespaces = await io.run(_list_namespaces, io.ops, directory)
     for namespace in namespaces:
-        if (fields := await read_manifest(io, namespace.config_path)) is not None:
-            namespace.fields, namespace.has_manifest = fields, True
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # missing or unreadable
+            fields = json.loads(await io.read_file(namespace.config_path, _MAX_MANIFEST_BYTES))
+            if isinstance(fields, dict):
+                namespace.fields, namespace.has_manifest = fields, True
     return namespaces
 
 
@@ -82,15 +84,6 @@ def _list_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
         is_vllms = has_vllms_layout(names)
         namespaces.append(FoundNamespace(directory, match, is_vllms=is_vllms))
     return namespaces
-
-
-async def read_manifest(io: MaintenanceIo, path: str) -> dict[str, Any] | None:
-    """Return a run configuration, or None if it is missing or unreadable."""
-    try:
-        fields = json.loads(await io.read_file(path, _MAX_MANIFEST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
