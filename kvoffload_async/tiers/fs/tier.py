@@ -130,7 +130,7 @@ class FsTier(AsyncTier):
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._calls = SerialExecutor("fs:store", self._run)
+        self._calls = SerialExecutor("fs:store", lambda call: env.io.run(Direction.STORE, call))
         self._closing.push_async_callback(self._calls.close)
         if not settings.direct_io:
             digester, is_system = files.digester.digester, type(self._ops) is FileOps
@@ -284,7 +284,7 @@ class FsTier(AsyncTier):
                 has_looked = True
                 if await self._housekeeping.look_for_blocks(space, len(plan.unplaced)):
                     again += plan.unplaced
-            items = [item.again() for item in again]
+            items = [StoreItem(item.index, item.key, item.slot) for item in again]
             if not items:
                 break
         return failures
@@ -309,9 +309,6 @@ class FsTier(AsyncTier):
         if self._calls is None:
             raise TierClosedError("the fs tier is not open")
         return await self._calls.run(call)
-
-    async def _run(self, call: Callable[[], None], /) -> None:
-        await self._opened().io.run(Direction.STORE, call)
 
     # -- the rest -------------------------------------------------------------------------------
 
