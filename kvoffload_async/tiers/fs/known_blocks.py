@@ -84,10 +84,6 @@ class Ages:
                     slots.append(number)
         return slots, keys
 
-    def rest(self) -> Sequence[OffloadKey]:
-        """Return the remaining blocks that could not be ranked, oldest first."""
-        return sorted(self.held, key=self.held.__getitem__)
-
 
 _SLOTS_AT_ONCE: Final = 8192
 _MARKS: Final = 255

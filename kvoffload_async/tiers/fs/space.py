@@ -350,7 +350,8 @@ class Space:
         """Learn blocks that could not be ranked before; log removals after a reduced capacity."""
         blocks = self.blocks
         if blocks.ages is not None:
-            rest, blocks.ages = blocks.ages.rest(), None
+            held, blocks.ages = blocks.ages.held, None
+            rest = sorted(held, key=held.__getitem__)  # oldest first
             for first in range(0, len(rest), _PORTION):
                 surplus = blocks.learn(rest[first : first + _PORTION])
                 await asyncio.sleep(0)

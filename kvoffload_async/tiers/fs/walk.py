@@ -9,6 +9,7 @@ Run on an I/O thread, one call at a time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat as stat_module
@@ -113,14 +114,13 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
     is_swept = True
     for path in [path for path in inventory.temps if writer_of(path) in dead]:
         try:
-            ops.unlink(path)
-        except FileNotFoundError:
-            pass  # another process has swept it
+            with contextlib.suppress(FileNotFoundError):  # another process has swept it
+                ops.unlink(path)
         except OSError as error:
             is_swept = False
             logger.warning("a dead writer's file was not removed: %s", str(error))
-            continue
-        inventory.total_bytes -= inventory.temps.pop(path)
+        else:
+            inventory.total_bytes -= inventory.temps.pop(path)
     return is_swept
 
 
