@@ -340,9 +340,8 @@ class FsMaintenance(FolderMaintenance):
 
     async def _refusal(self, io: MaintenanceIo, *, for_writing: bool) -> str | None:
         """Return the reason why this release must not access the namespace, or None."""
-        check = partial(check_namespace, self._ops, self.folder, for_writing=for_writing)
         try:
-            await io.run(check)
+            await io.run(partial(check_namespace, self._ops, self.folder, for_writing=for_writing))
         except NewerFormatError as error:
             return f"it is of a newer release: {error}"
         return None
