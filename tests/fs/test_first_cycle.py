@@ -256,7 +256,7 @@ def test_ages_are_sorted_over_slots_and_over_blocks_that_have_none():
     ages.note(K[6:7], [0], {})  # another block has the slot since
     assert ages.take(2) == ([2], [K[3]])
     assert ages.take(2) == ([], [K[4]])
-    assert ages.rest() == [K[5]]
+    assert list(ages.held) == [K[5]]
     assert ages.take(1) == ([4], [])
     assert ages.take(BLOCK) == ([], [K[5]])
     assert ages.take(BLOCK) == ([], [])

@@ -43,7 +43,7 @@ def plan(space, *keys):
         return call()
 
     items = [StoreItem(index, key, index) for index, key in enumerate(keys)]
-    return asyncio.run(space.plan(items, run_io, squeeze=False))
+    return asyncio.run(space.plan(items, run_io, lambda: None, squeeze=False))
 
 
 def test_a_block_that_a_job_is_about_to_write_gets_no_room_from_another(directory):

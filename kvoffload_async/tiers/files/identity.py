@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from kvoffload_async.errors import TierUnavailableError
@@ -71,15 +72,13 @@ class DirectoryIdentity:
 
         It raises TierUnavailableError for every errno: a lost directory is not a full disk.
         """
-        unchecked = [self]
 
+        @cache
         def check() -> None:
-            if unchecked:
-                try:
-                    self.check()
-                except OSError as error:
-                    raise TierUnavailableError(str(error)) from error
-                unchecked.clear()
+            try:
+                self.check()
+            except OSError as error:
+                raise TierUnavailableError(str(error)) from error
 
         return check
 

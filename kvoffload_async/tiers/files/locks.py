@@ -38,9 +38,7 @@ _FIRST_PAUSE_S: Final = 50e-6
 _LONGEST_PAUSE_S: Final = 0.02
 _MAKE: Final = os.O_RDWR | os.O_CREAT
 
-
-def _pause(seconds: float) -> None:
-    threading.Event().wait(seconds)
+_pause: Final = threading.Event().wait
 
 
 @contextlib.contextmanager

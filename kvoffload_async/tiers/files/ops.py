@@ -558,6 +558,10 @@ def _stat(folder_fd: int, name: str) -> os.stat_result:
     return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
 
 
+def _utime(folder_fd: int, name: str) -> None:
+    os.utime(name, dir_fd=folder_fd, follow_symlinks=False)
+
+
 def _entries(fd: int, folder: str) -> Iterator[Entry]:
     with os.scandir(fd) as found:
         for entry in found:
@@ -807,10 +811,7 @@ class FileOps(Tree):
     def utime(self, path: str) -> None:
         """Set a file's times to now, by the filesystem's clock; the file is not empty."""
         try:
-            self.at(
-                path,
-                lambda folder_fd, name: os.utime(name, dir_fd=folder_fd, follow_symlinks=False),
-            )
+            self.at(path, _utime)
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise

@@ -70,26 +70,18 @@ class BlockFiles(BlockWriter):
         except PermissionError:  # owned by another user
             return BlockMissingError(f"{block_text(key)} may not be read"), None
         try:
-            if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
-                return None
+            if remembered is not None:
+                count = self.ops.preadv(fd, (row,) if direct else (row, _SPARE), 0)
+                # Matching bytes are valid, whatever the file's attribute says. Others may be, too:
+                # another process may have stored different bytes for the same key.
+                if count == len(row) and self.digester.attribute_value(key, row) == remembered:
+                    return None
             bad = self._read(fd, key, row, direct)
             if isinstance(bad, CorruptBlockError):
                 return bad, self._remove_bad(fd, path)
             return None if bad is None else (bad, None)
         finally:
             self.ops.close(fd)
-
-    def _reads_as(
-        self, fd: int, key: OffloadKey, row: memoryview, digest: bytes, direct: int
-    ) -> bool:
-        """Read a block into the row; return whether its bytes have this digest.
-
-        If so, they are valid, whatever the file's attribute says. If not, they may still be valid:
-        another process may have stored different bytes for the same key.
-        """
-        buffers = (row,) if direct else (row, _SPARE)
-        count = self.ops.preadv(fd, buffers, 0)
-        return count == len(row) and self.digester.attribute_value(key, row) == digest
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
         """Read a block into the row; return the reason not to serve it, or None."""

@@ -43,8 +43,6 @@ class AttributeDigester:
     def __init__(self, layout: str, integrity_key: IntegrityKey | None = None) -> None:
         self.digester = create_digester(layout, integrity_key)
         """Computes the checksums."""
-        self.is_keyed = self.digester.is_keyed
-        """Whether the checksums use an integrity key."""
         self.prefix = (
             bytes([_PLAIN]) if integrity_key is None else bytes([_KEYED]) + integrity_key.id
         )
@@ -76,10 +74,6 @@ class DigestCache:
         self._num_blocks = num_blocks
         self._young: dict[OffloadKey, bytes] = {}
         self._old: dict[OffloadKey, bytes] = {}
-
-    def __len__(self) -> int:
-        """Number of entries; a key in both generations counts twice."""
-        return len(self._young) + len(self._old)
 
     def recall(self, key: OffloadKey) -> bytes | None:
         """Return the digest of a key's valid bytes, or None if not cached."""

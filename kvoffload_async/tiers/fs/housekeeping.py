@@ -59,7 +59,7 @@ class Housekeeping:
         *,
         pinned: Container[OffloadKey],
     ) -> None:
-        """Start before `enter`.
+        """Maintain nothing yet; see `open_space` and `start`.
 
         Args:
             files: The block files.
@@ -376,7 +376,7 @@ class Housekeeping:
             cpu_s += time.thread_time() - begun_s
             await asyncio.sleep(0)
         if step.ends_cycle:
-            space.blocks.end_cycle()
+            space.blocks.is_first_cycle = False
         for first in range(0, len(surplus), _PORTION):  # last, because removing may fail
             await space.remove(space.withdraw(surplus[first : first + _PORTION]), self._run)
         return cpu_s

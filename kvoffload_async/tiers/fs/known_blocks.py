@@ -84,10 +84,6 @@ class Ages:
                     slots.append(number)
         return slots, keys
 
-    def rest(self) -> Sequence[OffloadKey]:
-        """Return the remaining blocks that could not be ranked, oldest first."""
-        return sorted(self.held, key=self.held.__getitem__)
-
 
 _SLOTS_AT_ONCE: Final = 8192
 _MARKS: Final = 255
@@ -130,10 +126,6 @@ class KnownBlocks:
     def begin_cycle(self) -> None:
         """Begin a cycle: use a new mark from now on."""
         self._mark = self._mark % _MARKS + 1
-
-    def end_cycle(self) -> None:
-        """End a cycle: all blocks that existed at its beginning are known."""
-        self.is_first_cycle = False
 
     def begin_walk(self) -> None:
         """Begin to record evicted blocks, which a walk may have seen before; see `end_walk`."""

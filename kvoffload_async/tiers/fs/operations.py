@@ -66,10 +66,6 @@ class StoreItem:
     added_bytes: int = 0
     removed_bytes: int = 0
 
-    def again(self) -> StoreItem:
-        """Return the block for another attempt, without room or result."""
-        return StoreItem(self.index, self.key, self.slot)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:

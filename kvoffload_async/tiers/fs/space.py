@@ -125,7 +125,7 @@ class Space:
         is_over = self._usage.total_bytes > self._capacity_bytes
         return self._usage.is_complete and not (is_over and self.blocks.ages is not None)
 
-    def gauges(self) -> dict[str, float]:
+    def gauges(self) -> dict[str, int]:
         """Return the usage of the directory as last read by this process. Thread-safe."""
         return {"used_bytes": self._usage.total_bytes, "capacity_bytes": self._capacity_bytes}
 
@@ -178,12 +178,15 @@ class Space:
 
     # -- room for a job -------------------------------------------------------------------------
 
-    async def plan(self, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool) -> Plan:
+    async def plan(
+        self, items: Sequence[StoreItem], run_io: RunIo, check: Callable[[], None], *, squeeze: bool
+    ) -> Plan:
         """Reserve room for blocks, evicting others; `account` must be called afterwards.
 
         Args:
             items: Blocks to store.
             run_io: Runs a call on an I/O thread.
+            check: Called there before room is reserved; what it raises is raised.
             squeeze: The disk is full below the capacity: every block must replace another.
         """
         plan = Plan()
@@ -194,6 +197,7 @@ class Space:
                 limit_bytes = 0 if squeeze else self._limit_bytes
 
                 def begin() -> None:  # noted in the plan also if the wait for it is cancelled
+                    check()
                     plan.operation = self._usage.begin(self._block_bytes, num_new, limit_bytes)
 
                 await run_io(begin)
@@ -346,7 +350,8 @@ class Space:
         """Learn blocks that could not be ranked before; log removals after a reduced capacity."""
         blocks = self.blocks
         if blocks.ages is not None:
-            rest, blocks.ages = blocks.ages.rest(), None
+            held, blocks.ages = blocks.ages.held, None
+            rest = sorted(held, key=held.__getitem__)  # oldest first
             for first in range(0, len(rest), _PORTION):
                 surplus = blocks.learn(rest[first : first + _PORTION])
                 await asyncio.sleep(0)

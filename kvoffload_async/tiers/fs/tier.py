@@ -124,15 +124,13 @@ class FsTier(AsyncTier):
                 self._space = await self._housekeeping.open_space(capacity_bytes)
             await self._housekeeping.look_around()
             if self._space is not None and self._space.can_store:  # the count is complete
-                sizes = self._space.gauges()
-                capacity_bytes, used_bytes = int(sizes["capacity_bytes"]), int(sizes["used_bytes"])
                 warn = partial(warn_of_capacity, self._ops, settings.root_dir)
-                await env.io.run(Direction.METADATA, partial(warn, capacity_bytes, used_bytes))
+                await env.io.run(Direction.METADATA, partial(warn, **self._space.gauges()))
         except TimeoutError as error:  # another process did not release a lock
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._calls = SerialExecutor("fs:store", self._run)
+        self._calls = SerialExecutor("fs:store", lambda call: env.io.run(Direction.STORE, call))
         self._closing.push_async_callback(self._calls.close)
         if not settings.direct_io:
             digester, is_system = files.digester.digester, type(self._ops) is FileOps
@@ -264,18 +262,10 @@ class FsTier(AsyncTier):
         self, space: Space, items: list[StoreItem], check: Callable[[], None]
     ) -> BlockFailures:
         """Store blocks, retrying those whose room was taken by other processes."""
-
-        async def run_checked(call: Callable[[], T], /) -> T:
-            def checked() -> T:
-                check()
-                return call()
-
-            return await self._run_store(checked)
-
         failures: dict[int, TierError] = {}
         is_full = has_looked = False
         for _ in range(_ROUNDS):
-            plan = await space.plan(items, run_checked, squeeze=is_full)
+            plan = await space.plan(items, self._run_store, check, squeeze=is_full)
             try:
                 await self._write(plan.items, check)
             finally:
@@ -294,7 +284,7 @@ class FsTier(AsyncTier):
                 has_looked = True
                 if await self._housekeeping.look_for_blocks(space, len(plan.unplaced)):
                     again += plan.unplaced
-            items = [item.again() for item in again]
+            items = [StoreItem(item.index, item.key, item.slot) for item in again]
             if not items:
                 break
         return failures
@@ -319,9 +309,6 @@ class FsTier(AsyncTier):
         if self._calls is None:
             raise TierClosedError("the fs tier is not open")
         return await self._calls.run(call)
-
-    async def _run(self, call: Callable[[], None], /) -> None:
-        await self._opened().io.run(Direction.STORE, call)
 
     # -- the rest -------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ from typing import Final, TypeVar
 
 import xxhash
 
-from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
+from kvoffload_async.tiers.files.locks import LockedFile
 from kvoffload_async.tiers.files.ops import FileOps, read_all, read_file, write_all
 from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.operations import DiskChange
@@ -353,7 +353,6 @@ class UsageFile:
         living: Callable[[], Collection[str]],
         *,
         leftover_bytes: Callable[[], int] = int,
-        lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         """Set the file.
 
@@ -365,7 +364,6 @@ class UsageFile:
                 they join the count.
             leftover_bytes: Returns the bytes of temporary files that ended operations could not
                 remove: they stay reserved, because walks do not count those of living writers.
-            lock_timeout_s: Timeout of the lock in seconds.
         """
         self.is_complete = False
         self.total_bytes = 0
@@ -374,7 +372,7 @@ class UsageFile:
         self._path = f"{namespace_folder}/{FILE_NAME}"
         self._living = living
         self._leftover_bytes = leftover_bytes
-        self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
+        self._file = LockedFile(ops, self._path)
         self._is_open = False
         self._mutex = threading.Lock()
         # Under the mutex:

@@ -9,6 +9,7 @@ Run on an I/O thread, one call at a time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat as stat_module
@@ -51,11 +52,6 @@ class Inventory:
     blocks: dict[OffloadKey, float] = field(default_factory=dict)
     total_bytes: int = 0
     temps: dict[str, int] = field(default_factory=dict)
-
-    def settled_bytes(self, living: Collection[str]) -> int:
-        """Return the total without temporary files of living writers, which are reserved bytes."""
-        in_flight = sum(size for path, size in self.temps.items() if writer_of(path) in living)
-        return self.total_bytes - in_flight
 
 
 def take_inventory(
@@ -118,14 +114,13 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
     is_swept = True
     for path in [path for path in inventory.temps if writer_of(path) in dead]:
         try:
-            ops.unlink(path)
-        except FileNotFoundError:
-            pass  # another process has swept it
+            with contextlib.suppress(FileNotFoundError):  # another process has swept it
+                ops.unlink(path)
         except OSError as error:
             is_swept = False
             logger.warning("a dead writer's file was not removed: %s", str(error))
-            continue
-        inventory.total_bytes -= inventory.temps.pop(path)
+        else:
+            inventory.total_bytes -= inventory.temps.pop(path)
     return is_swept
 
 
@@ -288,10 +283,10 @@ class NamespaceWalk:
     def _settled_bytes(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> int:
         """Sweep a bucket; return the bytes of its remaining content."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
-        living: Iterable[str] = ()
-        if any(writer_of(path) not in cycle.dead for path in inventory.temps):
+        size_bytes, temps = inventory.total_bytes, inventory.temps
+        if temps:  # those of living writers are reserved bytes
             living = {*self._writers.living(), self._writers.writer_id}
-        size_bytes = inventory.settled_bytes(frozenset(living))
+            size_bytes -= sum(temps[path] for path in temps if writer_of(path) in living)
         if bucket == REST:
             size_bytes += counted_bytes(self._ops.stat(self._namespace.folder))
         return size_bytes

@@ -255,7 +255,7 @@ class BlockWriter:
         Without an integrity key no file is replaced: it may be valid for tiers with a key. Files of
         newer releases are kept.
         """
-        if not self.digester.is_keyed:
+        if self.settings.integrity_key is None:
             return False
         try:
             with self.ops.opened(path, os.O_RDONLY) as fd:

@@ -9,7 +9,7 @@ import re
 import stat as stat_module
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -67,8 +67,10 @@ async def find_namespaces(io: MaintenanceIo, directory: str) -> list[FoundNamesp
     """
     namespaces = await io.run(_list_namespaces, io.ops, directory)
     for namespace in namespaces:
-        if (fields := await read_manifest(io, namespace.config_path)) is not None:
-            namespace.fields, namespace.has_manifest = fields, True
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # missing or unreadable
+            fields = json.loads(await io.read_file(namespace.config_path, _MAX_MANIFEST_BYTES))
+            if isinstance(fields, dict):
+                namespace.fields, namespace.has_manifest = fields, True
     return namespaces
 
 
@@ -82,15 +84,6 @@ def _list_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
         is_vllms = has_vllms_layout(names)
         namespaces.append(FoundNamespace(directory, match, is_vllms=is_vllms))
     return namespaces
-
-
-async def read_manifest(io: MaintenanceIo, path: str) -> dict[str, Any] | None:
-    """Return a run configuration, or None if it is missing or unreadable."""
-    try:
-        fields = json.loads(await io.read_file(path, _MAX_MANIFEST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +150,10 @@ class Scan:
         if name.startswith("."):
             return
         file = (path, status.st_size, allocated_bytes, status.st_mtime)
-        key = namespace.key_of(path)
-        if not stat_module.S_ISREG(status.st_mode):
-            self.unknown_files.append(FoundFile(*file))
-        elif key is not None:
+        is_file, key = stat_module.S_ISREG(status.st_mode), namespace.key_of(path)
+        if is_file and key is not None:
             self.blocks.append(FoundBlock(*file, key))
-        elif name.endswith(TEMP_SUFFIX):
+        elif is_file and name.endswith(TEMP_SUFFIX):
             self.temps.append(FoundFile(*file))
         else:
             self.unknown_files.append(FoundFile(*file))
@@ -205,79 +196,27 @@ class Temps(NamedTuple):
     foreign: list[FoundFile]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Inspection:
-    """Figures of one namespace. Bytes are allocated disk bytes unless documented otherwise.
+    """What was found in a namespace.
 
     Attributes:
-        name: Name of its folder.
-        model: Name of the model, from the manifest.
-        has_manifest: Whether there is a readable `config.json`.
-        block_bytes: Length of a block, from the manifest.
-        blocks: Number of block files; `block_length_bytes` and `block_disk_bytes` are their sizes.
-        disk_bytes: All files and the growth of folders, without temporary files of living writers.
-        counted_bytes: `disk_bytes` according to the shared count; None if it is missing or
-            unreadable.
-        reserved_bytes: Bytes reserved by writers for blocks being written.
-        count_tolerance_bytes: Allowed difference between `disk_bytes` and `counted_bytes`.
-        living_writers: Number of open tiers.
-        dead_writers: Number of tiers that were not closed.
-        temps_of_living: Temporary files of living writers.
-        temps_of_dead: Temporary files of dead writers.
-        temps_foreign: Temporary files of unknown writers.
-        temp_bytes: Disk bytes of all temporary files.
-        unknown_files: Number of files that are not blocks; `unknown_file_bytes` is their size.
-        oldest_s: Modification time of the oldest block in seconds since 1970; `newest_s` likewise.
+        scan: Its files.
         problems: One line per problem.
+        figures: The figures as a JSON object. Bytes are disk bytes as allocated, except the length
+            of a block (`block_bytes`) and those of all blocks (`block_length_bytes`). `disk_bytes`
+            leaves out temporary files of living writers; `counted_bytes`, the shared count, may
+            differ by `count_tolerance_bytes`. Times are in seconds since 1970.
+        rows: The figures as a table, for people.
     """
 
-    name: str
-    model: str | None
-    has_manifest: bool
-    block_bytes: int | None
-    blocks: int
-    block_length_bytes: int
-    block_disk_bytes: int
-    disk_bytes: int
-    counted_bytes: int | None
-    reserved_bytes: int
-    count_tolerance_bytes: int
-    living_writers: int
-    dead_writers: int
-    temps_of_living: int
-    temps_of_dead: int
-    temps_foreign: int
-    temp_bytes: int
-    unknown_files: int
-    unknown_file_bytes: int
-    oldest_s: float | None
-    newest_s: float | None
-    problems: tuple[str, ...]
-
-    @property
-    def rows(self) -> list[tuple[str, str]]:
-        """Rows of the table of figures."""
-        temps = (self.temps_of_living, self.temps_of_dead, self.temps_foreign)
-        count = "none" if self.counted_bytes is None else f"{self.counted_bytes:,}"
-        return [
-            ("model", "unknown" if self.model is None else self.model),
-            ("blocks", f"{self.blocks:,}"),
-            ("bytes in blocks", f"{self.block_length_bytes:,}"),
-            ("bytes in blocks, as allocated", f"{self.block_disk_bytes:,}"),
-            ("bytes on disk", f"{self.disk_bytes:,}"),
-            ("bytes counted", count),
-            ("writers, living / dead", f"{self.living_writers:,} / {self.dead_writers:,}"),
-            ("temporary, of living / dead / unknown", " / ".join(f"{n:,}" for n in temps)),
-            ("bytes in temporary files", f"{self.temp_bytes:,}"),
-            ("unknown files", f"{self.unknown_files:,} of {self.unknown_file_bytes:,} bytes"),
-            ("oldest block", _time(self.oldest_s)),
-            ("newest block", _time(self.newest_s)),
-        ]
+    scan: Scan
+    problems: list[str]
+    figures: dict[str, Any]
+    rows: list[tuple[str, str]]
 
 
-async def inspect_namespace(
-    io: MaintenanceIo, namespace: FoundNamespace
-) -> tuple[Inspection, Scan]:
+async def inspect_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Inspection:
     """Inspect a namespace with a walk; changes nothing."""
     _, before = await io.run(_count, io.ops, namespace.folder)
     scan = await scan_namespace(io, namespace)
@@ -287,7 +226,7 @@ async def inspect_namespace(
     )
     is_counted, usage = await io.run(_count, io.ops, namespace.folder)
     temps = sort_temps(scan.temps, writers)
-    disk_bytes = scan.total_bytes - sum(temp.disk_bytes for temp in temps.living)
+    disk_bytes = scan.total_bytes - _disk_bytes(temps.living)
     tolerance_bytes = _tolerance_bytes(scan, writers, before, usage)
     problems = [f"cannot be walked: {reason}" for reason in scan.unreadable]
     if temps.dead:
@@ -300,31 +239,58 @@ async def inspect_namespace(
         problems.append(f"{usage.settled_bytes} bytes are counted and {disk_bytes} are on disk")
     times_s = [block.modified_s for block in scan.blocks]
     model = namespace.fields.get("model_name")
-    inspection = Inspection(
-        name=namespace.name,
-        model=model if isinstance(model, str) else None,
-        has_manifest=namespace.has_manifest,
-        block_bytes=namespace.block_bytes,
-        blocks=len(scan.blocks),
-        block_length_bytes=sum(block.length_bytes for block in scan.blocks),
-        block_disk_bytes=sum(block.disk_bytes for block in scan.blocks),
-        disk_bytes=disk_bytes,
-        counted_bytes=None if usage is None else usage.settled_bytes,
-        reserved_bytes=0 if usage is None else usage.reserved_bytes,
-        count_tolerance_bytes=tolerance_bytes,
-        living_writers=len(writers.living),
-        dead_writers=len(writers.dead),
-        temps_of_living=len(temps.living),
-        temps_of_dead=len(temps.dead),
-        temps_foreign=len(temps.foreign),
-        temp_bytes=sum(temp.disk_bytes for temp in scan.temps),
-        unknown_files=len(scan.unknown_files),
-        unknown_file_bytes=sum(file.disk_bytes for file in scan.unknown_files),
-        oldest_s=min(times_s, default=None),
-        newest_s=max(times_s, default=None),
-        problems=tuple(problems),
-    )
-    return inspection, scan
+    figures = {
+        "name": namespace.name,
+        "model": model if isinstance(model, str) else None,
+        "has_manifest": namespace.has_manifest,
+        "block_bytes": namespace.block_bytes,
+        "blocks": len(scan.blocks),
+        "block_length_bytes": sum(block.length_bytes for block in scan.blocks),
+        "block_disk_bytes": _disk_bytes(scan.blocks),
+        "disk_bytes": disk_bytes,
+        "counted_bytes": None if usage is None else usage.settled_bytes,
+        "reserved_bytes": 0 if usage is None else usage.reserved_bytes,
+        "count_tolerance_bytes": tolerance_bytes,
+        "living_writers": len(writers.living),
+        "dead_writers": len(writers.dead),
+        "temps_of_living": len(temps.living),
+        "temps_of_dead": len(temps.dead),
+        "temps_foreign": len(temps.foreign),
+        "temp_bytes": _disk_bytes(scan.temps),
+        "unknown_files": len(scan.unknown_files),
+        "unknown_file_bytes": _disk_bytes(scan.unknown_files),
+        "oldest_s": min(times_s, default=None),
+        "newest_s": max(times_s, default=None),
+        "problems": problems,
+    }
+    return Inspection(scan, problems, figures, _rows(figures))
+
+
+def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def shown(*names: str) -> str:
+        return " / ".join(f"{figures[name]:,}" for name in names)
+
+    return [
+        ("model", figures["model"] or "unknown"),
+        ("blocks", shown("blocks")),
+        ("bytes in blocks", shown("block_length_bytes")),
+        ("bytes in blocks, as allocated", shown("block_disk_bytes")),
+        ("bytes on disk", shown("disk_bytes")),
+        ("bytes counted", "none" if figures["counted_bytes"] is None else shown("counted_bytes")),
+        ("writers, living / dead", shown("living_writers", "dead_writers")),
+        (
+            "temporary, of living / dead / unknown",
+            shown("temps_of_living", "temps_of_dead", "temps_foreign"),
+        ),
+        ("bytes in temporary files", shown("temp_bytes")),
+        ("unknown files", f"{shown('unknown_files')} of {shown('unknown_file_bytes')} bytes"),
+        ("oldest block", _time(figures["oldest_s"])),
+        ("newest block", _time(figures["newest_s"])),
+    ]
+
+
+def _disk_bytes(files: Iterable[FoundFile]) -> int:
+    return sum(file.disk_bytes for file in files)
 
 
 def judge_writers(registry: WriterRegistry, now_s: float) -> Writers:

@@ -279,18 +279,18 @@ class FsMaintenance(FolderMaintenance):
         io = MaintenanceIo(self._ops, control)
         if refusal := await self._refusal(io, for_writing=False):
             yield Problem(refusal)
-        found, _ = await inspect_namespace(io, self._namespace)
+        found = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
-        yield Summary("Store", found.rows, asdict(found))
+        yield Summary("Store", found.rows, found.figures)
 
     async def verify(self, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
-        found, scan = await inspect_namespace(io, self._namespace)
+        found = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
         verified = Verification(max_listed=control.max_listed)
-        blocks = scan.blocks
+        blocks = found.scan.blocks
         if refusal := await self._refusal(io, for_writing=False):
             yield Problem(refusal)
             blocks = []
@@ -299,7 +299,7 @@ class FsMaintenance(FolderMaintenance):
             async for outcome in outcomes:
                 if problem := verified.count(outcome.verdict, outcome.bad):
                     yield problem
-        figures = asdict(found) | {"verification": asdict(verified)}
+        figures = found.figures | {"verification": asdict(verified)}
         yield Summary("Blocks", verified.rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
@@ -340,9 +340,8 @@ class FsMaintenance(FolderMaintenance):
 
     async def _refusal(self, io: MaintenanceIo, *, for_writing: bool) -> str | None:
         """Return the reason why this release must not access the namespace, or None."""
-        check = partial(check_namespace, self._ops, self.folder, for_writing=for_writing)
         try:
-            await io.run(check)
+            await io.run(partial(check_namespace, self._ops, self.folder, for_writing=for_writing))
         except NewerFormatError as error:
             return f"it is of a newer release: {error}"
         return None
