@@ -198,7 +198,8 @@ class AdmissionFilter:
 
     def clear(self) -> None:
         """Forget every offer."""
-        self._new, self._old = KeyMap(self.tracked_keys), KeyMap(self.tracked_keys)
+        self._new = KeyMap(self.tracked_keys)
+        self._old = KeyMap(self.tracked_keys)
 
     def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
         found = zip(self._new.find(keys), self._old.find(keys), strict=True)
