@@ -183,6 +183,10 @@ class AdmissionFilter:
         self.tracked_keys = tracked_keys
         self.clear()
 
+    def clear(self) -> None:
+        """Forget every offer."""
+        self._new, self._old = KeyMap(self.tracked_keys), KeyMap(self.tracked_keys)
+
     def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that reach `threshold` offers, counting this one; records nothing."""
         counts = self._counts_with(keys)
@@ -193,12 +197,9 @@ class AdmissionFilter:
         keys = keys[-self.tracked_keys :]
         counts = self._counts_with(keys)
         if len(self._new) + len(keys) > self.tracked_keys:
-            self._old, self._new = self._new, KeyMap(self.tracked_keys)
+            self._old = self._new
+            self._new = KeyMap(self.tracked_keys)
         self._new.update(keys, counts)
-
-    def clear(self) -> None:
-        """Forget every offer."""
-        self._new, self._old = KeyMap(self.tracked_keys), KeyMap(self.tracked_keys)
 
     def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
         found = zip(self._new.find(keys), self._old.find(keys), strict=True)

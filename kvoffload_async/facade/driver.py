@@ -20,6 +20,7 @@ from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.primary import read_primary
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.generation import Generation
@@ -259,7 +260,7 @@ class PlannerDriver:
         published, bridge = self._published, self._bridge
         version, python = _versions()
         return OffloadingStatistics(
-            primary=self._primary.primary_stats(published.primary),
+            primary=read_primary(published.primary, self._primary.row_bytes),
             tiers=self._tiers.stats(published.tiers),
             planner=self.planner.statistics(published.planner),
             runtime=RuntimeStatistics(
