@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -27,7 +27,7 @@ from kvoffload_async.statistics import (
     PrimaryStatistics,
     TierStatistics,
 )
-from kvoffload_async.status.changes import Readings, TierCount
+from kvoffload_async.status.changes import Readings
 from kvoffload_async.status.client import NoAnswerError, ask, parse_report
 from kvoffload_async.status.server import SOCKET_VARIABLE
 
@@ -162,11 +162,11 @@ def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool
 def _tier(
     readings: Readings, index: int, tier: TierStatistics, *, is_wide: bool
 ) -> Iterator[str | Text]:
-    def of(count: TierCount) -> float:
+    def of(count: Callable[[TierStatistics], float]) -> float:
         return readings.grown(lambda stats: count(stats.tiers[index]))
 
     def per_second(name: str) -> str:
-        return _short(readings.tier_rate(index, attrgetter(name)), 1024)
+        return _short(readings.rate(lambda stats: getattr(stats.tiers[index], name)), 1024)
 
     asked = of(lambda tier: tier.hits + tier.misses)
     yield Text(shown(tier.name))

@@ -132,11 +132,10 @@ class PlannerDriver:
         )
         self.recorder = RequestRecorder(explain_requests) if explain_requests else None
         parts = (primary.core, self._tiers.states, deferral_timeout_s)
-        self.planner: Planner = (
-            Planner(*parts)
-            if self.recorder is None
-            else RecordingPlanner(*parts, self.recorder, clock)
-        )
+        if self.recorder is None:
+            self.planner = Planner(*parts)
+        else:
+            self.planner = RecordingPlanner(*parts, self.recorder, clock)
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
 from typing import Any, Final
 
 from kvoffload_async.abc.tier import CloseReport
@@ -381,7 +380,7 @@ class TierGroup:
 
     def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
         """Return each tier's statistics, from the planner's figures. Thread-safe."""
-        return tuple(starmap(self._stats_of, enumerate(taken)))
+        return tuple(self._stats_of(index, figures) for index, figures in enumerate(taken))
 
     # -- calls that block ----------------------------------------------------------------------
 

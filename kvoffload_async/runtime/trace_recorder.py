@@ -135,14 +135,13 @@ class TraceRecorder:
         dropped_requests: Requests that were not recorded, as the disk was too slow or failed.
     """
 
-    def __init__(self, path: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, path: str) -> None:
         """Create the file and start the thread; an existing trace is rotated away.
 
         Raises:
             ConfigError: The path, or its predecessor's, is something else, or cannot be written.
         """
         self._path = path
-        self._max_file_bytes = max_file_bytes
         self._secret = os.urandom(16)
         self._start_s = time.monotonic()
         self._waiting: queue.Queue[tuple[float, Sequence[OffloadKey]] | None] = queue.Queue(
@@ -211,7 +210,7 @@ class TraceRecorder:
                 size_bytes = 0
                 while (request := self._waiting.get()) is not None:
                     size_bytes += self._write(file, *request)
-                    if size_bytes >= self._max_file_bytes:
+                    if size_bytes >= MAX_FILE_BYTES:
                         return True
             return False
         finally:

@@ -12,7 +12,6 @@ from kvoffload_async.statistics import (
     EngineStatistics,
     HistogramStatistics,
     OffloadingStatistics,
-    TierStatistics,
 )
 from kvoffload_async.status.client import EngineReport
 
@@ -21,7 +20,6 @@ WINDOW_S: Final = 60.0
 _MAX_READINGS: Final = 600
 
 Count = Callable[[OffloadingStatistics], float]
-TierCount = Callable[[TierStatistics], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +77,6 @@ class Readings:
         before = self._readings[-2] if len(self._readings) > 1 else None
         seconds = self._age_s(before)
         return self._grown(count, before) / seconds if seconds > 0 else 0.0
-
-    def tier_rate(self, index: int, count: TierCount) -> float:
-        """Return a tier counter's increase per second since the previous reading."""
-        return self.rate(lambda stats: count(stats.tiers[index]))
 
     def share(self, part: Count, whole: Count) -> float | None:
         """Return the ratio of two counters' increases in the window; None without increase."""

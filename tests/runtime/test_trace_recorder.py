@@ -20,8 +20,8 @@ def lines(path):
     return [json.loads(line)["hash_ids"] for line in path.read_text().splitlines()]
 
 
-def recorded(path, *prompts, **options):
-    recorder = TraceRecorder(str(path), **options)
+def recorded(path, *prompts):
+    recorder = TraceRecorder(str(path))
     for prompt in prompts:
         recorder.note(ReqContext("r"), keys(prompt))
     recorder.close(10)
@@ -51,9 +51,10 @@ def test_a_prompt_is_written_whole_and_of_one_kv_group(tmp_path):
     assert whole == used
 
 
-def test_a_full_file_is_rotated_and_one_predecessor_kept(tmp_path):
+def test_a_full_file_is_rotated_and_one_predecessor_kept(tmp_path, monkeypatch):
     path = tmp_path / "trace"
-    recorded(path, *["abcd"] * 7, max_file_bytes=200)
+    monkeypatch.setattr(trace_recorder, "MAX_FILE_BYTES", 200)
+    recorded(path, *["abcd"] * 7)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["trace", "trace.1"]
     assert len(lines(path)) == 1
     assert len(lines(tmp_path / "trace.1")) == 2
@@ -91,10 +92,11 @@ def test_starts_that_record_nothing_keep_the_trace_before(tmp_path):
 
 @pytest.mark.parametrize("name", ["trace", "trace.1"])
 def test_a_file_that_others_put_in_the_way_ends_the_recording_with_one_warning(
-    name, tmp_path, caplog
+    name, tmp_path, caplog, monkeypatch
 ):
     path = tmp_path / "trace"
-    recorder = TraceRecorder(str(path), max_file_bytes=1)
+    monkeypatch.setattr(trace_recorder, "MAX_FILE_BYTES", 1)
+    recorder = TraceRecorder(str(path))
     path.unlink()
     (tmp_path / name).write_text("of the user")
     while not recorder._has_failed:
