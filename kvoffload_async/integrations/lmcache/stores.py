@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
-from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.errors import text_of
 from kvoffload_async.facade.host_rows import HostMemory, HostRows
 from kvoffload_async.facade.plugged import ListPosition, OnEvents, PluggedTiers, Transfer
@@ -26,7 +25,6 @@ from kvoffload_async.facade.tier_group import pauses_s
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock, StagedTransfers
-from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.types import OffloadingEvent, OffloadKey, as_block_ids
 
 logger = logging.getLogger(__name__)
@@ -87,7 +85,7 @@ class OpenStore:
         """Load distinct objects; each future has loaded keys once their objects may be used."""
         return self._transfer(blocks, is_load=True)
 
-    def close(self, timeout_s: float) -> CloseReport:
+    def close(self, timeout_s: float) -> None:
         """Close the tiers; every future is complete afterwards, but those of copies that hang."""
         report = self.tiers.close(timeout_s)
         self.stage.close()
@@ -98,7 +96,6 @@ class OpenStore:
             )
             _abandoned.append(self)
         self.rows.close(is_idle=not report.unfinished_jobs)
-        return report
 
     def _transfer(self, blocks: Sequence[HostBlock], *, is_load: bool) -> list[Future[KeySet]]:
         """Transfer the objects that are rows in place, and the other ones through own rows."""
@@ -151,7 +148,7 @@ class Store:
 
         CLOSED --asked, pause elapsed--> OPENING --> OPEN | CLOSED (with an error)
 
-    Thread-safe.
+    Thread-safe, except `close`.
 
     Attributes:
         store_id: Names it.
@@ -176,7 +173,6 @@ class Store:
         self._retry_at_s = 0.0
         self._pauses_s = pauses_s()
         self._is_ended = False
-        self._closing: Closing[CloseReport] = Closing()
 
     def when_open(self) -> Future[OpenStore | None]:
         """Return a future of the open store, or of None if it cannot be opened. Non-blocking.
@@ -192,26 +188,17 @@ class Store:
         future.set_result(opened)
         return future
 
-    def close(self, timeout_s: float) -> CloseReport:
-        """Close the store, after it has been opened if it is being opened; idempotent.
-
-        A call while another thread closes it waits for it; for the errors see `Closing.run`.
-        """
-        return self._closing.run(self._close, timeout_s)
-
-    def _close(self, timeout_s: float) -> CloseReport:
+    def close(self, timeout_s: float) -> None:
+        """Close the store, after it has been opened if it is being opened; idempotent."""
         with self._lock:
             self._is_ended = True
             thread = self._thread
         deadline_s = time.monotonic() + timeout_s
         if thread is not None:
             thread.join(timeout_s)
-        opened = self.opened
-        if opened is None:
-            return CloseReport()
-        report = opened.close(max(0.0, deadline_s - time.monotonic()))
-        self.opened = None
-        return report
+        if self.opened is not None:
+            self.opened.close(max(0.0, deadline_s - time.monotonic()))
+            self.opened = None
 
     def _may_wait(self) -> bool:
         """Return whether a request may wait, and begin to open the store if it is due."""
@@ -261,7 +248,7 @@ class Store:
 
 
 class Stores:
-    """All stores of the adapter. Thread-safe.
+    """All stores of the adapter. Thread-safe, except `close`.
 
     Attributes:
         options: The adapter's options.
@@ -316,10 +303,11 @@ class Stores:
         with self._lock:
             return list(self._stores.values())
 
-    def close(self, timeout_s: float) -> list[CloseReport]:
+    def close(self, timeout_s: float) -> None:
         """Close all stores, within a time for all together."""
         deadline_s = time.monotonic() + timeout_s
-        return [store.close(max(0.0, deadline_s - time.monotonic())) for store in self.every()]
+        for store in self.every():
+            store.close(max(0.0, deadline_s - time.monotonic()))
 
     def _open(self, store_id: StoreId) -> OpenStore:
         return OpenStore(store_id, self.options, self._host, partial(self._on_events, store_id))

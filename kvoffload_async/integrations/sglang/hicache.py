@@ -19,7 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -55,18 +55,6 @@ _HASH_DIGITS: Final = 64
 
 _PAGES, _TENSORS = 0, 1
 """Groups in keys. The two interfaces order a page's bytes differently, so pages never mix."""
-
-
-class _Call(NamedTuple):
-    """A call that has ended.
-
-    Attributes:
-        pages: Pages that were stored or loaded.
-        seconds: Its duration.
-    """
-
-    pages: int
-    seconds: float
 
 
 class KVOffloadHiCache(HiCacheStorage):
@@ -115,9 +103,10 @@ class KVOffloadHiCache(HiCacheStorage):
         self._status = EngineStatus(storage_config.model_name)
         self._unpublish: Callable[[], None] | None = None
         self._shared: MultiprocessMetrics | None = None
-        self._calls: dict[Direction, deque[_Call]] = {
+        self._calls: dict[Direction, deque[tuple[int, float]]] = {
             direction: deque(maxlen=_MOST_CALLS) for direction in (Direction.LOAD, Direction.STORE)
         }
+        """Transferred pages and seconds of the latest calls."""
 
     # -- pools ------------------------------------------------------------------------------------
 
@@ -310,9 +299,9 @@ class KVOffloadHiCache(HiCacheStorage):
             (self._calls[Direction.STORE], found.backup_pgs, found.backup_bandwidth),
         ):
             while calls:
-                call = calls.popleft()
-                pages.append(call.pages)
-                bandwidths.append(call.pages * store.page_bytes / call.seconds / 1e9)
+                count, seconds = calls.popleft()
+                pages.append(count)
+                bandwidths.append(count * store.page_bytes / seconds / 1e9)
         return found
 
     def clear(self) -> None:
@@ -386,7 +375,7 @@ class KVOffloadHiCache(HiCacheStorage):
                 moved = store.move_tensors(direction, _keys(keys, _TENSORS), pages)
         except OffloadError as error:
             logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
-        self._calls[direction].append(_Call(sum(moved), time.monotonic() - began_s))
+        self._calls[direction].append((sum(moved), time.monotonic() - began_s))
         return moved
 
 

@@ -287,14 +287,6 @@ def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
         yield made
 
 
-def block_histogram_definition(
-    name: str, documentation: str
-) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return the definition of a histogram of block counts."""
-    buckets = tuple(float(4**power) for power in range(10))
-    return {name: base.OffloadingHistogramMetadata(documentation=documentation, buckets=buckets)}
-
-
 def engine_stats(
     counted: Iterable[tuple[str, tuple[str, ...], int]],
     gauges: Iterable[tuple[str, tuple[str, ...], float]],

@@ -106,14 +106,16 @@ def definitions() -> dict[str, Any]:
     """Return vLLM's definitions of all metrics of `EngineCounts`."""
     tier_counters = _texts(_TIER_COUNTERS) | _DERIVED_COUNTERS
     tier_gauges = _texts(_TIER_GAUGES) | _DERIVED_GAUGES
+    allocations = base.OffloadingHistogramMetadata(
+        documentation="Blocks granted by one call of prepare_store.",
+        buckets=tuple(float(4**power) for power in range(10)),
+    )
     return (
         convert.definitions(base.OffloadingCounterMetadata, _COUNTERS)
         | convert.definitions(base.OffloadingCounterMetadata, tier_counters, "tier")
         | convert.definitions(base.OffloadingGaugeMetadata, _GAUGES)
         | convert.definitions(base.OffloadingGaugeMetadata, tier_gauges, "tier")
-        | convert.block_histogram_definition(
-            _ALLOCATIONS, "Blocks granted by one call of prepare_store."
-        )
+        | {_ALLOCATIONS: allocations}
     )
 
 

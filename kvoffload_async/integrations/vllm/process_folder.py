@@ -47,7 +47,8 @@ class ProcessFolder:
         root = Path(root_dir)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            _remove_dead(root)
+            for folder in root.iterdir():
+                _remove_if_dead(folder)
             self.path, self._lock_fd = _make(root)
         except OSError as error:
             raise ConfigError(
@@ -85,13 +86,9 @@ def _make(root: Path) -> tuple[str, int | None]:
     raise OSError(errno.EAGAIN, "other processes removed each folder before it was locked")
 
 
-def _remove_dead(root: Path) -> None:
-    for folder in root.iterdir():
-        if _NAME.fullmatch(folder.name) and not folder.is_symlink() and folder.is_dir():
-            _remove_if_dead(folder)
-
-
 def _remove_if_dead(folder: Path) -> None:
+    if not _NAME.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+        return
     try:
         fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.errors import ConfigError, StateError
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.spec import D, TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import convert, engine_metrics
@@ -81,7 +81,6 @@ class KVOffloadSpec(base.OffloadingSpec):
         self._require_to_be_alone()
         self.process_folders = ExitStack()
         self.replicated_layout = config.replicated_layout
-        self._num_participants = config.parallel.world_size + 1
         self._engine = _SharedSpec(self._options(), self)
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
@@ -109,10 +108,11 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._engine.accepts_prefixes = self._is_offered_again()
             self._warn_of_failed_loads()
             self._warn_of_incomplete_chunks()
-            manager = self._engine.get_manager()
+            manager, buffer = self._engine.get_manager(), self._engine.buffer
+            assert buffer is not None  # noqa: S101 - for the type checker
             self._manager = KVOffloadManager(
                 manager,
-                self._engine.slot_flags,
+                buffer.slot_flags,
                 self._engine.shutdown,
                 self._groups_with_windows(),
                 offers_again=self._engine.accepts_prefixes,
@@ -138,7 +138,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             participant: The caller's number; see `SharedBuffer`.
             layout: Digest of a worker's tensors, for the scheduler; see `row_layout`.
         """
-        options, count = self._engine.config, self._num_participants
+        options, count = self._engine.config, self.config.parallel.world_size + 1
         return SharedBuffer(
             self.config.engine_id,
             options.cpu_bytes_to_use,
@@ -308,6 +308,7 @@ class _SharedSpec(TieringOffloadingSpec):
 
     Attributes:
         outer: vLLM's spec.
+        buffer: The primary; None until it is mapped.
     """
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
@@ -316,21 +317,14 @@ class _SharedSpec(TieringOffloadingSpec):
             self._path_suffix = f"-{replica}"
         super().__init__(config)
         self._status = EngineStatus(outer.config.model.name)
-        self._buffer: SharedBuffer | None = None
-
-    @property
-    def slot_flags(self) -> memoryview:
-        """See `SharedBuffer`; available after `get_manager`."""
-        if self._buffer is None:
-            raise ConfigError("the primary is not mapped yet: call get_manager first")
-        return self._buffer.slot_flags
+        self.buffer: SharedBuffer | None = None
 
     def shutdown(self, timeout: float | None = None) -> None:
         try:
             super().shutdown(timeout)
         finally:
-            if self._buffer is not None:
-                self._buffer.remove_name()
+            if self.buffer is not None:
+                self.buffer.remove_name()
             self.outer.process_folders.close()
 
     def _memory_limits(self) -> Sequence[Limit]:
@@ -338,7 +332,7 @@ class _SharedSpec(TieringOffloadingSpec):
         return (*super()._memory_limits(), *([limit] if limit else []))
 
     def _create_buffer(self) -> PrimaryBuffer:
-        self._buffer = buffer = self.outer.map_primary(SCHEDULER)
+        self.buffer = buffer = self.outer.map_primary(SCHEDULER)
         self.config = replace(self.config, block_bytes=buffer.cell_bytes)
         self.num_blocks, self.stride_bytes = len(buffer.view), buffer.stride_bytes
         return buffer
@@ -351,6 +345,5 @@ class _SharedSpec(TieringOffloadingSpec):
             raise
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
-        if self._buffer is None:
-            raise StateError("the primary is mapped before the tiers are opened")
-        return list(self.outer.identified_tiers(self.config.secondary_tiers, self._buffer))
+        assert self.buffer is not None  # noqa: S101 - for the type checker
+        return list(self.outer.identified_tiers(self.config.secondary_tiers, self.buffer))

@@ -122,7 +122,6 @@ class VllmTier(tiering.SecondaryTierManager):
         self._process_folders = ExitStack()
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         TierOptions.take(own)
-        self._known = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
         self.locality = convert.locality_of(parse_locality(self.kind, locality))
         if locality is not None:
             options["locality"] = locality
@@ -169,7 +168,7 @@ class VllmTier(tiering.SecondaryTierManager):
     ) -> dict[str, Any]:
         """Return the tier's configuration, with what vLLM's configuration determines."""
         tier = {"type": self.kind, **options}
-        if "root_dir" in self._known:
+        if "root_dir" in options_of(SecondaryTierFactory.get_tier_class(self.kind)):
             tier["root_dir"] = _absolute(options.get("root_dir"))
         config = offloading_spec.config
         arguments = ModelContent.of(offloading_spec).arguments
@@ -178,8 +177,8 @@ class VllmTier(tiering.SecondaryTierManager):
         layers = arguments.registered_layers() if arguments and is_alone else {}
         groups = [group.layer_names for group in config.groups]
         layout = layout_of_layers(layers, groups) if layers else announced_layout(arguments)
-        options, folders = self.identity_options, self._process_folders
-        return completed(tier, offloading_spec, options, layout, folders, name=self.tier_type)
+        identity, folders = self.identity_options, self._process_folders
+        return completed(tier, offloading_spec, identity, layout, folders, name=self.tier_type)
 
     # -- a request's life -----------------------------------------------------------------------
 
