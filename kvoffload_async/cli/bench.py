@@ -72,8 +72,8 @@ def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -
         for directory, kinds in size.baselines.items():
             for kind, passes in kinds.items():
                 if what in passes:
-                    name = Text(_baseline_name(report, directory, kind))
-                    table.add_row(block, name, *shown(passes[what]))
+                    base = Text(_baseline_name(report, directory, kind))
+                    table.add_row(block, base, *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
                 table.add_row(block, Text(name), *shown(standing.passes[what]))
