@@ -19,8 +19,7 @@ from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
 from kvoffload_async.cli.command import CommandOptions, Interrupt, finish, flag, running
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.output import check_writable, publish, size_text
-from kvoffload_async.cli.progress import Gauge, progress_bar
+from kvoffload_async.cli.output import Gauge, check_writable, progress_bar, publish, size_text
 
 _TITLES: Final = {
     "store": "Store",
@@ -73,8 +72,8 @@ def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -
         for directory, kinds in size.baselines.items():
             for kind, passes in kinds.items():
                 if what in passes:
-                    name = Text(_baseline_name(report, directory, kind))
-                    table.add_row(block, name, *shown(passes[what]))
+                    base = Text(_baseline_name(report, directory, kind))
+                    table.add_row(block, base, *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
                 table.add_row(block, Text(name), *shown(standing.passes[what]))
@@ -119,20 +118,21 @@ def _rest_table(report: Report) -> Table:
 
 
 def _remarks(report: Report) -> Iterator[str]:
-    settings = report.settings
+    settings, machine = report.settings, report.machine
+    is_native = machine["block_io"] == "native"
+    base = "the bare native engine with checksums" if is_native else "plain writes or reads"
     yield (
         f"Medians of {settings['rounds']} rounds; each round measures all contenders in turn on "
         f"{'full' if settings['steady'] else 'empty'} stores, with "
         f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks in flight. ms: latency "
         "of a job until its result is seen. us: time of the owner's thread, in all calls. x base: "
-        f"ratio to {_baseline_text(report)}; x plain: ratio to plain writes or reads; x "
+        f"ratio to {base}; x plain: ratio to plain writes or reads; x "
         "recycling, on full stores: ratio to plain calls that overwrite and rename, or read, one "
         f"file per block; all with {settings['threads']} threads. The owner's x base is the ratio "
         "to the time that the baseline takes. switches: voluntary context switches per job of all "
         "Python threads but the owner's, for instance while they wait for the GIL. Every loaded "
         "block was compared with the stored one after the clock had stopped."
     )
-    machine = report.machine
     yield (
         f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
         f"load {machine['load_average']:.1f}; block I/O: {machine['block_io']}"
@@ -154,11 +154,6 @@ def _table(title: str, *columns: str) -> Table:
 def _baseline_name(report: Report, directory: str, kind: str) -> str:
     is_only = len(report.sizes[0].baselines) == 1
     return f"base, {kind}" if is_only else f"base, {kind}, {directory}"
-
-
-def _baseline_text(report: Report) -> str:
-    is_native = report.machine["block_io"] == "native"
-    return "the bare native engine with checksums" if is_native else "plain writes or reads"
 
 
 def _number(figure: Figure | None) -> str:

@@ -21,11 +21,11 @@ from kvoffload_async.cli.output import (
     check_writable,
     drawing_module,
     figures_table,
+    progress_bar,
     shown,
     size_text,
     write_text,
 )
-from kvoffload_async.cli.progress import progress_bar
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.observe.trace_events import TraceEventFile

@@ -34,8 +34,7 @@ from kvoffload_async.cli.command import (
     flag,
     running,
 )
-from kvoffload_async.cli.output import shown, summary_tables
-from kvoffload_async.cli.progress import Gauge, progress_bar
+from kvoffload_async.cli.output import Gauge, progress_bar, shown, summary_tables
 from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds

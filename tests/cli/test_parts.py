@@ -10,7 +10,7 @@ from rich.console import Console
 from kvoffload_async.cli import app as commands
 from kvoffload_async.cli.command import Interrupt
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.progress import Gauge, progress_bar
+from kvoffload_async.cli.output import Gauge, progress_bar
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 

@@ -14,8 +14,7 @@ from rich.table import Table
 from kvoffload_async.cli.app import check_choice, open_requests
 from kvoffload_async.cli.app import replay as replay_alone
 from kvoffload_async.cli.command import errors_as_one_line, finish, flag, running
-from kvoffload_async.cli.output import check_writable, publish
-from kvoffload_async.cli.progress import Gauge, progress_bar
+from kvoffload_async.cli.output import Gauge, check_writable, progress_bar, publish
 from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import InputError
