@@ -264,14 +264,14 @@ def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
     scanned.units["use"][mine] = np.maximum(known, ticks[index[exists]])
 
 
-def mark_suspect(scanned: Scan, rows: RecordRows, session: Session) -> bool:
+def mark_for_verification(scanned: Scan, rows: RecordRows, session: Session) -> bool:
     """Mark the blocks that need verification in a journal's units; return whether it is trusted.
 
     These are the blocks recorded before damage, and all blocks of an untrusted journal.
     """
     is_trusted = session.is_trusted(boot_id(), scanned.sequence)
-    suspect = rows[rows < scanned.damage_at] if is_trusted else rows
-    scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
+    marked = rows[rows < scanned.damage_at] if is_trusted else rows
+    scanned.units["flags"][marked] |= np.uint16(NEEDS_VERIFY)
     return is_trusted
 
 
@@ -404,7 +404,7 @@ class Recovery:
         note_uses(scanned, rows, self.session)
         if self._fit(rows):
             rows = live_in(found, scanned, manifest)
-        is_trusted = mark_suspect(scanned, rows, self.session)
+        is_trusted = mark_for_verification(scanned, rows, self.session)
         servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
         self.rows = by_use(scanned, rows[servable])
         self.gone = rows[~servable]

@@ -51,7 +51,7 @@ from kvoffload_async.tiers.slab.recovery import (
     is_last_of_key,
     list_folder,
     live_in,
-    mark_suspect,
+    mark_for_verification,
     note_uses,
     read_if_there,
     read_manifest,
@@ -163,7 +163,7 @@ def read_contents(ops: FileOps, folder: str) -> Contents:
         session = read_session(ops, folder, manifest.journal_seed)
         rows = live_in(found, scanned, manifest)
         note_uses(scanned, rows, session)
-        is_trusted = mark_suspect(scanned, rows, session)
+        is_trusted = mark_for_verification(scanned, rows, session)
         rows = by_use(scanned, rows)
         live = scanned.units[rows[is_last_of_key(scanned, rows)]]
     return Contents(manifest, problem, found, scanned, len(journal), is_trusted, live)
