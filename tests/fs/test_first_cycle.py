@@ -35,6 +35,12 @@ def open_later(directory: FsDirectory, capacity_bytes: int) -> TierHarness:
     return directory.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0)
 
 
+async def stop(housekeeping) -> None:
+    """End housekeeping between two steps: of one that is cancelled, nothing is learned."""
+    async with housekeeping._walking:
+        housekeeping._task.cancel()
+
+
 async def step(housekeeping) -> None:
     async with housekeeping._walking:
         await housekeeping._take_step(lambda: False)
@@ -45,7 +51,7 @@ def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(director
     by_age = fill(directory, 200)
     with open_later(directory, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
-        housekeeping._task.cancel()
+        harness.run(stop(housekeeping))
         for _ in range(100):
             harness.run(step(housekeeping))
             trim(harness)
@@ -65,7 +71,7 @@ def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(director
 def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(directory):
     by_age = fill(directory, 60)
     with open_later(directory, room_for(30)) as harness:
-        harness.tier._housekeeping._task.cancel()
+        harness.run(stop(harness.tier._housekeeping))
         assert harness.load(by_age[:2]) == {}
         rescan(harness)
         assert harness.load(by_age[2:4]) == {}
@@ -87,7 +93,7 @@ def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_i
     before_bytes = directory.disk_bytes()
     with open_later(directory, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
-        housekeeping._task.cancel()
+        harness.run(stop(housekeeping))
         assert list(harness.store(K[300:301])) == [0]
         assert directory.blocks() == set(by_age)
         assert harness.load(by_age) == {}
@@ -110,7 +116,7 @@ def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_
     full_bytes = directory.disk_bytes() + 4 * KIB  # and 4 for the entry of a writer
     with open_later(directory, full_bytes) as harness:
         space = harness.tier._space
-        harness.tier._housekeeping._task.cancel()
+        harness.run(stop(harness.tier._housekeeping))
         while len(space._policy) < 8:
             harness.run(step(harness.tier._housekeeping))
         assert space.blocks.is_first_cycle
@@ -233,7 +239,7 @@ def test_trimming_goes_on_where_it_was_left(directory, monkeypatch):
     monkeypatch.setattr("kvoffload_async.tiers.fs.space._TRIM_BATCH", 3)
     by_age = fill(directory, 60)
     with open_later(directory, ROOM_FOR_8) as harness:
-        harness.tier._housekeeping._task.cancel()
+        harness.run(stop(harness.tier._housekeeping))
         rescan(harness)
         assert harness.tier._space.blocks.ages is not None
         before = directory.blocks()
