@@ -404,3 +404,11 @@ def test_the_end_of_a_request_is_reported_with_its_keys_and_an_unknown_request_c
     assert ended == [(rig.ctx, ks("ab"))]
     with pytest.raises(StateError):
         rig.primary.close_request(ReqContext("unknown"))
+
+
+def test_blocks_in_use_are_those_that_are_pinned_or_being_written():
+    rig = Rig(num_slots=4)
+    rig.store("abc")
+    rig.primary.pin(ks("a"))
+    rig.offer("d")
+    assert rig.primary.num_in_use(ks("abcd?")) == 2
