@@ -173,11 +173,13 @@ def _figures(samples: Sequence[Sample], **beside: Mapping[str, Figure]) -> dict[
     """Return the figures of one pass over the rounds.
 
     Args:
-        samples: One per round.
+        samples: One per round; at least one.
         **beside: Figures to compare with, by the name of the ratio in `Figure`.
     """
-    names = samples[0] if samples else {}
-    return {name: _figure(name, [s[name] for s in samples if name in s], beside) for name in names}
+    return {
+        name: _figure(name, [sample[name] for sample in samples if name in sample], beside)
+        for name in samples[0]
+    }
 
 
 def _figure(

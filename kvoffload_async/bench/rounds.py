@@ -68,7 +68,6 @@ def drive(
     *,
     is_load: bool,
     in_flight: int,
-    stall_s: float = STALL_S,
 ) -> tuple[Sample, list[str]]:
     """Run jobs, given by id, with at most `in_flight` of them in flight.
 
@@ -76,7 +75,7 @@ def drive(
         The figures of the pass, and an error text for each failed job.
 
     Raises:
-        UnfitError: No job ended for `stall_s` seconds.
+        UnfitError: No job ended for `STALL_S` seconds.
     """
     manager, step = tier.manager, tier.step
     submit = manager.submit_load if is_load else manager.submit_store
@@ -107,8 +106,8 @@ def drive(
                 failures.append(str(getattr(result, "error", None) or "no reason given"))
         if results:
             progress_ns = now_ns
-        elif now_ns - progress_ns > stall_s * _NS:
-            raise UnfitError(f"no job has ended for {stall_s:g} s; {len(jobs)} were to end")
+        elif now_ns - progress_ns > STALL_S * _NS:
+            raise UnfitError(f"no job has ended for {STALL_S:g} s; {len(jobs)} were to end")
         else:
             pause.wait(STEP_S)
     cpu_s = time.process_time() - cpu_s

@@ -100,7 +100,8 @@ def _baselines(
             baselines[contender.name] = ()
             continue
         stack.enter_context(place)
-        place.check_room(max(WARM_UP * plan.stored_bytes, _capacity_bytes(contender, plan)))
+        capacity_bytes = contender.capacity_bytes(plan.stored_bytes) if plan.steady else None
+        place.check_room(max(WARM_UP * plan.stored_bytes, capacity_bytes or 0))
         device = place.path.stat().st_dev
         if device not in by_device:
             by_device[device] = [kind(place) for kind in _baseline_kinds(plan)]
@@ -115,12 +116,6 @@ def _baseline_kinds(plan: Plan) -> list[type[Baseline]]:
     if plan.steady:
         kinds.append(RecyclingBaseline)
     return kinds
-
-
-def _capacity_bytes(contender: Contender, plan: Plan) -> int:
-    """Return the disk space that a contender may use in addition to a round's blocks."""
-    sizes = [contender.capacity_bytes(work.stored_bytes) or 0 for work in plan.works]
-    return max(sizes) if plan.steady else 0
 
 
 def _facts(contender: Contender, baselines: dict[str, Sequence[Baseline]]) -> dict[str, Any]:

@@ -225,19 +225,18 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
     if extra.get("blocks_per_chunk") is not None and extra.get("block_size") is not None:
         raise InputError(f"{inside}block_size: vLLM refuses it with blocks_per_chunk; give one")
     name = extra.get("spec_name", "CPUOffloadingSpec")
-    is_whole = name == "KVOffloadSpec"
-    if is_whole and connector != "KVOffloadConnector":
+    if name != "KVOffloadSpec":
+        if connector == "KVOffloadConnector":
+            raise InputError(
+                f"{inside}spec_name: {shown(name)} is not valid with KVOffloadConnector; give "
+                '"KVOffloadSpec", or "kv_connector": "OffloadingConnector" with other specs'
+            )
+        return _under_vllms_spec(name, extra, inside)
+    if connector != "KVOffloadConnector":
         raise InputError(
             f"{where}kv_connector: a failed load would end the engine, as {connector} cannot report"
             f' it; give "KVOffloadConnector" and "kv_connector_module_path": "{_VLLM}"'
         )
-    if not is_whole and connector == "KVOffloadConnector":
-        raise InputError(
-            f"{inside}spec_name: {shown(name)} is not valid with KVOffloadConnector; give "
-            '"KVOffloadSpec", or "kv_connector": "OffloadingConnector" with other specs'
-        )
-    if not is_whole:
-        return _under_vllms_spec(name, extra, inside)
     _check_module(extra, "spec_name", "spec_module_path", inside)
     if "kv_load_failure_policy" not in outer:
         raise InputError(
