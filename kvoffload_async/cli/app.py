@@ -39,6 +39,7 @@ from kvoffload_async.cli.replay_report import (
     PLOT,
     TimelineOutput,
     bar_of_pass,
+    check_explained,
     print_table,
     publish_pictures,
 )
@@ -136,6 +137,9 @@ def replay(given: ReplayFlags) -> None:
         num_passes = given.passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} cannot be read more than once")
+        open_source = partial(open_requests, given)
+        if given.explain is not None and (trace is None or trace.is_file()):
+            check_explained(given.explain, open_source)
         options = ReplayOptions(
             concurrency=given.concurrency,
             engine=given.engine,
@@ -146,7 +150,7 @@ def replay(given: ReplayFlags) -> None:
         )
         reports = replay_passes(
             spec,
-            partial(open_requests, given),
+            open_source,
             options,
             num_passes,
             follow=partial(bar_of_pass, console, num_passes),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -226,6 +227,21 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
 
 _MORE_REQUESTS: Final = 64
 """Timelines kept in addition to those in flight, for requests whose last copies have not ended."""
+
+
+def check_explained(number: int, open_source: Callable[[], RequestSource]) -> None:
+    """Check before a replay that it has a request of this number, the first of which is 0.
+
+    Raises:
+        InputError: It has not.
+    """
+    with closing(open_source()) as source:
+        count = sum(1 for _ in islice(source, number + 1))
+    if 0 < count <= number:
+        raise InputError(
+            f"--explain {number}: the replay has {count} requests; give a number from 0 to "
+            f"{count - 1}"
+        )
 
 
 class TimelineOutput:

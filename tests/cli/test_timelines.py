@@ -47,6 +47,8 @@ def test_every_request_of_every_pass_is_in_the_trace_file(command, tmp_path):
     [
         (("--trace-out", "-"), "--trace-out -: expected a file"),
         (("--trace-out", "/nowhere/trace.json"), "the directory does not exist"),
+        (("--explain", 9), "--explain 9: the replay has 3 requests; give a number from 0 to 2"),
+        (("--explain", 1, "--limit", 1), "--explain 1: the replay has 1 requests"),
     ],
 )
 def test_what_cannot_be_had_is_said(command, arguments, said):
@@ -58,8 +60,6 @@ def test_what_cannot_be_had_is_said(command, arguments, said):
     ("arguments", "said"),
     [
         (("--trace-out", "/dev/full"), "--trace-out /dev/full: cannot be written"),
-        (("--explain", 9), "--explain 9: the replay had no such request"),
-        (("--explain", 1, "--limit", 1), "--explain 1: the replay had no such request"),
     ],
 )
 def test_what_turns_out_later_is_said_behind_the_figures(command, arguments, said):
