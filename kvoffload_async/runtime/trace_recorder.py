@@ -185,9 +185,15 @@ class TraceRecorder:
         deadline_s = time.monotonic() + timeout_s
         try:
             self._waiting.put(None, timeout=timeout_s)
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
         except queue.Full:
-            return  # the disk hangs; the thread is a daemon
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+            pass  # the disk hangs; the thread is a daemon
+        if self.dropped_requests:
+            _logger.warning(
+                "record_trace: %s lacks %d requests: the disk was too slow, or failed",
+                self._path,
+                self.dropped_requests,
+            )
 
     def _run(self) -> None:
         try:

@@ -91,7 +91,7 @@ def test_starts_that_record_nothing_keep_the_trace_before(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trace", "trace.1"])
-def test_a_file_that_others_put_in_the_way_ends_the_recording_with_one_warning(
+def test_a_file_that_others_put_in_the_way_ends_the_recording_with_a_warning(
     name, tmp_path, caplog, monkeypatch
 ):
     path = tmp_path / "trace"
@@ -106,12 +106,13 @@ def test_a_file_that_others_put_in_the_way_ends_the_recording_with_one_warning(
     recorder.close(10)
     assert (tmp_path / name).read_text() == "of the user"
     assert recorder.dropped_requests >= 3
-    (record,) = caplog.records
-    assert "record_trace: " in record.getMessage()
-    assert f"{name} cannot be written: the file is not a trace" in record.getMessage()
+    failed, lacking = [record.getMessage() for record in caplog.records]
+    assert failed.startswith("record_trace: ")
+    assert f"{name} cannot be written: the file is not a trace" in failed
+    assert lacking.startswith(f"record_trace: {path} lacks {recorder.dropped_requests} requests: ")
 
 
-def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, monkeypatch):
+def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, caplog, monkeypatch):
     opened, may_write = threading.Event(), threading.Event()
 
     def hang(self, file, at_s, keys):
@@ -128,6 +129,7 @@ def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, m
         recorder.note(ReqContext("r"), keys("a"))
     assert recorder.dropped_requests == 3
     recorder.close(0.01)  # the queue is full: it gives up
+    assert "lacks 3 requests" in caplog.text
     may_write.set()
     recorder._waiting.put(None)
     recorder._thread.join(10)
