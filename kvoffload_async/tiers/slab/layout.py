@@ -20,11 +20,12 @@ from kvoffload_async.tiers.slab.manifest import (
     BASE_FEATURES,
     HEADER_BYTES,
     KEYED_FEATURES,
+    PAGE_BYTES,
     Manifest,
+    slot_bytes_of,
 )
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
-PAGE_BYTES = 4096
 """Alignment of slots and of O_DIRECT."""
 
 _FIXED_BYTES = 16 * PAGE_BYTES
@@ -88,7 +89,8 @@ class Budget:
         plain = cls(capacity_bytes, slot_bytes, segment_slots, 0).filled()
         if stripes == 1 or plain.most_slots < stripes * _LEAST_STRIPE:
             return plain
-        segment_slots = min(segment_slots, -(-plain.most_slots // stripes))
+        most = plain.largest(plain.most_slots, lambda slots: plain.cost_of(slots, stripes))
+        segment_slots = min(segment_slots, -(-most // stripes))
         return cls(capacity_bytes, slot_bytes, segment_slots, 0, stripes).filled()
 
     def cost(self, segments: Collection[int]) -> int:
@@ -112,17 +114,17 @@ class Budget:
     def fitting(self, segments: Collection[int], most: int) -> int:
         """Return how many slots, at most `most`, fit into another segment."""
         present, num_segments = sum(segments), len(segments) + 1
-        return self._most(most, lambda slots: self.cost_of(present + slots, num_segments))
+        return self.largest(most, lambda slots: self.cost_of(present + slots, num_segments))
 
     def filled(self) -> Budget:
         """Return the budget with the largest `most_slots` that fits."""
-        most = self._most(
+        most = self.largest(
             self.capacity_bytes // self.slot_bytes,
             lambda slots: self.cost_of(slots, -(-slots // self.segment_slots)),
         )
         return replace(self, most_slots=most)
 
-    def _most(self, most: int, cost: Callable[[int], int]) -> int:
+    def largest(self, most: int, cost: Callable[[int], int]) -> int:
         """Return the largest number of slots, at most `most`, that costs no more than allowed."""
         return bisect_right(range(1, most + 1), self.capacity_bytes, key=cost)
 
@@ -150,11 +152,6 @@ def journal_units(slots: int) -> int:
 def log_units(slots: int) -> int:
     """Return how many of a journal's units are for the log, behind the checkpoint."""
     return max(_MIN_LOG_UNITS, slots // 2)
-
-
-def slot_bytes_of(block_bytes: int) -> int:
-    """Return the bytes of a slot: a block's, rounded up to whole pages."""
-    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 MANIFEST = "manifest.json"

@@ -24,6 +24,7 @@ from kvoffload_async.tiers.files.features import (
     check_format,
 )
 
+PAGE_BYTES: Final = 4096
 HEADER_BYTES: Final = 4096
 """One page, so that slots stay page-aligned."""
 
@@ -195,6 +196,11 @@ class Manifest:
         )
 
 
+def slot_bytes_of(block_bytes: int) -> int:
+    """Return the bytes of a slot: a block's, rounded up to whole pages."""
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _is_sound(body: Mapping[str, Any], checksum: object) -> bool:
     try:
         return checksum == _check(body)
@@ -207,7 +213,8 @@ def _is_possible(body: Mapping[str, Any], features: Features) -> bool:
     layout = body.get("layout")
     return (
         all(type(number) is int and number <= _MAX_NUMBER for number in numbers)
-        and 0 < numbers[0] <= numbers[1]
+        and numbers[0] > 0
+        and numbers[1] == slot_bytes_of(numbers[0])
         and numbers[2] >= 0
         and body[VERSION_FIELD] == VERSION
         and SEGMENT_HEADERS in features.incompatible

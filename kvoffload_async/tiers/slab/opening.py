@@ -45,9 +45,12 @@ from kvoffload_async.tiers.slab.layout import (
     Budget,
     StoreLayout,
     segment_name,
+)
+from kvoffload_async.tiers.slab.manifest import (
+    Manifest,
+    UnreadableManifestError,
     slot_bytes_of,
 )
-from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
     Recovery,
