@@ -12,12 +12,12 @@ import pytest
 from kvoffload_async import OffloadEngine, StateError, TieringOffloadingSpec
 from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.runtime import lifetime
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.runtime.loop import LoopThread
+from kvoffload_async.runtime.process_folder import ProcessFolder
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext, make_offload_key

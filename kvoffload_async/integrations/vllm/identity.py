@@ -45,8 +45,8 @@ from kvoffload_async.integrations.vllm.internals import (
     require_one_host,
 )
 from kvoffload_async.integrations.vllm.options import IdentityOptions
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.runtime.helper_thread import answered
+from kvoffload_async.runtime.process_folder import ProcessFolder
 
 _FROM_FILES: Final = frozenset(
     {
