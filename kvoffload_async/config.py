@@ -164,7 +164,7 @@ def or_none(parse: Parser) -> Parser:
 
 
 def number(is_valid: Callable[[float], bool], allowed: str) -> Callable[[object, str], float]:
-    """Return a parser for numbers that a function accepts; `allowed` describes them."""
+    """Return a parser of numbers that satisfy `is_valid`; `allowed` describes them in errors."""
 
     def parse(value: object, key: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):

@@ -214,7 +214,7 @@ class OffloadEngine:
             StateError: The engine has been opened before.
         """
         if hasattr(self, "_loop"):
-            raise StateError("an engine is opened once; make another one")
+            raise StateError("an engine can be opened only once; create a new one")
         self._loop = asyncio.get_running_loop()
         self._steps = Steps(self._bounds.unread_events)
         runner = SameLoopRunner(self._loop, self._steps.note_report)
@@ -638,7 +638,7 @@ class OffloadEngine:
             raise _invalidated(request)
 
     def _blocks(self, device_blocks: Sequence[int]) -> tuple[list[int], int]:
-        """Return the numbers of the device blocks, and of how many blocks of the request."""
+        """Return the device blocks' numbers, and how many blocks of the request they hold."""
         per_chunk = self._config.blocks_per_chunk
         try:
             blocks = as_block_ids(device_blocks).tolist()

@@ -223,7 +223,9 @@ def _parts(runs: Sequence[Run], size: int, slot_bytes: int) -> Iterator[_Part]:
 
 
 class _Mover:
-    """The primary's rows, and their transfer with as few calls as possible. Thread: any.
+    """Copies rows of the primary to and from files, in as few system calls as possible.
+
+    Thread: any.
 
     Attributes:
         slot_bytes: Bytes of a slot.

@@ -267,7 +267,7 @@ def _entry(name: str) -> TierEntry:
 
 
 def _own_options(cls: type[SecondaryTierManager]) -> Iterator[Option]:
-    """Yield the options of a tier that not every tier takes, with their declared summaries."""
+    """Yield the options that are specific to a tier, with their declared summaries."""
     declares = cls.tier_class.declares if cls.tier_class else None
     summaries = {one.name: one.summary for one in declares.described()} if declares else {}
     for name, default in options_of(cls).items():

@@ -222,7 +222,7 @@ class WriteBackQueue:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def resume(self) -> None:
-        """End the pause and reset the back-off, after a successful store."""
+        """Resume stores to the tier and reset the back-off, after a successful store."""
         self.paused_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
 

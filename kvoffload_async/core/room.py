@@ -407,7 +407,7 @@ class Room:
         self._num_examined = 0
 
     def _want(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Queue a request for what it has asked for, unless it waits for just that already."""
+        """Queue a request for room, unless it has a ticket and none of these keys is new."""
         positions = request.ctx.key_positions
         if not (request.ticket or request.is_queued):
             request.wants = dict.fromkeys(in_prompt_order(keys, positions))

@@ -312,7 +312,7 @@ class Bridge:
                 link.state.abandon_rest()
 
     def _execute_batch(self, batch: Batch, handed_over_s: float) -> None:
-        """Execute a batch. Thread: loop."""
+        """Execute the effects that the owner has handed over. Thread: loop."""
         self.lag.observe(self.runner.now_s() - handed_over_s)
         for actor, effects in batch:
             _execute(actor, effects)

@@ -100,7 +100,7 @@ class Watch:
 
 
 class Announcements:
-    """Announcements since the oldest watch began.
+    """Records which blocks a tier has announced since the oldest watch began.
 
     A watch has no cost per block unless there are announcements meanwhile. Memory is limited even
     if a call hangs: at the limit, the announcements are evaluated for each watch and dropped.

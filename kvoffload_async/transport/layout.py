@@ -72,7 +72,7 @@ class KVLayout:
         return next(table.pages.device for group in self.groups for table in group)
 
     def require_room(self, slot_bytes: int, cell_offset_bytes: int) -> None:
-        """Raise ConfigError unless a slot holds a chunk at `cell_offset_bytes`."""
+        """Raise ConfigError unless a slot has room for a chunk at `cell_offset_bytes`."""
         if not 0 <= cell_offset_bytes <= slot_bytes - self.chunk_bytes:
             raise ConfigError(
                 f"block_bytes: a slot of {slot_bytes} bytes does not hold a chunk of "

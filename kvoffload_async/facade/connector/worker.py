@@ -215,7 +215,7 @@ class OffloadingConnectorWorker:
         except BaseException as error:  # any error of any transport
             # As text: a log record with the error would keep its frames, and thus the slots, alive.
             logger.error(  # noqa: TRY400
-                "%s could not be submitted; the blocks are computed, or stored another time:\n%s",
+                "%s could not be submitted; its blocks will be recomputed, or stored later:\n%s",
                 _described(job_id, spec, direction),
                 "".join(traceback.format_exception(error)),
             )
@@ -282,7 +282,7 @@ def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResul
     if error is not None:
         drop_tracebacks(error)  # before it is logged, as logs may be kept
         logger.error(
-            "%s failed: %s; the blocks are computed, or stored another time",
+            "%s failed: %s; its blocks will be recomputed, or stored later",
             task.get_name(),
             text_of(error),
         )

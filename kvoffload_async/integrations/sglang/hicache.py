@@ -374,7 +374,9 @@ class KVOffloadHiCache(HiCacheStorage):
             else:
                 moved = store.move_tensors(direction, _keys(keys, _TENSORS), pages)
         except OffloadError as error:
-            logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
+            logger.error(  # noqa: TRY400 - expected
+                "%s of %d pages failed: %s", direction.name.lower(), len(keys), text_of(error)
+            )
         self._calls[direction].append((sum(moved), time.monotonic() - began_s))
         return moved
 

@@ -103,7 +103,7 @@ def require_one_host(arguments: ConnectorArguments | None) -> None:
 
 
 def share_positions(context: base.ReqContext, request: ReqContext) -> None:
-    """Let a new request share vLLM's own dictionary of positions, including later additions.
+    """Let a new request share vLLM's dictionary of key positions, including later additions.
 
     Has no effect if vLLM stores positions differently. The dictionary is never modified here.
 

@@ -144,7 +144,7 @@ class Batch:
         return plan
 
     def _place(self, prompt: Prompt, plan: StepPlan) -> None:
-        """Allocate frames for a request's cached blocks, and begin to load them."""
+        """Allocate device frames for a request's cached blocks, and start to load them."""
         if not plan.names.isdisjoint(prompt.ids):
             return  # being computed by another request; found later
         on_device = self._pool.match(prompt.ids)

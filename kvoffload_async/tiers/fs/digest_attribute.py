@@ -76,11 +76,11 @@ class DigestCache:
         self._old: dict[OffloadKey, bytes] = {}
 
     def recall(self, key: OffloadKey) -> bytes | None:
-        """Return the digest of a key's valid bytes, or None if not cached."""
+        """Return the cached digest of a block, or None."""
         return self._young.get(key) or self._old.get(key)
 
     def remember(self, key: OffloadKey, digest: bytes) -> None:
-        """Cache the digest of a key's valid bytes."""
+        """Cache the digest of a block that was written or verified."""
         if len(self._young) >= self._num_blocks:
             self._young, self._old = {}, self._young
         self._young[key] = digest

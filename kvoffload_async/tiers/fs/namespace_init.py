@@ -54,7 +54,7 @@ def check_namespace(ops: FileOps, folder: str, *, for_writing: bool) -> None:
     try:
         body = json.loads(content)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise MalformedFormatError(f"it is not of {FORMAT!r}")
+            raise MalformedFormatError(f"{FILE_NAME} does not name the format {FORMAT!r}")
         check_format(body, VERSION, KNOWN, for_writing=for_writing)
     except (ValueError, RecursionError) as error:
         raise NewerFormatError(f"its {FILE_NAME} is not known to this release") from error

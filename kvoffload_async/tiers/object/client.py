@@ -147,7 +147,7 @@ def open_store(
     ca_file: str | None = None,
     makes_directory: bool = True,
 ) -> ObjectStore:
-    """Create the library's store; it connects on first use.
+    """Create the `obstore` store for a URL; it connects on first use.
 
     The library keeps what it reads from files, so a new store is needed if they change.
 

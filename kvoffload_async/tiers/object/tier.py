@@ -49,8 +49,8 @@ def _parse_object_url(value: object, key: str) -> str:
         raise ConfigError(f"{key}: it is not valid; write s3://bucket/prefix") from None
     if "@" in url or parts.query:
         raise ConfigError(
-            f"{key}: it must have neither user nor query, since it is shown; give secrets in "
-            "store_options or its file, or in the environment"
+            f"{key}: the URL must have neither user nor query, since messages show it; give "
+            "secrets in store_options, in store_options_file or in the environment"
         )
     if parts.scheme not in _SCHEMES:
         raise ConfigError(

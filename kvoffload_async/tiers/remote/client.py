@@ -197,7 +197,7 @@ class ValueExistsError(TierError):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of a key.
+    """A value read from a store.
 
     Attributes:
         data: The bytes; empty if the value is too long to be a block, and was not read.

@@ -61,7 +61,7 @@ class ReplyBounds:
     """
 
     def __init__(self) -> None:
-        """Expect the first reply."""
+        """Start at the first reply of a connection."""
         self._line = b""  # partial header
         self._payload_bytes = 0  # remaining bytes of a bulk string, including its line end
         self._arrays: list[int] = []  # remaining elements of each incomplete array
@@ -174,7 +174,7 @@ class BoundedReader(asyncio.StreamReader):
         raise ReplyError("redis-py parses without hiredis; install kvoffload-async[valkey]")
 
     async def readexactly(self, n: int) -> bytes:
-        """Raise ReplyError, like `readline`."""
+        """Raise ReplyError: nothing is read unchecked."""
         return await self.readline()
 
 
