@@ -10,7 +10,7 @@ from slab.stores import BLOCK, KIB, SlabStore, is_segment, sound
 
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.slab import allocator
+from kvoffload_async.tiers.slab import tier as slab_tier
 
 K = [key_of(number) for number in range(80)]
 L = [key_of(number) for number in range(1000, 1020)]
@@ -125,7 +125,7 @@ def test_growth_is_tried_again_after_a_while(slab_store):
         ops.heal()
         harness.store(K[20:24])
         assert len(harness.contains(K)) == 16
-        harness.tier._allocator._limited_until_s -= allocator._REGROW_S
+        harness.tier._allocator._limited_until_s -= slab_tier._REGROW_S
         harness.store(K[24:60])
         assert len(harness.contains(K)) > 40
         sound(harness.tier)
