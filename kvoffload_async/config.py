@@ -49,7 +49,7 @@ HIDDEN: Final = "***"
 """Replacement for secrets."""
 
 _USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
-"""Matches up to the last @, because a password may contain an unescaped slash."""
+"""Matches a URL's user information, up to the last @: passwords may contain unescaped slashes."""
 _SECRET_NAME: Final = re.compile(
     "secret|password|token|credential|key(?!_id)|service_account|(?<!skip_)signature", re.IGNORECASE
 )
@@ -305,7 +305,7 @@ def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
 
 
 REQUIRED: Final = inspect.Parameter.empty
-"""The default of an option that has none."""
+"""Value of `default` that marks an option as required."""
 
 
 def option(

@@ -357,7 +357,7 @@ class PlannerStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStatistics:
-    """Statistics of the threads.
+    """Statistics of the owner's thread and the event loop.
 
     Attributes:
         version: Version of this package.

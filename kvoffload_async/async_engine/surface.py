@@ -69,7 +69,7 @@ _NO_MODEL = 'model: missing; add "model": "org/name", the model whose KV blocks 
 
 
 class PrefixSearch:
-    """Looks up every block once, and again only when its state may have changed.
+    """Looks up each block of a request once, and again only when its state may have changed.
 
     A block found readable in an earlier iteration of the loop is looked up again at the end: it is
     not pinned and may have been evicted.
@@ -88,7 +88,7 @@ class PrefixSearch:
         self._look_up(self._keys)
 
     def look_again(self, changed: Collection[OffloadKey]) -> None:
-        """Look up the undecided blocks among `changed`, or all of them if it is empty."""
+        """Look up the undecided blocks in `changed`, or all undecided blocks if it is empty."""
         positions = self._ctx.key_positions
         self._current.clear()
         is_notified = self._is_notified
@@ -115,7 +115,7 @@ class PrefixSearch:
 
     @property
     def _is_notified(self) -> bool:
-        """Whether every tier announces its answers; external ones do not, and may open late."""
+        """Whether every tier announces lookup answers; external tiers do not, and may open late."""
         return all(tier.index.notifies for tier in self._driver.planner.tiers)
 
     def _look_up(self, keys: Sequence[OffloadKey]) -> None:
@@ -138,7 +138,7 @@ class PrefixSearch:
                     self._waiter.expect_progress()
 
     def _ask(self, keys: Sequence[OffloadKey]) -> Sequence[LookupResult]:
-        """Return the core's answers up to the first miss; of another generation, all are one."""
+        """Return the planner's answers up to the first miss; other generations' keys all miss."""
         self._driver.begin_step()
         if keys and not self._driver.generation.has(keys[0]):
             return [LookupResult.MISS]
@@ -199,7 +199,7 @@ class OffloadEngine:
             raise ConfigError(f"bounds: {bounds!r} is not valid; give an EngineBounds(...)")
         self._is_open = False
         self._is_closed = True
-        """Whether nothing is left to be closed."""
+        """Whether all components of the engine are closed."""
         self._closing: asyncio.Task[None] | None = None
         """The latest attempt to close."""
         self._requests: dict[EngineRequest, None] = {}
@@ -258,7 +258,7 @@ class OffloadEngine:
 
     @property
     def driver(self) -> PlannerDriver:
-        """The driver of the planner and the tiers. For invariants and inspection."""
+        """The driver of the planner and the tiers, for invariant checks and inspection."""
         return self._driver
 
     def stats(self) -> EngineStatistics:
@@ -311,7 +311,7 @@ class OffloadEngine:
         *,
         trace_context: object | None = None,
     ) -> AsyncIterator[EngineRequest]:
-        """Begin a request; leaving the block ends it. Its copies may end later.
+        """Begin a request; leaving the `async with` block ends it. Its copies may end later.
 
         Args:
             req_id: Name for messages and tiers; need not be unique.
@@ -551,7 +551,7 @@ class OffloadEngine:
             self._steps.waiters.wake_all()
 
     def invalidate(self, generation: int | str) -> None:
-        """Start another generation after a change of the weights; does not wait.
+        """Start a new key generation after a change of the weights; does not wait.
 
         No block of an earlier generation is served from now on, by the primary or any tier: later
         requests use other keys. Requests in flight get no hits and store no blocks, and a `load` of
@@ -627,7 +627,7 @@ class OffloadEngine:
             await self._end(left_s if has_landed else left_s / 2)
 
     def _begin_call(self, timeout_s: float = 0.0) -> float:
-        """Return the call's deadline, on the loop's clock."""
+        """Begin a call; return its deadline on the loop's clock."""
         self._require_open()
         deadline_s = self._loop.time() + seconds(timeout_s)
         self._steps.begin_call()
@@ -652,7 +652,7 @@ class OffloadEngine:
         return blocks, len(blocks) // per_chunk
 
     def _pin(self, request: EngineRequest, found: int) -> int | None:
-        """Pin the prefix that a lookup has found; None if the request must wait for room."""
+        """Pin the prefix found by a lookup; return its length, or None to wait for room first."""
         request.is_invalidated = False
         if not found:
             self._unpin(request)
@@ -663,13 +663,13 @@ class OffloadEngine:
         return count
 
     def _resident(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many leading keys are readable."""
+        """Return the number of leading keys whose blocks are readable in the primary."""
         answers = self._driver.planner.primary.lookup_many(keys)
         hits = takewhile(lambda answer: answer is LookupResult.HIT, answers)
         return sum(1 for _ in hits)
 
     def _unpin(self, request: EngineRequest) -> None:
-        """End a request's pins, or its wait for room; the shutdown, on its thread, ends all."""
+        """Release a request's pins, or end its wait for room; the shutdown does so for all."""
         request.prefix_blocks = 0
         if self._is_open and self._driver.planner.on_request_scheduled(request.ctx):
             self._steps.note_progress()

@@ -78,7 +78,7 @@ class Transfers:
         recorder: RequestRecorder | None = None,
         block_bytes: int = 0,
     ) -> None:
-        """Start without copies; `recorder`, if given, records each; `block_bytes` per block."""
+        """Create the limiters; `recorder` records each copy, at `block_bytes` per block."""
         self._transport = transport
         self._recorder = recorder
         self._block_bytes = block_bytes
@@ -109,7 +109,7 @@ class Transfers:
 
     @contextmanager
     def waiting(self, direction: Direction) -> Iterator[None]:
-        """Count a waiting call within the block; BusyError if too many wait."""
+        """Count a waiting call inside the `with` block; BusyError if too many calls wait."""
         if self._num_waiting[direction] >= self._most_waiting:
             raise BusyError(f"too many {_WAYS[direction]}s are waiting")
         self._num_waiting[direction] += 1
@@ -226,7 +226,7 @@ class Transfers:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One copy.
+    """A running copy between the device and the primary.
 
     Attributes:
         transfer: The transport's transfer.
@@ -260,14 +260,14 @@ class RunningTransfers:
         return len(self._running)
 
     def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
-        """Track a transfer; the future never raises, and cancelling it stops nothing."""
+        """Track a transfer; the returned future never raises, and cancelling it has no effect."""
         running = _Running(transfer, ended, self._loop.create_future())
         self._follow(running)
         self._running[running] = None
         return running.landed
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Wait until the copies under way have ended, but for later ones; False at the deadline."""
+        """Wait until the copies now under way have ended; return False at the deadline."""
         copies = list(self._running)
         if copies and timeout_s > 0:
             await asyncio.wait([copy.landed for copy in copies], timeout=timeout_s)

@@ -45,7 +45,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Payload:
-    """Rows like those of a primary tier, and a reference copy; a context manager.
+    """Rows like those of a primary, and a reference copy of their content; a context manager.
 
     Attributes:
         view: The rows, shape `[num_rows, row_bytes]`, as passed to a tier.
@@ -81,7 +81,7 @@ class Payload:
             buffer.release()
 
     def fill(self) -> None:
-        """Copy the expected content to the rows."""
+        """Copy the expected content into the rows."""
         np.copyto(self.flat, self.truth)
 
     def wipe(self) -> None:
@@ -100,11 +100,11 @@ class Payload:
 _START_S = 30.0
 
 Moves = Mapping[str, Callable[[], Sample]]
-"""Functions that store and load all rows, by pass name."""
+"""Functions that store and load all rows once, by pass name."""
 
 
 class Baseline(ABC):
-    """Writes and reads the rows of one payload.
+    """A measurement of raw I/O, which writes and reads the rows of one payload.
 
     Attributes:
         kind: Kind of baseline.
@@ -116,13 +116,13 @@ class Baseline(ABC):
     kind: ClassVar[str]
 
     def __init__(self, place: Place) -> None:
-        """Create a baseline in a place."""
+        """Create a baseline that writes in the directory `place`."""
         self.place = place
         self.directory = str(place.path)
         self.name = f"{self.kind} {self.directory}"
 
     def measure(self, plan: Plan, payload: Payload, jobs: Jobs) -> dict[str, Sample]:
-        """Return samples of storing and loading; afterwards the rows have the right content.
+        """Return samples of storing and loading; afterwards the rows have the expected content.
 
         Raises:
             InputError: The place has no space, or does not support the requested I/O.
@@ -148,11 +148,11 @@ class Baseline(ABC):
 
     @abstractmethod
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> AbstractContextManager[Moves]:
-        """Open new files; yield the functions that move the bytes."""
+        """Open new files; yield the functions that store and load the rows."""
 
     @contextmanager
     def _new_files(self, count: int, size_bytes: int) -> Iterator[list[int]]:
-        """Create `count` files of `size_bytes` each."""
+        """Create `count` files of `size_bytes` each; yield their descriptors."""
         with self.place.new_directory() as directory, ExitStack() as stack:
             files = []
             for number in range(count):
@@ -165,7 +165,7 @@ class Baseline(ABC):
 
 
 class PlainBaseline(Baseline):
-    """System calls from Python threads, without checksums."""
+    """Baseline: system calls from Python threads, without checksums."""
 
     kind: ClassVar[str] = "plain"
 
@@ -185,7 +185,7 @@ class PlainBaseline(Baseline):
 
 
 def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
-    """Return a sample of copying the bytes within memory."""
+    """Return a sample of copying the rows' bytes within memory."""
     starts = extents(jobs)
 
     def copy(start: int) -> None:
@@ -196,7 +196,7 @@ def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
 
 
 def extents(jobs: Jobs) -> range:
-    """Return the start of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
+    """Return the offset of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
     return range(0, jobs.num_bytes, _extent_blocks(jobs) * jobs.block_bytes)
 
 
@@ -210,7 +210,7 @@ def _check(moved_bytes: int, extent: memoryview) -> None:
 
 
 def _timed(call: Callable[[int], None], starts: range, plan: Plan, jobs: Jobs) -> Sample:
-    """Run the call for each extent, on threads that are started before the clock."""
+    """Run a call for each extent, on threads, and measure the time after the threads' start."""
     waiting = deque(starts)
     ended_s: dict[int, float] = {}
     gate = threading.Barrier(plan.threads + 1)
@@ -247,7 +247,7 @@ def _job_ends(jobs: Jobs, starts: range, ended_s: list[float]) -> list[float]:
 
 
 def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
-    """Return each job's latency as if it was submitted when an earlier job ended.
+    """Return each job's latency, as if the job had been submitted when an earlier job ended.
 
     A tier's pass behaves like that: at most `in_flight` jobs are in flight.
     """
@@ -261,7 +261,7 @@ _VALUES: Final = (b"0" * 17, b"1" * 17)
 
 
 class RecyclingBaseline(Baseline):
-    """System calls from Python threads that overwrite and rename files of evicted blocks."""
+    """Baseline: system calls from Python threads that overwrite and rename existing files."""
 
     kind: ClassVar[str] = "recycling"
 
@@ -279,12 +279,12 @@ class RecyclingBaseline(Baseline):
 
 
 class _Files:
-    """Files of blocks in `_FOLDERS` folders, each with an attribute."""
+    """Files of blocks in `_FOLDERS` folders, each file with an extended attribute."""
 
     def __init__(
         self, directory: str, content: memoryview, block_bytes: int, stack: ExitStack
     ) -> None:
-        """Make the folders; `stack` closes them."""
+        """Create the folders; `stack` closes their descriptors."""
         self._content = content
         self._block_bytes = block_bytes
         self._names: dict[int, tuple[int, str]] = {}
@@ -296,13 +296,13 @@ class _Files:
             stack.callback(os.close, self._folders[-1])
 
     def create(self, start: int) -> None:
-        """Create the file of the block at an offset of the rows."""
+        """Create the file of the block at an offset in the rows."""
         folder, name = self._names[start] = self._new_name()
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
         self._fill(file, start, _VALUES[0])
 
     def recycle(self, start: int) -> None:
-        """Store a block under a new name, in the file that has its old name."""
+        """Store a block under a new name, by overwriting and renaming its present file."""
         old_folder, old_name = self._names[start]
         folder, name = self._names[start] = self._new_name()
         temp = f"{name}.tmp"
@@ -341,13 +341,13 @@ class _Files:
 
 
 STALL_S: Final = 60.0
-"""Maximum time that a pass may take without a batch or a job ending; exceeds tiers' deadlines."""
+"""Seconds without an ended batch or job after which a pass hangs; exceeds tiers' deadlines."""
 _CLOSE_S: Final = 30.0
 _PREFIX: Final = b"baseline"
 
 
 class NativeBaseline(Baseline):
-    """A separate native engine, created for each measurement."""
+    """Baseline: a native I/O engine of its own, created for each measurement."""
 
     kind: ClassVar[str] = "native"
 
@@ -381,7 +381,7 @@ def _move_batches(
     *,
     is_store: bool,
 ) -> Sample:
-    """Move each job once, as a batch of an engine; raises UnfitError if a batch fails or hangs."""
+    """Run each job once, as a batch of a native engine; raises UnfitError if a batch fails."""
     size = jobs.keys_per_job
     keys = [index.to_bytes(8, "big") for index in range(size)]
     batches = [range(first, first + size) for first in range(0, jobs.num_keys, size)]
@@ -408,7 +408,7 @@ def _move_batches(
 
 
 def runs_of(blocks: range, jobs: Jobs, files: Sequence[int]) -> Iterator[Run]:
-    """Yield the locations of blocks; extents are striped over the files."""
+    """Yield the locations of blocks in the files, over which extents are striped."""
     size = _extent_blocks(jobs)
     at = blocks.start
     while at < blocks.stop:

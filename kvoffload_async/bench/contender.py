@@ -35,7 +35,7 @@ from kvoffload_async.types import (
 
 WARM_UP: Final = 2
 EXTENT_BYTES: Final = 1 << 20
-"""Target bytes per read or write call of the baseline, which joins whole blocks."""
+"""Maximum bytes per read or write call of a baseline, unless one block is larger."""
 _SPARE_BYTES: Final = 64 << 20
 
 # Linux's FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL, as on x86 and ARM.
@@ -46,10 +46,10 @@ _TOP_DIRECTORY: Final = 0x20000
 
 
 class Place:
-    """A directory for measurements; a context manager that restores its original state."""
+    """A directory for measurements; a context manager that restores its previous state."""
 
     def __init__(self, directory: str | None, key: str) -> None:
-        """Set the path; creates nothing yet.
+        """Set the directory's path; nothing is created yet.
 
         Args:
             directory: Where to write; None for the temporary directory.
@@ -59,7 +59,7 @@ class Place:
         self._key = key
 
     def __enter__(self) -> Self:
-        """Create a temporary directory in it, and its missing parents.
+        """Create the directory if missing, and a temporary directory in it.
 
         Raises:
             InputError: It cannot be created.
@@ -95,7 +95,7 @@ class Place:
             )
 
     def warm_up(self, content: memoryview, num_bytes: int) -> None:
-        """Write and remove `WARM_UP` times `num_bytes`, more than will be stored.
+        """Write and remove `WARM_UP` times `num_bytes`, to warm up the page cache's memory.
 
         A virtual machine may have returned free memory to its host; the first access to such a page
         of the cache is ten times slower. Touching the pages before every turn makes the turns
@@ -115,7 +115,7 @@ class Place:
 
     @contextmanager
     def new_directory(self) -> Iterator[str]:
-        """Create an empty directory for one use; its files are truncated afterwards.
+        """Create an empty directory for one measurement; its files are truncated afterwards.
 
         Raises:
             InputError: It cannot be created.
@@ -145,7 +145,7 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def _spread(path: Path) -> None:
-    """Make ext4 spread the directories in this one, as it does those in the root."""
+    """Make ext4 distribute a directory's subdirectories over the disk, like those of the root."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # not supported by other filesystems
@@ -160,7 +160,7 @@ class UnfitError(OffloadError):
 
 
 class OpenTier:
-    """A tier that is open on an empty store, with its own threads.
+    """A tier to measure, opened on an empty store, with its own threads.
 
     Attributes:
         manager: The manager to measure.
@@ -193,7 +193,7 @@ class OpenTier:
 _DIRECTORY: Final = "root_dir"
 _CAPACITY: Final = "capacity_bytes"
 _TIER_SPARE_BYTES: Final = 16 << 20
-"""Space besides the blocks: indexes, journals, and a tier's minimum size."""
+"""Space in addition to the blocks: indexes, journals, and a tier's minimum size."""
 
 
 def _geometry(block_bytes: int) -> OffloadConfig:
@@ -201,7 +201,7 @@ def _geometry(block_bytes: int) -> OffloadConfig:
 
 
 _SPEC: Final = SimpleNamespace(config=_geometry(0))
-"""Replaces a spec: names the model of the benchmark's blocks."""
+"""Stand-in for a spec: names the model of the benchmark's blocks."""
 
 
 class Contender:
@@ -216,7 +216,7 @@ class Contender:
     """
 
     def __init__(self, tier_config: Mapping[str, Any]) -> None:
-        """Take a tier's configuration, including `type`; opens nothing.
+        """Keep a tier's configuration, including `type`; nothing is opened yet.
 
         Raises:
             InputError: The tier cannot be imported, or its directory is not a path.
@@ -250,12 +250,12 @@ class Contender:
         return OpenTier(SecondaryTierFactory.create_secondary_tier(config, view, _SPEC))
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return the bytes after which it overwrites old blocks; None if it never does."""
+        """Return the bytes after which the tier overwrites old blocks; None if it never does."""
         given = self._configured(None, stored_bytes).get(_CAPACITY)
         return None if given is None else parse_size_bytes(given, _CAPACITY)
 
     def check(self, stored_bytes: int, block_sizes: Iterable[int]) -> None:
-        """Validate its configuration for rounds that store so much, in blocks of these sizes.
+        """Validate the tier's configuration for rounds of `stored_bytes`, in blocks of these sizes.
 
         Raises:
             InputError: The configured capacity is below a round's size, which would measure

@@ -1,4 +1,4 @@
-"""Results of a benchmark: medians over the rounds, their spread, their ratio to the baseline."""
+"""Results of a benchmark: medians over the rounds, their range, their ratio to the baseline."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Report:
 
 
 def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> SizeReport:
-    """Return the results of one block size.
+    """Return the results of one block size, from its samples.
 
     Args:
         samples: The measurements.
@@ -170,7 +170,7 @@ def _passes_of(samples: Samples, name: str) -> list[tuple[str, list[Sample]]]:
 
 
 def _figures(samples: Sequence[Sample], **beside: Mapping[str, Figure]) -> dict[str, Figure]:
-    """Return the figures of one pass over the rounds.
+    """Return the figures of one pass, over all rounds.
 
     Args:
         samples: One per round; at least one.

@@ -1,4 +1,4 @@
-"""Plan of a benchmark: sizes, counts and rounds, validated before the start; its figures."""
+"""Plan of a benchmark: sizes, counts and rounds, validated before the start; figures of a pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
 NUM_BUFFERS = 2
-"""Buffers in memory: the rows that tiers use, and their expected content."""
+"""Number of buffers in memory: the rows that tiers use, and their expected content."""
 _MEMORY_SHARE = 0.5
 
 
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def num_rows(self) -> int:
-        """Rows needed: the blocks of the larger pass."""
+        """Number of rows needed: the blocks of the larger pass."""
         return max(self.many.num_keys, self.one.num_keys if self.one else 0)
 
     @property

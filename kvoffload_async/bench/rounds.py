@@ -55,7 +55,7 @@ def _switches_of(thread: int) -> int:
 
 
 STEP_S: Final = 0.0002
-"""The owner's sleep between two polls without results."""
+"""Seconds that the owner sleeps after a poll without results."""
 _POLLS: Final = 1000
 _LOOKUP_S: Final = 10.0
 _NS: Final = 1_000_000_000
@@ -69,7 +69,7 @@ def drive(
     is_load: bool,
     in_flight: int,
 ) -> tuple[Sample, list[str]]:
-    """Run jobs, given by id, with at most `in_flight` of them in flight.
+    """Run a tier's jobs, given by id, with at most `in_flight` jobs in flight.
 
     Returns:
         The figures of the pass, and an error text for each failed job.
@@ -126,7 +126,7 @@ def drive(
 
 
 def time_at_rest(tier: OpenTier, keys: Sequence[OffloadKey]) -> Sample:
-    """Return the duration of single calls while the tier is idle.
+    """Return the duration of single calls to an idle tier.
 
     Args:
         tier: An open tier without jobs.
@@ -141,7 +141,7 @@ def time_at_rest(tier: OpenTier, keys: Sequence[OffloadKey]) -> Sample:
 
 
 def _found(tier: OpenTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Look up until all answers are final; return the keys found."""
+    """Look up keys until all answers are final; return the keys found."""
     pause = threading.Event()
     deadline_s = time.monotonic() + _LOOKUP_S
     while True:
@@ -278,7 +278,7 @@ def _measure_baseline(baseline: Baseline, plan: Plan, payload: Payload, samples:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One contender's turn in every round."""
+    """One contender's measurement, repeated in every round."""
 
     contender: Contender
     plan: Plan
@@ -287,7 +287,7 @@ class _Turn:
     job_ids: Iterator[int] = field(default_factory=partial(count, 1))
 
     def run(self) -> None:
-        """Store and load with a newly opened tier, and compare the loaded blocks."""
+        """Store and load blocks with a newly opened tier, and compare the loaded blocks."""
         work = self.samples.work
         with self._open() as tier:
             keys = self._store_and_load(tier, work.many, "")

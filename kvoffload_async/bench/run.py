@@ -1,4 +1,4 @@
-"""Runs a benchmark from a validated plan to its report."""
+"""Runs a benchmark according to a validated plan, and returns its report."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_bench(
 
 
 def _named_apart(contenders: Sequence[Contender]) -> Sequence[Contender]:
-    """Number contenders with equal names, so that each has its own results."""
+    """Append numbers to the equal names of contenders, so that each has its own results."""
     names = [contender.name for contender in contenders]
     for index, contender in enumerate(contenders):
         if names.count(names[index]) > 1:

@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Result of a batch.
+    """Result of copying a batch of blocks.
 
     Attributes:
         errors: Index of each failed block -> its errno, or `ENDED_EARLY`.
@@ -77,7 +77,7 @@ class FileBatch(NamedTuple):
 
 
 class LoadedFiles(NamedTuple):
-    """Result of reading files.
+    """Result of reading a batch of files.
 
     Attributes:
         statuses: One byte per file; 0: the row has the whole block, verified if requested.
@@ -121,7 +121,7 @@ class FileStores(NamedTuple):
 
 
 class StoredFiles(NamedTuple):
-    """Result of writing files.
+    """Result of writing a batch of files.
 
     Attributes:
         statuses: One byte per file: `FILE_WRITTEN`; `FILE_PRESENT` if the name existed;
@@ -138,7 +138,7 @@ class StoredFiles(NamedTuple):
 
 
 class BlockDigests(Protocol):
-    """Computes checksums. Thread: any.
+    """Computes the checksums of blocks. Thread: any.
 
     Attributes:
         is_keyed: Whether they are made with an integrity key.
@@ -157,7 +157,7 @@ class BlockDigests(Protocol):
 
 
 class FileCalls(Protocol):
-    """The tiers' own system calls; they raise OSError. Thread: any."""
+    """The system calls used by block I/O; they raise OSError. Thread: any."""
 
     def open(self, path: str, flags: int, /) -> int: ...
     def close(self, fd: int, /) -> None: ...
@@ -194,7 +194,7 @@ class BlockIo(ABC):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        """Copy rows to or from slots; returns when no byte moves any more.
+        """Copy rows to or from slots of files; return only after all copying has ended.
 
         Also if cancelled: then operations not begun are skipped. Each run fails separately; in a
         failed run, every block not known to be complete fails.

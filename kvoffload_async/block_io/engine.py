@@ -54,7 +54,7 @@ class _FileCall(ctypes.Structure):
 
 
 class _Call:
-    """Decoded arguments of an engine's call.
+    """Decoded arguments of a system call that the engine requests.
 
     Attributes:
         root, root_fd: Path and descriptor of the root.
@@ -130,7 +130,7 @@ _KINDS: Final[Sequence[Callable[[FileCalls, _Call], int | None]]] = (  # order o
 
 
 def adapter(ops: FileCalls) -> tuple[int, object]:
-    """Return the address of a callback for the engine, and an object to keep it alive.
+    """Return the address of a callback that calls `ops`, and an object that keeps it alive.
 
     An exception other than OSError is a bug: it is logged, and fails the call.
     """
@@ -346,7 +346,7 @@ class Engine:
         return self._submit(_STORE_FILES, True, len(rows), held, rows, keys, prefix, (), names)
 
     def has_files(self, root: tuple[int, str], names: Sequence[str]) -> int:
-        """Look up files. Outcome: one byte per name, 1 for a regular file, otherwise 0."""
+        """Check if files exist. Outcome: one byte per name, 1 for a regular file, otherwise 0."""
         files = (*_located(root, names), "", b"", (), *_STORES_NOTHING)
         return self._submit(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files)
 
@@ -387,7 +387,7 @@ class Engine:
         return self._threads.close(_nanoseconds("timeout_s", timeout_s))
 
     def counters(self) -> dict[str, int]:
-        """Return the counters since the start."""
+        """Return the values of the engine's counters, by name."""
         return dict(zip(_COUNTERS, self._threads.counters(), strict=True))
 
 

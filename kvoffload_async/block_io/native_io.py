@@ -1,4 +1,4 @@
-"""The native implementation: the engine's threads copy; one descriptor wakes the loop."""
+"""Native implementation of block I/O: the engine's threads copy; one descriptor wakes the loop."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _HUNG_AFTER_S: Final = 1.0
 """Seconds in one system call after which a thread is replaced by a spare one."""
 
 _CLOSE_S: Final = 5.0
-"""Seconds for idle threads to end."""
+"""Timeout for idle threads to end, in seconds."""
 
 Arguments = ParamSpec("Arguments")
 
 
 def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
-    """Open an engine with a tier's thread counts.
+    """Open a native engine with a tier's thread counts.
 
     Args:
         threads: Number of threads that copy; as many spare ones may replace hanging threads.
@@ -87,7 +87,7 @@ class NativeBlockIo(BlockIo):
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
         self._pending: dict[int, asyncio.Future[Any]] = {}
-        """Ticket -> future of the outcome."""
+        """Ticket of a batch -> future of its outcome."""
         self._tending: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._engine.fd, self._deliver, self._engine)

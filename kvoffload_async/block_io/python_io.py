@@ -1,4 +1,4 @@
-"""The Python implementation: vectored calls and hashing on an `IoRunner`'s threads."""
+"""Python implementation of block I/O: vectored calls and hashing on an `IoRunner`'s threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHARES: Final = 4
 """Approximate number of parts per idle thread when a batch is divided."""
 
 _LEAST_SHARE: Final = 4
-"""Minimum size of such a part, as a fraction of a full one."""
+"""A part has at least a full part's slots divided by this."""
 
 _CALL_BYTES: Final = 16 << 20
 """Bytes that a thread copies before it takes the next call, possibly of the other direction."""
@@ -60,7 +60,7 @@ class PythonBlockIo(BlockIo):
         threads: int,
         piece_bytes: int,
     ) -> None:
-        """Map the rows; see `create_block_io`."""
+        """Map the rows of `kv_view`; see `create_block_io`."""
         self._io = io
         self._digests = digests
         self._mover = _Mover(calls, kv_view, slot_bytes)
@@ -113,7 +113,7 @@ class _Part(NamedTuple):
 
 
 class _Batch:
-    """Blocks being copied.
+    """A batch of blocks being copied.
 
     Attributes:
         parts: Parts that no thread has begun.
@@ -170,7 +170,7 @@ class _Batch:
             left_bytes -= part.num_bytes
 
     def withdraw(self) -> bool:
-        """Begin no further part; return whether none is being copied. Thread: any."""
+        """Begin no further part; return whether no part is being copied. Thread: any."""
         with self._mutex:
             self.parts.clear()
             return not self._num_moving
@@ -204,7 +204,7 @@ class _Batch:
 
 
 def _parts(runs: Sequence[Run], size: int, slot_bytes: int) -> Iterator[_Part]:
-    """Yield parts of at most `size` slots in one file."""
+    """Divide runs into parts of at most `size` slots in one file."""
     start = count = 0
     part: list[Run] = []
     for fd, first, length in runs:
@@ -274,7 +274,7 @@ class _Mover:
             return count
 
     def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
-        """Return the number of slots within a transfer's bytes; the last one needs no padding."""
+        """Return the number of complete blocks in a transfer's bytes; the last needs no padding."""
         slot_bytes = self.slot_bytes
         return min(len(rows), (done_bytes + slot_bytes - self._row_bytes) // slot_bytes)
 

@@ -82,7 +82,7 @@ app.add_typer(store_app)
 
 
 def main() -> None:
-    """Run the command; never returns."""
+    """Run the `kvoffload` command; never returns."""
     app(prog_name="kvoffload")
 
 
@@ -171,7 +171,7 @@ def open_requests(given: ReplayFlags) -> RequestSource:
 
 
 def _runtime_of(device: str) -> DeviceRuntime | None:
-    """Return the runtime of a device, None for the host; raises ConfigError if there is none."""
+    """Return a device's runtime, None for the host; raises ConfigError if it is unavailable."""
     if device == "cpu":
         return None
     from kvoffload_async.transport.streams import DeviceRuntime  # noqa: PLC0415 - loads torch
@@ -227,7 +227,7 @@ def tiers() -> None:
 
 
 def check_choice(option: str, value: str, allowed: Collection[str]) -> None:
-    """Check the value of an option; raises InputError."""
+    """Check that the value of an option is allowed; raises InputError."""
     if value not in allowed:
         raise InputError(f"{option} {value}: expected {' or '.join(allowed)}")
 

@@ -38,13 +38,13 @@ _COLUMNS: Final = (
 )
 _ALL: Final = tuple(range(len(_COLUMNS)))
 _NARROW: Final = (0, 2, 3, 5, 7, 9)
-"""The columns that fit into a terminal of 80 characters; `--json` writes all."""
+"""Indices of the columns that fit into a terminal of 80 characters; `--json` writes all figures."""
 
 Figures = Mapping[str, Figure]
 
 
 def print_tables(report: Report, console: Console) -> None:
-    """Print all tables; at full width if the output is not a terminal."""
+    """Print the tables of a report; at full width if the output is not a terminal."""
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     columns = _ALL if console.width >= _FILE_WIDTH else _NARROW

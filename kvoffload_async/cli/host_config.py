@@ -1,4 +1,4 @@
-"""The engine's part of a host's configuration, and its table, for `check-config`.
+"""The engine's part of a host's configuration, and the table of its derived settings.
 
 No host need be installed. A host's own keys are checked against tables of what its supported
 versions accept, this package's by the code that reads them under the host. What only the
@@ -54,14 +54,14 @@ _MODULES: Final = {
     "KVOffloadL2Adapter": (_LMCACHE, f"{_LMCACHE}.adapter"),
     "KVOffloadHiCache": (_SGLANG, f"{_SGLANG}.hicache"),
 }
-"""Class -> modules that have it, the documented one first."""
+"""Class that a configuration names -> modules that contain it, the documented module first."""
 
 _PLACEHOLDERS: Final = {"block_bytes": 1, "cpu_bytes_to_use": 1 << 20, "model": "model"}
-"""Of what the host decides; small, so that they refuse no size that the host may accept."""
+"""Values for settings that the host determines; small, so that no valid size is refused."""
 
 
 class HostConfig(NamedTuple):
-    """A configuration under a host.
+    """The engine's part of a configuration, and the host that it is written for.
 
     Attributes:
         host: Who knows what is not checked; empty if everything is.
@@ -100,7 +100,7 @@ def host_config(config: Mapping[str, Any]) -> HostConfig:
 # -- rules --------------------------------------------------------------------------------------
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Key -> whether a value is accepted, and what is."""
+"""Key -> predicate of accepted values, and the description of these."""
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -115,7 +115,7 @@ def _one_of(*allowed: object) -> tuple[Callable[[Any], bool], str]:
 def _converts(
     to: type[int | float], is_valid: Callable[[Any], bool] = lambda _number: True
 ) -> Callable[[Any], bool]:
-    """Return whether `to(value)` succeeds, with a valid result."""
+    """Return a predicate: whether `to(value)` succeeds, with a valid result."""
 
     def check(value: Any) -> bool:  # noqa: ANN401 - a user's JSON
         with suppress(TypeError, ValueError, OverflowError):
@@ -132,7 +132,7 @@ def _check(given: Mapping[str, Any], rules: Rules, where: str = "") -> None:
 
 
 def _check_module(given: Mapping[str, Any], name: str, path: str, where: str = "") -> None:
-    """Check the module of a class that `_MODULES` lists."""
+    """Check that the named module contains the named class, according to `_MODULES`."""
     modules = _MODULES[given[name]]
     if given.get(path) not in modules:
         remedy = f'give "{modules[0]}"' if modules[0] else "leave it out"
@@ -216,7 +216,7 @@ def _check_transfer(config: Mapping[str, Any], fields: Rules, where: str = "") -
 
 
 def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str = "") -> HostConfig:
-    """Check a connector that offloads; vLLM reads the failure policy of `outer`."""
+    """Check an offloading connector's configuration; `outer` has vLLM's failure policy."""
     _check(config, {"kv_connector": _one_of(*OFFLOADING_CONNECTORS)}, where)
     _check_module(config, "kv_connector", "kv_connector_module_path", where)
     connector, extra = config["kv_connector"], config[EXTRA]
@@ -250,7 +250,7 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
 
 
 def _is_external(tier: object) -> bool:
-    """Return whether only another package can check a tier."""
+    """Return whether a tier is of another package, which alone can check it."""
     path = tier.get("module_path") if isinstance(tier, dict) else None
     return isinstance(path, str) and not path.startswith("kvoffload_async.")
 
@@ -364,7 +364,7 @@ def _under_sglang(config: Mapping[str, Any]) -> HostConfig:
 
 
 def derived_settings(spec: TieringOffloadingSpec, found: HostConfig) -> dict[str, Any]:
-    """Return a configuration's derived settings, as JSON has them; without secrets.
+    """Return a configuration's derived settings as a JSON object, without secrets.
 
     Args:
         spec: Made from the configuration.

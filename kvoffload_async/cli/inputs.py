@@ -117,7 +117,7 @@ def _reject_type(value: object) -> NoReturn:
 
 
 def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's own
-    """Yield 1 for each start of a mapping or list and -1 for each end; reject aliases.
+    """Yield 1 for each start of a YAML mapping or list and -1 for each end; reject aliases.
 
     PyYAML's parser is iterative, unlike its composer, so it can check the depth first.
     """
@@ -131,7 +131,7 @@ def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's ow
 
 
 def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
-    """Reject duplicate keys, and keys that are not text."""
+    """Reject mappings with duplicate keys, or keys that are not text."""
     if isinstance(node, yaml.SequenceNode):
         for one in node.value:
             _check_keys(one, yaml)

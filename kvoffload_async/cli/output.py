@@ -52,7 +52,7 @@ def write_text(option: str, name: str, text: str) -> None:
 
 
 def publish(json: str | None, print_tables: Callable[[Console], None], text: str) -> None:
-    """Print tables, unless standard output is for JSON, and write the figures if `json` says where.
+    """Print tables unless standard output is for JSON; write the figures if `json` names a file.
 
     Raises:
         InputError: The figures cannot be written.
@@ -65,7 +65,7 @@ def publish(json: str | None, print_tables: Callable[[Console], None], text: str
 
 @contextmanager
 def as_unwritable(option: str, name: str) -> Iterator[None]:
-    """Turn an OSError into an InputError that names the option."""
+    """Context manager: turns an OSError into an InputError that names the option."""
     try:
         yield
     except OSError as error:
@@ -122,7 +122,7 @@ def check_page(option: str, path: Path | None, module: str) -> None:
 
 
 def figures_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table of named rows of figures; without a header if all names in it are empty."""
+    """Return a table of named rows of figures; without a header if all column names are empty."""
     table = Table(title=title, title_justify="left", show_header=any(head))
     table.add_column(head[0], style="bold")
     for name in head[1:]:
@@ -133,7 +133,7 @@ def figures_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def summary_tables(summaries: Sequence[tuple[StoreMaintenance, Summary]]) -> Iterator[Table]:
-    """Yield one table per kind of store, with one column per store."""
+    """Yield a table of the summaries per kind of store, with one column per store."""
     for kind in dict.fromkeys(type(store) for store, _ in summaries):
         columns = [(store.name, found) for store, found in summaries if type(store) is kind]
         rows = zip(*(found.rows for _, found in columns), strict=True)
@@ -174,7 +174,7 @@ def progress_bar(
 
 
 class _Bar(Progress):
-    """Asks for the progress each time that it is drawn."""
+    """Progress bar that calls `fraction_done` whenever it is drawn."""
 
     def __init__(self, console: Console, fraction_done: Callable[[], float], title: str) -> None:
         self._fraction_done = fraction_done

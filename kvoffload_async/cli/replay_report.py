@@ -39,13 +39,13 @@ from kvoffload_async.timeline import RequestTimeline
 def bar_of_pass(
     console: Console, num_passes: int, source: RequestSource, number: int
 ) -> AbstractContextManager[object]:
-    """Return the progress bar of a pass, see `Follow`; it is shown if the console is a terminal."""
+    """Return the progress bar of a replay pass; it is shown if the console is a terminal."""
     title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
     return progress_bar(console, lambda: source.fraction_done, title)
 
 
 def print_table(reports: PassReports, console: Console) -> None:
-    """Print the figures as tables, with one column per pass."""
+    """Print the figures of a replay as tables, with one column per pass."""
     for title, head, rows in _tables(reports, _PRINTED):
         console.print(figures_table(title, head, rows))
 
@@ -53,7 +53,7 @@ def print_table(reports: PassReports, console: Console) -> None:
 def _tables(
     reports: PassReports, tier_figures: Collection[str]
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield the title, the head and the rows of each table; a single pass is not named."""
+    """Yield each table's title, header and rows; the header of a single pass is empty."""
     passes = reports.passes
     later = (f"pass {number}" for number in range(3, len(passes) + 1))
     names = ["first pass", "warm pass", *later][: len(passes)] if len(passes) > 1 else [""]
@@ -74,7 +74,7 @@ def _tables(
 
 
 def _figure_rows(report: Report) -> list[tuple[str, str]]:
-    """Return the name and the formatted value of each figure."""
+    """Return the name and the formatted value of each figure of a pass."""
     jobs = (report.jobs_submitted, report.job_results, report.job_failures)
     refused = (report.stores_refused, report.promotions_refused)
     moved = (size_text(report.bytes_stored), size_text(report.bytes_loaded))
@@ -127,7 +127,7 @@ _TIER_FIGURES: Final = {
     "dropped_blocks": "dropped blocks",
 }
 _PRINTED: Final = ("stored_bytes", "loaded_bytes", "failed_jobs", "dropped_blocks")
-"""The figures of tiers that fit on a terminal; a page has all."""
+"""The figures of tiers that fit on a terminal; the HTML page shows all."""
 _STYLE: Final = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 84rem; margin: 0 auto;
@@ -153,7 +153,7 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 def publish_pictures(
     reports: PassReports, trace: Path | None, plot: Path | None, page: Path | None
 ) -> None:
-    """Write the plot and the page of a replay that has just ended and recorded samples.
+    """Write the plot and the HTML page of a replay that has recorded samples.
 
     Raises:
         InputError: A file cannot be written.
@@ -226,11 +226,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
 
 
 _MORE_REQUESTS: Final = 64
-"""Timelines kept in addition to those in flight, for requests whose last copies have not ended."""
+"""Timelines kept beyond those of requests in flight, for ended requests with unfinished copies."""
 
 
 def check_explained(number: int, open_source: Callable[[], RequestSource]) -> None:
-    """Check before a replay that it has a request of this number, the first of which is 0.
+    """Check before a replay that its trace has request `number`, counted from 0.
 
     Raises:
         InputError: It has not.
@@ -245,10 +245,10 @@ def check_explained(number: int, open_source: Callable[[], RequestSource]) -> No
 
 
 class TimelineOutput:
-    """Prints the timeline of one request of a replay, and writes those of all to a file."""
+    """Prints the timeline of one request of a replay, and writes all timelines to a file."""
 
     def __init__(self, explained: int | None, trace_out: str | None) -> None:
-        """Print the timeline of request `explained`; write all to the file `trace_out`.
+        """Print the timeline of request `explained`; write all timelines to the file `trace_out`.
 
         Raises:
             InputError: The file cannot be written.
@@ -268,7 +268,7 @@ class TimelineOutput:
         return self._explained is not None or self._name is not None
 
     def close(self) -> None:
-        """Close the file.
+        """Close the file of timelines.
 
         Raises:
             InputError: The file cannot be written.
@@ -278,7 +278,7 @@ class TimelineOutput:
                 self._file.close()
 
     def recording(self, spec: TieringOffloadingSpec, concurrency: int) -> TieringOffloadingSpec:
-        """Return a spec whose engines record enough timelines, and create the file.
+        """Return the spec, changed to record enough timelines, and create the file of timelines.
 
         Raises:
             InputError: The file cannot be written.
@@ -293,7 +293,7 @@ class TimelineOutput:
         return TieringOffloadingSpec(replace(spec.config, explain_requests=kept))
 
     def watch(self, number: int, timeline: RequestTimeline) -> None:
-        """Process a finished timeline of pass `number`."""
+        """Write a finished timeline of pass `number`; keep the explained one for printing."""
         name, _, _ = timeline.req_id.partition("/")
         if name == f"request-{self._explained}":
             self._texts.append(f"pass {number}, {timeline}")

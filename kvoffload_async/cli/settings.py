@@ -51,7 +51,7 @@ CONFIG_VARIABLE = "KVOFFLOAD_CONFIG"
 YAML_SUFFIXES = frozenset({".yaml", ".yml"})
 DEFAULT_BLOCK_BYTES = 16 * 1024
 MODEL = "replay"
-"""Default model name: a replay derives the bytes of a block from its key alone."""
+"""Default model name: a replay derives the bytes of a block only from its key."""
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
 _MOST_CONCURRENT: Final = 1 << 16
@@ -61,7 +61,7 @@ BUILT_IN_PASSES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayFlags(CommandOptions):
-    """The options of `kvoffload replay`; None for those of the engine that are not given."""
+    """The options of `kvoffload replay`; engine options that are not given are None."""
 
     trace: Path | None = argument(
         "Trace file of JSON lines with hash_ids; - reads standard input. Default: a built-in chat "
@@ -141,7 +141,7 @@ class ReplayFlags(CommandOptions):
 
 
 _MAX_CONFIG_BYTES: Final = 1 << 24
-"""Stops reading of a device or file that is no configuration."""
+"""Maximum size of a configuration; ends the reading of a device or a wrong file."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def resolve(flags: ReplayFlags, scratch: ScratchFolder) -> TieringOffloadingSpec
 
 
 def _size_primary(config: dict[str, Any], flags: ReplayFlags) -> None:
-    """Size the primary for exactly the wanted number of blocks, padding of rows included."""
+    """Size the primary for exactly the wanted number of blocks, including the rows' padding."""
     num_blocks = flags.primary_blocks
     if num_blocks is None:
         if "cpu_bytes_to_use" in config:

@@ -117,7 +117,7 @@ Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
 
 @dataclass(slots=True)
 class StoreReport:
-    """The findings about one store.
+    """The findings of a maintenance command about one store.
 
     Attributes:
         store: The store.
@@ -133,7 +133,7 @@ class StoreReport:
 
     @property
     def stopped_after(self) -> str:
-        """Position for `--after`; empty if the work was not stopped, or cannot be resumed."""
+        """Position for `--after`; empty if the command was not stopped, or cannot be resumed."""
         return "" if self.summary is None else self.summary.stopped_after
 
     @property
@@ -180,7 +180,7 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
 
 
 def _run(given: StoreOptions, call: Call, control: MaintenanceControl) -> list[StoreReport]:
-    """Run the operation and return a report per store.
+    """Run the maintenance operation on every store, and return a report per store.
 
     Raises:
         InputError: There is no store, or a store cannot be read.

@@ -44,7 +44,7 @@ _LEAST_LATENCIES: Final = 4
 def picture(
     readings: Readings, *, width: int, height: int, path: str, complaint: str = ""
 ) -> RenderableType:
-    """Return the contents of the screen.
+    """Return the contents of the screen, from the latest readings.
 
     Args:
         readings: The readings so far, at least one.
@@ -186,7 +186,7 @@ def _tier(
 
 
 def _remarks(tiers: Sequence[TierStatistics], now_s: float) -> Iterator[str]:
-    """Yield a text for each tier that is not open or suspended, with the reason."""
+    """Yield a text for each tier that is suspended or not open, with the reason."""
     for tier in tiers:
         for direction, reason in tier.breaker_reasons.items():
             yield shown(f"{tier.name}: {direction}s are suspended: {reason}")
@@ -199,7 +199,7 @@ def _remarks(tiers: Sequence[TierStatistics], now_s: float) -> Iterator[str]:
 
 
 def _slowest(readings: Readings) -> Table | None:
-    """Return the table of the slowest requests; None if the engine records none."""
+    """Return the table of the slowest requests; None if the engine has reported none."""
     if not readings.last.slowest:
         return None
     table = _table()
@@ -236,7 +236,7 @@ def _asked_blocks(stats: OffloadingStatistics) -> float:
 
 
 def _lost_blocks(tier: TierStatistics) -> int:
-    """Return the blocks that the tier should have stored; those of a reset do not count."""
+    """Return the number of blocks that the tier failed to store, apart from resets."""
     return tier.dropped.get("evicted", 0) + tier.failed_store_blocks
 
 
@@ -270,7 +270,7 @@ def _count(number: float) -> str:
 
 
 def _short(number: float, factor: int = 1000) -> str:
-    """Return a number in at most four characters; for bytes, pass a factor of 1024."""
+    """Format a number in at most four characters; for bytes, pass a factor of 1024."""
     unit = 0
     while number >= 999.5 and unit < len(_LETTERS) - 1:  # noqa: PLR2004 - else it is 1000
         number /= factor
@@ -280,7 +280,7 @@ def _short(number: float, factor: int = 1000) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Return a duration with about three digits."""
+    """Format a duration with about three digits."""
     for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
         value = seconds * factor
         if value < 999.5 or unit == "s":  # noqa: PLR2004 - else it is 1000
@@ -347,7 +347,7 @@ def _watch(console: Console, path: str, interval_s: float) -> NoReturn:
 
 
 def _read_again(readings: Readings, path: str, *, is_first: bool = False) -> str:
-    """Take another reading; return an empty text, or why the reading failed.
+    """Read the engine's statistics again; return why the reading failed, or an empty text.
 
     Raises:
         InputError: The first answer is not an engine's.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def in_prompt_order(
     keys: Iterable[OffloadKey], positions: Mapping[OffloadKey, int]
 ) -> list[OffloadKey]:
-    """Return keys in the order of their positions, then those without one, as given."""
+    """Sort keys by prompt position; keys without a position follow, in the given order."""
     return sorted(keys, key=lambda key: positions.get(key, inf)) if positions else list(keys)
 
 
@@ -72,7 +72,7 @@ def prefix_test(
     used: Collection[OffloadKey],
     positions: Mapping[OffloadKey, int],
 ) -> Callable[[OffloadKey], bool]:
-    """Return a predicate: whether a request has used a key that precedes `wanted` in its prompt.
+    """Return a test for keys that a request has used and that precede `wanted` in its prompt.
 
     The request must not evict these blocks to store `wanted`.
     """
@@ -81,15 +81,15 @@ def prefix_test(
 
 
 LEAST_PROBABILITY: Final = 0.198
-"""Probability of reuse from which a block is written. On a trace of a chat service, a large tier
-has 7 % fewer hits at 0.25, 1.03 % at 0.2, and 0.8 % here, for 84 % of the writes; a small tier has
-12 % more hits than with everything, for 57 % of the writes, at 0.2 as here."""
+"""Minimum probability of reuse at which a tier stores a block. On a trace of a chat service, a
+large tier has 7 % fewer hits at 0.25, 1.03 % at 0.2, and 0.8 % here, for 84 % of the writes; a
+small tier has 12 % more hits than with everything, for 57 % of the writes, at 0.2 as here."""
 _KEPT_PER_REQUEST: Final = 0.999
-"""Part of the counts of stored blocks that a request keeps."""
+"""Factor by which the counts of stored blocks decay at each request's end."""
 
 
 class Admission:
-    """Decides for the tiers that store only blocks that are likely to be used again.
+    """Decides which blocks to store in tiers that store only blocks likely to be used again.
 
     Not thread-safe; call only from the owner's thread.
     """
@@ -97,7 +97,7 @@ class Admission:
     def __init__(
         self, estimates: ReuseModel, capacities: Sequence[float | None], *, feeds: bool
     ) -> None:
-        """Start without writes.
+        """Start with no stored blocks counted.
 
         Args:
             estimates: The estimates of reuse.
@@ -114,7 +114,7 @@ class Admission:
     def split(
         self, index: int, ctx: ReqContext, keys: Sequence[OffloadKey], *, is_final: bool
     ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
-        """Return the blocks that a tier stores, and those to ask about when the request ends.
+        """Return the blocks that a tier stores now, and those to decide on when the request ends.
 
         Args:
             index: The tier.
@@ -138,7 +138,7 @@ class Admission:
         return stored, undecided
 
     def stores(self, kind: int) -> bool:
-        """Return whether some tier stores blocks of a class; call only if every tier is choosy."""
+        """Return whether some tier stores blocks of a class; call only if all are selective."""
         return any(self._is_likely(index, kind) for index in range(len(self._capacities)))
 
     def note_stored(self, index: int, count: int) -> None:
@@ -146,7 +146,7 @@ class Admission:
         self._stored[index] += count
 
     def end_request(self, ctx: ReqContext, used: Collection[OffloadKey]) -> None:
-        """Note that a request has ended, with the blocks that it used."""
+        """Record the end of a request and the blocks that it used."""
         self._stored = [count * _KEPT_PER_REQUEST for count in self._stored]
         self._requests = self._requests * _KEPT_PER_REQUEST + 1
         self._probabilities.clear()
@@ -157,7 +157,7 @@ class Admission:
             self._estimates.record(keys, prompt, [False] * len(keys))
 
     def residence_requests(self, index: int) -> float:
-        """Return how many requests a block stored now stays in a tier, at the present rate."""
+        """Estimate for how many requests a newly stored block stays in a tier, at current rates."""
         capacity = self._capacities[index]
         if capacity is None or not self._stored[index]:
             return inf
@@ -188,7 +188,7 @@ class AdmissionFilter:
         self._new, self._old = KeyMap(self.tracked_keys), KeyMap(self.tracked_keys)
 
     def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that reach `threshold` offers, counting this one; records nothing."""
+        """Return the keys that reach `threshold` offers with the current one; records nothing."""
         counts = self._counts_with(keys)
         return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
 

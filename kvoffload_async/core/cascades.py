@@ -1,4 +1,4 @@
-"""Cascades: copies of stored blocks to the secondary tiers, and reports of their use.
+"""Cascades: copies of stored blocks to the secondary tiers, and reports of block reuse.
 
 A block without room in the copies to a tier is *pending* for the tier; it is queued by its slot.
 
@@ -53,13 +53,13 @@ class EngineContext:
         self._users: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
-        """Return the request for a job or touch of the tier, and record that the tier uses it."""
+        """Return the engine's request for a tier's job or touch; record that the tier uses it."""
         if tier not in self._users:
             self._users.append(tier)
         return self.ctx
 
     def close(self) -> None:
-        """End the request in all tiers that used it; idempotent."""
+        """End the engine's request in all tiers that used it; idempotent."""
         users, self._users = self._users, []
         for tier in users:
             tier.finish_request(self.ctx)
@@ -97,7 +97,7 @@ class WriteBackQueue:
     """
 
     def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
-        """Start empty, for a primary of `num_slots` slots."""
+        """Create an empty queue for a primary of `num_slots` slots."""
         self._protect = protect
         self._unprotect = unprotect
         self._oldest_first = NumberLists(num_slots)
@@ -113,7 +113,7 @@ class WriteBackQueue:
     # -- blocks ---------------------------------------------------------------------------------
 
     def add(self, slots: Iterable[int]) -> int:
-        """Queue the blocks in slots that are neither queued nor under way; return their number."""
+        """Queue the blocks in `slots` that are not queued or under way; return the number added."""
         marks = self._marks
         new = [slot for slot in slots if not marks[slot] & (_PENDING | _UNDER_WAY)]
         for slot in new:
@@ -126,7 +126,7 @@ class WriteBackQueue:
         return list(islice(self._oldest_first.walk(), count))
 
     def began(self, slots: Sequence[int]) -> None:
-        """Mark the blocks in slots as under way and remove them from the queue."""
+        """Mark the blocks in `slots` as under way to the tier, and remove them from the queue."""
         marks = self._marks
         if self.count:
             pending = [slot for slot in slots if marks[slot] & _PENDING]
@@ -290,7 +290,7 @@ Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
 """Submits a cascade: tier index, context, keys, and their slots, which must be pinned."""
 
 LATE_BLOCKS_A_STEP: Final = 256
-"""Maximum number of pending blocks that a step submits to a tier, besides those it has added."""
+"""Maximum number of pending blocks that a step submits to a tier, plus the number it has queued."""
 
 _NO_REQUEST: Final = ReqContext("")
 
@@ -324,7 +324,7 @@ class Cascades:
         own: EngineContext,
         submit: Submit,
     ) -> None:
-        """Start with nothing pending.
+        """Start with no pending blocks.
 
         Args:
             primary: The primary tier.
@@ -343,15 +343,15 @@ class Cascades:
         ]
         """The pending blocks of each tier. Read-only."""
         self.parking: dict[ReqContext, RequestState] = {}
-        """The requests with parked keys, which other requests are writing."""
+        """The requests with parked keys, that is, keys that other requests are writing."""
         self._parked_for: dict[OffloadKey, list[RequestState]] = {}
         """Parked key -> requests that wait for its write to end."""
         self._written: list[OffloadKey] = []
         """Parked keys whose writes have ended in this step."""
         self.admission: Admission | None = None
-        """Decides what is worth storing; None: everything. Set before the first request."""
+        """Decides which blocks the tiers store; None: all blocks. Set before the first request."""
         self.on_declined: Callable[[ReqContext, int, int], None] | None = None
-        """Called with a request, a tier and the number of its blocks that the tier declines."""
+        """Called with a request, a tier and how many of the request's blocks the tier declines."""
         self._is_closed = False
 
     @property
@@ -386,7 +386,7 @@ class Cascades:
     # -- stored blocks --------------------------------------------------------------------------
 
     def end_request(self, request: RequestState) -> None:
-        """Decide on a request's undecided blocks; call before the primary closes the request."""
+        """Queue or decline a request's undecided blocks; call before `Primary.close_request`."""
         if self.admission is None:
             return
         for index, waiting in request.undecided_blocks.items():
@@ -398,7 +398,7 @@ class Cascades:
         self.admission.end_request(request.ctx, self._primary.used_by(request.ctx))
 
     def defer_reused(self, index: int, keys: Sequence[OffloadKey]) -> None:
-        """Queue reused blocks that a tier lacks, and admits."""
+        """Queue reused blocks for a tier that lacks them, as far as its admission accepts them."""
         if self.admission is not None:
             keys, _ = self.admission.split(index, _NO_REQUEST, keys, is_final=True)
         self.defer(index, keys)
@@ -470,7 +470,7 @@ class Cascades:
         self._send_to_request_level(request, readable, now_s)
 
     def defer(self, index: int, keys: Sequence[OffloadKey]) -> int:
-        """Queue the readable keys that are not under way for a tier; return their number."""
+        """Queue readable keys for a tier, unless queued or under way; return the number added."""
         if self._is_closed:
             return 0
         added = self.queues[index].add(self._primary.readable_slots(keys))

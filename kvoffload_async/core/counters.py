@@ -159,7 +159,7 @@ class TierCounters:
     store_seconds: JobDurations = field(default_factory=JobDurations)
 
     def count(self, job: JobMetadata, result: JobResult) -> None:
-        """Count a job that has its result."""
+        """Count a job and its result."""
         self.finished_jobs += 1
         self.finished_loads += job.is_promotion
         if not result.success:

@@ -72,7 +72,7 @@ class EventLog:
     def add(
         self, keys: Collection[OffloadKey], *, removed: bool, metadata_only: bool = False
     ) -> None:
-        """Append an event about these blocks; without new information, append none."""
+        """Append an event about these blocks, unless it would report nothing new."""
         if not self._enabled:
             return
         news: Sequence[OffloadKey] = tuple(keys)
@@ -91,7 +91,7 @@ class EventLog:
             self._sequence += 1
 
     def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored; for consumers that lost state."""
+        """Announce each block again at its next store; for consumers that lost state."""
         self._epoch += 1
 
     def take(self, is_allocated: Callable[[OffloadKey], bool]) -> Iterator[OffloadingEvent]:

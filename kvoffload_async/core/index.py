@@ -177,7 +177,7 @@ class _Line:
         self._product = _DECAY * self._product + away * (seconds - self._seconds)
 
     def candidates(self) -> tuple[tuple[float, float], ...]:
-        """Return the possible (fixed seconds, seconds per block).
+        """Return the candidate fits, each as (fixed seconds, seconds per block).
 
         One pair if a line can be fitted, otherwise both extremes: all fixed, all per block.
         """
@@ -254,7 +254,7 @@ class KeyIndex(ABC):
 
     @abstractmethod
     def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """Return the known answers: HIT, MISS, or RETRY while outstanding. Starts no probe."""
+        """Return HIT or MISS for each key, RETRY while the answer is unknown. Starts no probe."""
 
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
@@ -287,7 +287,7 @@ class KeyIndex(ABC):
 
     @property
     def probes_outstanding(self) -> int:
-        """Probes that have no answer yet."""
+        """Number of probes that have no answer yet."""
         return 0
 
 
@@ -321,7 +321,7 @@ class ExactIndex(KeyIndex):
         return [_MISS if each is None else _HIT for each in found]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Add keys."""
+        """Add the keys of blocks that the tier has."""
         if isinstance(keys, KeyMap):
             # `keys` is the larger table: the tier's whole contents.
             keys.update(tuple(self._present), repeat(0))
@@ -365,7 +365,7 @@ class ProbedIndex(KeyIndex):
         *,
         keeps_order: bool = False,
     ) -> None:
-        """Start empty.
+        """Start without cached answers.
 
         Args:
             concurrent_probes: Maximum number of probes in flight, so that a hung probe does not
@@ -478,7 +478,7 @@ class ProbedIndex(KeyIndex):
 
     @property
     def probes_outstanding(self) -> int:
-        """Probes that have no answer yet."""
+        """Number of probes that have no answer yet."""
         return len(self._in_flight)
 
     def __len__(self) -> int:
@@ -547,7 +547,7 @@ class CostGatedIndex(KeyIndex):
     def __init__(
         self, index: KeyIndex, min_blocks: int, break_even: BreakEven | None = None
     ) -> None:
-        """Start with no request.
+        """Start with no request admitted or declined.
 
         Args:
             index: The inner index; this object takes ownership.
@@ -608,7 +608,7 @@ class CostGatedIndex(KeyIndex):
         self.unknown.setdefault(request, {}).update(dict.fromkeys(keys))
 
     def resolve(self, ask_nearer: AskNearer) -> None:
-        """Add the keys that all nearer tiers lack to the missed ones; call before a step's end.
+        """Count the keys that all nearer tiers lack as missed; call before a step's end.
 
         Args:
             ask_nearer: Looks keys up in the nearer tiers; RETRY while an answer is outstanding.
@@ -675,7 +675,7 @@ class CostGatedIndex(KeyIndex):
 
     @property
     def probes_outstanding(self) -> int:
-        """Probes that have no answer yet."""
+        """Number of probes that have no answer yet."""
         return self._index.probes_outstanding
 
     def _decide(self, *, may_explore: bool) -> None:
@@ -732,7 +732,7 @@ class AskedIndex(KeyIndex):
         ask: Callable[[OffloadKey, Any], LookupResult],
         request_ended: Callable[[Any], object],
     ) -> None:
-        """Create the index; makes no call.
+        """Create the index, without calling `ask`.
 
         Args:
             ask: Returns HIT, MISS or RETRY without blocking, for a key and its request.

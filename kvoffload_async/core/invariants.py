@@ -47,7 +47,7 @@ class Invariant(Generic[S]):
 
 
 def tickets_are_true(planner: Planner) -> Iterator[str]:
-    """P26: tickets and the queue are as the law of room says."""
+    """P26: tickets and the queue agree with the requests and with the blocks in the primary."""
     room, primary = planner.room, planner.primary
     queue = room.queue
     for request in {*planner.requests.values(), *queue}:
@@ -67,7 +67,7 @@ def tickets_are_true(planner: Planner) -> Iterator[str]:
 
 
 def jobs_are_counted(planner: Planner) -> Iterator[str]:
-    """P1: the counted jobs without a result are the jobs under way."""
+    """P1: the counters and the ledgers agree on the number of jobs under way."""
     counters = planner.counters
     under_way = counters.jobs_submitted - counters.job_results
     if under_way != len(planner.jobs):
@@ -152,7 +152,7 @@ def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
 
 
 def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
-    """P7: a key has at most one promotion under way; with tickets they stay within the budget."""
+    """P7: a key has at most one promotion under way; promotions and tickets fit the budget."""
     for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
             yield f"{block_text(key)} has {count} promotions under way"
@@ -168,7 +168,7 @@ def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
 
 
 def copies_are_true_and_bounded(planner: Planner) -> Iterator[str]:
-    """P21: each tier's slots are counted, and its copies of stores stay within their bound."""
+    """P21: each tier's slots are counted correctly; its stores stay within their bound."""
     for tier in planner.tiers:
         loads, stores = 0, 0
         for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.orphaned())):

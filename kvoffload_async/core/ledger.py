@@ -24,7 +24,7 @@ from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey, Req
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Run a job."""
+    """Run a job in the tier."""
 
     job: JobMetadata
 
@@ -41,11 +41,11 @@ class StartProbe:
 
 @dataclass(frozen=True, slots=True)
 class TouchBlocks:
-    """Update the recency of blocks, first block first."""
+    """Update the recency of blocks in the tier, first block first."""
 
     keys: tuple[OffloadKey, ...]
     ctx: ReqContext | None = None
-    """The request to name in the call of an external manager."""
+    """The request to pass to an external manager."""
 
 
 TierEffect = StartJob | StartProbe | TouchBlocks
@@ -129,15 +129,15 @@ class Ledger:
         self._on_release = on_release
         self._records: dict[JobId, JobRecord] = {}
         self.unreported_count = 0
-        """Jobs whose result was not taken."""
+        """Number of jobs whose result was not taken."""
         self.queued_count = 0
-        """Jobs not yet submitted to the tier."""
+        """Number of jobs not yet submitted to the tier."""
         self.orphaned_count = 0
-        """Jobs with a result whose copies still run."""
+        """Number of jobs with a result whose copies still run."""
         self.ended: list[tuple[JobMetadata, JobResult]] = []
-        """What `take_ended` would return. Read-only."""
+        """Jobs and their results, until `take_ended` returns them. Read-only."""
         self.released: list[JobRecord] = []
-        """What `take_released` would return. Read-only."""
+        """Orphaned jobs whose copies have ended, until `take_released` returns them. Read-only."""
 
     def accept(self, job: JobMetadata) -> bool:
         """Accept a job; it will get exactly one result.
@@ -215,7 +215,7 @@ class Ledger:
         yield from (job for job, _ in self.ended)
 
     def orphaned(self) -> Iterator[JobRecord]:
-        """Iterate over the orphaned jobs whose results were taken, but not their releases."""
+        """Iterate over the orphaned jobs whose result was taken and whose release was not."""
         ended = {job.job_id for job, _ in self.ended}
         late = [r for r in self._records.values() if r.state is JobState.ORPHANED]
         yield from (r for r in (*self.released, *late) if r.job.job_id not in ended)

@@ -59,7 +59,7 @@ class Planner:
     """
 
     def __init__(self, primary: Primary, tiers: Sequence[TierState], deferral_s: float) -> None:
-        """Start with an empty primary.
+        """Create a planner for an empty primary.
 
         Args:
             primary: The primary tier.
@@ -94,7 +94,7 @@ class Planner:
         self._touches = Touches(self.tiers, self.cascades, self.own)
         self._asking: RequestState | None = None
         self._ahead: dict[OffloadKey, Verdict] = {}
-        """What the tiers have answered, in one call, to keys that a request asks for one by one."""
+        """The tiers' answers, fetched in one call, to keys that a request looks up one by one."""
         self._found = self.room.found
         self._next_job_id: JobId = 0
         self.begin_step(0.0)
@@ -137,12 +137,12 @@ class Planner:
         return self._answer((key,), (self.primary.lookup(key),), request)[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> tuple[int, bool]:
-        """Look up a prompt's blocks, up to the first that is nowhere.
+        """Look up a prompt's blocks, up to the first miss.
 
         Costs no time per block while the request waits for room or for its promotions.
 
         Returns:
-            The number of blocks before that one, and whether the lookup is deferred: then some of
+            The number of blocks before the miss, and whether the lookup is deferred: then some of
             the blocks are not readable yet, or their number is not known: repeat it in the next
             step.
 
@@ -282,7 +282,7 @@ class Planner:
     # -- steps and jobs -------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
-        """Begin a scheduler step at `now_s` seconds, or go on with it at a later time."""
+        """Begin a scheduler step at `now_s` seconds, or set a later time within the step."""
         self.now_s = now_s
         self.room.begin_step(now_s)
         for tier in self.tiers:
@@ -427,7 +427,7 @@ class Planner:
             self.cascades.released(index, record, self.now_s)
 
     def _ask_ahead(self, request: RequestState) -> None:
-        """Ask the tiers, in one call, for the keys that a request repeats."""
+        """Look up in the tiers, in one call, the keys that a request will look up again."""
         if not request.again:
             return
         keys, request.again = list(request.again), ()
@@ -444,7 +444,7 @@ class Planner:
         *,
         stop_at_miss: bool = False,
     ) -> list[LookupResult]:
-        """Return and count the answers to keys, given the primary's.
+        """Return and count the answers to keys, given the primary's answers.
 
         Args:
             keys: The keys.
@@ -542,7 +542,7 @@ class Planner:
         outcomes: Sequence[Verdict],
         request: RequestState,
     ) -> Sequence[Verdict]:
-        """Defer a request for keys that are not readable yet; a miss where it may not wait."""
+        """Defer a request until its keys are readable; keys that it may not await are misses."""
         final: list[Verdict] = []
         ticket, wants = request.ticket, request.wants
         for key, found, outcome in zip(keys, in_primary, outcomes, strict=True):
@@ -565,7 +565,7 @@ class Planner:
         return final
 
     def _defer(self, request: RequestState) -> bool:
-        """Record that a request is deferred in this step; return whether it may still be."""
+        """Record that a request is deferred in this step; return whether it may be deferred."""
         counts = not request.is_queued or self.room.is_head(request)
         self.counters.deferrals_expired += request.defer(self.now_s, self.deferral_s, counts=counts)
         return not request.is_expired

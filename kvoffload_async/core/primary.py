@@ -117,7 +117,7 @@ class RecencyLog:
     """Records the blocks that live requests use, until they are ranked at the request's end."""
 
     def __init__(self, rank: Callable[[ReqContext, Accesses], None]) -> None:
-        """Start empty.
+        """Start without live requests.
 
         Args:
             rank: Called with a request and its accesses, head to tail.
@@ -256,7 +256,7 @@ class SlotPool:
 
 
 class ProtectedSlots:
-    """The protected slots that the policy has proposed for eviction, in that order.
+    """The protected slots that the policy has proposed for eviction, in the order proposed.
 
     Their blocks are pending for a tier, so they are evicted only when no others are left. The
     policy proposes in rank order, and does not propose a slot again until it is released: this
@@ -264,7 +264,7 @@ class ProtectedSlots:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start empty, for a primary of `num_slots` slots."""
+        """Create an empty list for a primary of `num_slots` slots."""
         self._num_slots = num_slots
         self._in_order: NumberLists | None = None
         self._is_member = small_integers(0)
@@ -324,13 +324,13 @@ class ResidentBlocks:
     on_write_ended: OnResolved | None = None
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
-        """Start empty; takes ownership of the policy."""
+        """Start without blocks; takes ownership of the policy."""
         self.room_made = 0
         self.policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
-        """Slot -> counter of its block; undefined for a free slot."""
+        """Slot -> counter of the pins and protections of its block; undefined for a free slot."""
         self._idle = 0
         """Number of readable blocks that are neither pinned nor protected."""
         self._protected = 0
@@ -408,7 +408,7 @@ class ResidentBlocks:
         self._protected += num_idle
 
     def unprotect(self, slots: Iterable[int]) -> None:
-        """Undo one `protect` of each slot; without any, its block is evictable again."""
+        """Undo one `protect` of each slot; the last one makes its block evictable again."""
         refs = self._refs
         released: list[int] = []
         for slot in slots:
@@ -450,7 +450,7 @@ class ResidentBlocks:
         return self._blocks.keys_of([s for s in self.policy.skipped() if not self._refs[s]])
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
-        """Iterate over (key, slot, number of pins), -1 for writing.
+        """Iterate over (key, slot, number of pins) of the resident blocks; -1: being written.
 
         For invariants and inspection.
         """
@@ -545,7 +545,7 @@ class ResidentBlocks:
         self.policy.access(slots, reused)
 
     def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
-        """Like `_rank`, for a policy that learns of absent keys too."""
+        """Like `_rank`, for a policy that is notified of absent keys too."""
         keys = tuple(accesses)
         if not keys:
             return
@@ -585,7 +585,7 @@ class Primary(ResidentBlocks):
         admission: AdmissionFilter | None = None,
         enable_events: bool = False,
     ) -> None:
-        """Start empty.
+        """Create an empty primary.
 
         Args:
             num_slots: Capacity in blocks.
@@ -597,9 +597,9 @@ class Primary(ResidentBlocks):
         """
         super().__init__(num_slots, policy)
         self.pool = SlotPool(num_slots)
-        """The slots. Read-only."""
+        """Allocator of the slots. Read-only."""
         self._writers: dict[int, ReqContext] = {}
-        """Slot that a request writes -> that request."""
+        """Slot that a request is writing -> the request."""
         self._recency = RecencyLog(self._rank)
         self._accept_prefix = accept_prefix
         self._admission = admission
@@ -744,13 +744,13 @@ class Primary(ResidentBlocks):
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
     def allow_anew(self, count: int) -> None:
-        """Record that stores may have up to `count` slots that `allowed` has withheld from them."""
+        """Record that stores may now take up to `count` slots that were withheld from them."""
         self.room_made += min(count, self.room)
 
     def _cut(
         self, wanted: Sequence[OffloadKey], ctx: ReqContext, room: int
     ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
-        """Return what a store of `wanted` takes of `room` slots, and what it leaves out."""
+        """Split a store's `wanted` keys into those that get one of `room` slots, and the rest."""
         if self._accept_prefix:
             return longest_fitting_prefix(wanted, ctx.key_positions, room)
         return (wanted, ()) if len(wanted) <= room else ((), wanted)
@@ -1028,7 +1028,7 @@ class Primary(ResidentBlocks):
         return may_evict, skipped
 
     def _is_evictable_first(self, slot: int) -> bool:
-        """Return whether the block in a slot is evictable; add a protected one to the last."""
+        """Return whether a slot's block is evictable; add a protected one to `_protected_slots`."""
         count = self._refs[slot]
         if count > 0 and not count & PINS:
             self._protected_slots.note(slot)

@@ -76,7 +76,7 @@ _RECORD_BYTES: Final = 3 << 10
 _FIELD_BYTES: Final = 40
 """Size of an event's field: a number and the reference to it."""
 _END_BYTES: Final = 13 * _FIELD_BYTES + 4 * _LEAST_ERROR_CHARS
-"""Space that a started job reserves for its end."""
+"""Bytes that a started job reserves for its end event."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class _Record:
     """The recorded events of one request, within `MAX_BYTES`."""
 
     ctx: ref[ReqContext]
-    """Weak, because a context may reference a whole prompt."""
+    """Weak reference to the context, which may reference a whole prompt."""
     req_id: str
     began_s: float
     max_events: int
@@ -314,7 +314,7 @@ class RequestRecorder:
         return tuple(record.timeline(self._labels) for record in self._records)
 
     def slowest(self, count: int) -> tuple[SlowRequest, ...]:
-        """Return the longest waits among the `RECENT` latest requests, in order. Thread-safe."""
+        """Return the slowest of the `RECENT` latest requests, longest wait first. Thread-safe."""
         # Building timelines is slow and holds the GIL: build only those to return.
         recent = [(one.waited_s, one) for one in list(self._records)[-RECENT:]]
         slow = heapq.nlargest(count, recent, key=itemgetter(0))
@@ -345,7 +345,7 @@ class RequestRecorder:
     # -- internal -------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Note the time, and end the round of lookups: record how many answers of each kind it got.
+        """Set the time, and end the round of lookups: record its number of answers of each kind.
 
         Called before each event.
         """

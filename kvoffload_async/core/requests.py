@@ -19,11 +19,11 @@ class RequestState:
     request_level_tiers: Collection[int] = ()
     is_finished: bool = False
     is_expired: bool = False
-    """Whether the deferral limit has passed: pending counts as missing from now on."""
+    """Whether the deferral limit has passed: pending blocks count as missing from now on."""
     writing: set[OffloadKey] = field(default_factory=set)
     """Keys with granted slots whose write has not ended."""
     undecided_blocks: dict[int, dict[OffloadKey, None]] = field(default_factory=dict)
-    """Tier -> stored blocks of which the request's end decides whether the tier stores them."""
+    """Tier -> blocks that the tier will store or decline when the request ends."""
     parked: dict[OffloadKey, None] = field(default_factory=dict)
     """Keys to cascade to the request-level tiers once another request has written them."""
     failed: set[tuple[int, OffloadKey]] = field(default_factory=set)
@@ -31,10 +31,10 @@ class RequestState:
     lacking: dict[int, set[OffloadKey]] = field(default_factory=dict)
     """Tier -> keys that the tier lacks; not looked up there again while the request waits."""
     searched: dict[OffloadKey, bool] = field(default_factory=dict)
-    """Key that this step's lookups have searched in the tiers and not missed -> whether a tier has
-    it: if not, the answer is outstanding."""
+    """Key looked up in the tiers in this step without a miss -> whether a tier has the block; if
+    not, the answer is outstanding."""
     again: Collection[OffloadKey] = ()
-    """The keys of the last step's `searched`, while the request waits: it will ask again."""
+    """The keys of the last step's `searched`, which the waiting request will look up again."""
     decided: set[OffloadKey] = field(default_factory=set)
     """Keys that were answered HIT or MISS."""
     asked_at_s: float = 0.0
@@ -44,7 +44,7 @@ class RequestState:
     is_deferred: bool = False
     """Whether a lookup of this step was deferred."""
     wants: dict[OffloadKey, None] = field(default_factory=dict)
-    """The run of a request in the queue or with a ticket, and what lies behind it."""
+    """Keys that a request in the queue or with a ticket wants: its leading run and the rest."""
     ticket: dict[OffloadKey, bool] = field(default_factory=dict)
     """Pinned key -> whether it was promoted for this request; empty: no ticket. See `Room`."""
     awaits: int = 0
@@ -52,10 +52,10 @@ class RequestState:
     is_queued: bool = False
     """Whether the request waits in the queue for its ticket."""
     is_refused: bool = False
-    """Whether the request has left the queue without room: what it lacks counts as missing in its
-    next lookups."""
+    """Whether the request has left the queue without room: blocks that it lacks count as missing in
+    its next lookups."""
     blocked_since_s: float | None = None
-    """Since when, as the first in the queue, it has asked for room while no ticket is left."""
+    """Time since which the request, first in the queue, has waited while no ticket is left."""
     _deferred_s: float = 0.0
     _deferred_at_s: float | None = None
     _undecided_since_s: float | None = None
@@ -82,7 +82,7 @@ class RequestState:
         return True
 
     def end_deferral(self) -> None:
-        """Record that lookups are not deferred: the time until one is again does not count."""
+        """Record that lookups are not deferred; the time until the next deferral does not count."""
         self._deferred_at_s = None
         self.lacking.clear()
         self.again = ()

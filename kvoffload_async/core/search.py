@@ -18,7 +18,7 @@ _RETRY: Final = LookupResult.RETRY
 _FOUND: Final = LookupResult.HIT_PENDING
 
 Verdict = LookupResult | MissReason
-"""Result of a search: HIT_PENDING if a tier has the block, RETRY if unknown, or why none has."""
+"""Result of a search: HIT_PENDING if a tier has the block, RETRY if unknown, or a miss's reason."""
 
 
 class TierSearch:

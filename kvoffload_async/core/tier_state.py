@@ -52,11 +52,11 @@ from kvoffload_async.types import (
 )
 
 TURN_S: Final = 1.0
-"""The time constant of the law of room, in seconds: for a turn, and for silence; see `Room`."""
+"""Seconds until an unused ticket gives way, or a stalled tier counts as silent; see `Room`."""
 
 _GONE = (BlockMissingError, CorruptBlockError)
 _PRESUMED_BYTES_PER_S: Final = 100e6
-"""Speed of a tier that has not ended a load yet."""
+"""Load bandwidth assumed for a tier until its first load has ended."""
 _WEIGHT_OF_NEWEST: Final = 0.25
 
 
@@ -99,7 +99,7 @@ class TierState:
         backpressure: Backpressure | None = None,
         remedies: Remedies | None = None,
     ) -> None:
-        """Start empty.
+        """Start without jobs.
 
         Args:
             name: For messages and metrics.
@@ -351,7 +351,7 @@ class TierState:
     # -- lifecycle ------------------------------------------------------------------------------
 
     def take_over(self, opened: TierState) -> None:
-        """Become available: the tier is open now. Continue with the parts of `opened`.
+        """Mark the tier, which is open now, as available, and adopt the parts of `opened`.
 
         Args:
             opened: State that was created when the tier was opened; has no jobs. Its index, event

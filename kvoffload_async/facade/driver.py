@@ -1,4 +1,4 @@
-"""The driver of a planner and its tiers: what a manager and an asynchronous engine share.
+"""The driver of a planner and its tiers, shared by managers and asynchronous engines.
 
 It polls the tiers, hands the planner's effects over to them, publishes statistics, and shuts
 everything down.
@@ -57,7 +57,7 @@ from kvoffload_async.waiting import seconds
 logger = logging.getLogger(__name__)
 
 TimelineListener = Callable[[RequestTimeline], None]
-"""Called on the owner's thread; must not block."""
+"""Called with a request's timeline on the owner's thread; must not block."""
 
 FindParent = Callable[[ReqContext], object | None]
 
@@ -140,7 +140,7 @@ class PlannerDriver:
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())
         self._step_seconds = Histogram()
-        """Time on the owner's thread per step, for its begin and its end."""
+        """Seconds per step that `begin_step` and `on_schedule_end` take on the owner's thread."""
         self._step_s = 0.0
         self._publish()
         self._block_io = _block_io()
@@ -189,7 +189,7 @@ class PlannerDriver:
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Apply the tiers' reports, once per step; before its first lookup.
+        """Apply the tiers' reports, once per step, before the step's first lookup.
 
         A manager's lookups do so. Its stores do not begin a step: some schedulers offer a step's
         stores after its end, and then compute for long. The next step's first lookup must see what
@@ -238,7 +238,7 @@ class PlannerDriver:
         return iter(events)
 
     def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored in a tier.
+        """Emit events for blocks again when they are next stored in a tier.
 
         For consumers of events that have lost their state.
         """
@@ -291,7 +291,7 @@ class PlannerDriver:
         return self._bridge.wait_for_progress(seconds(timeout_s))
 
     def wakes_in_s(self) -> float:
-        """Return the seconds until a step is due that no notification triggers."""
+        """Return the seconds until a step is due even without a notification."""
         due_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
         for link in self._tiers.external:  # they send no notifications
             if link.state.jobs.orphaned_count or link.has_pending_work():
@@ -299,7 +299,7 @@ class PlannerDriver:
         return min(due_s, self.planner.room.wakes_in_s())
 
     def invalidate(self, generation: int | str) -> None:
-        """Begin another generation after a change of weights, between steps. Non-blocking.
+        """Begin a new key generation after a change of weights, between steps. Non-blocking.
 
         Blocks of former generations are no longer served from the primary or any tier, transfers
         in flight included. Requests that began before get only misses and store no more blocks.
@@ -315,7 +315,7 @@ class PlannerDriver:
     # -- timelines of requests ------------------------------------------------------------------
 
     def explain(self, req_id: str) -> RequestTimeline | None:
-        """Return the timeline of a request so far, also after its end; `print` it.
+        """Return the timeline of a running or ended request, as a printable object.
 
         If several requests have the id, the latest is returned.
 
@@ -430,7 +430,7 @@ class PlannerDriver:
     # -- internal -------------------------------------------------------------------------------
 
     def _poll_timed(self) -> None:
-        """Apply the tiers' reports, and count the time that it takes as the step's."""
+        """Apply the tiers' reports; add the time taken to the step's duration."""
         self._ensure_open()
         began_s = self._clock()
         self.planner.begin_step(began_s)
@@ -439,7 +439,7 @@ class PlannerDriver:
         self._step_s += self._clock() - began_s
 
     def _publish(self) -> None:
-        """Publish a consistent snapshot for other threads, by one assignment."""
+        """Publish a consistent snapshot of the planner to other threads, by one assignment."""
         self._owner = threading.get_ident()
         self._published = self.planner.snapshot()
 

@@ -38,7 +38,7 @@ _view_at = ctypes.PYFUNCTYPE(
 
 
 class HostMemory(NamedTuple):
-    """A range of addresses that a host has registered.
+    """An address range of memory that a host engine has registered.
 
     Attributes:
         address: The first byte.
@@ -50,7 +50,7 @@ class HostMemory(NamedTuple):
 
 
 class HostRows:
-    """Rows of equal size in a host's memory and in own memory.
+    """Rows of equal size in a host engine's memory and in memory of this package.
 
     Thread-safe, except `close`.
 
@@ -62,7 +62,7 @@ class HostRows:
     """
 
     def __init__(self, row_bytes: int, num_own: int, host: HostMemory | None = None) -> None:
-        """Map the own rows.
+        """Map memory for this package's own rows.
 
         Args:
             row_bytes: Bytes of a row.
@@ -104,7 +104,7 @@ class HostRows:
         return row + (host.address - self._first) // self.row_bytes
 
     def take(self, most: int) -> BlockIds:
-        """Take own rows, as many as are free and at most `most`. Non-blocking."""
+        """Take at most `most` free rows of this package's memory. Non-blocking."""
         with self._lock:
             first = max(0, len(self._free) - most)
             taken = self._free[first:]
@@ -112,24 +112,24 @@ class HostRows:
         return as_block_ids(taken[::-1])
 
     def give_back(self, rows: BlockIds) -> None:
-        """Return own rows, which are at rest."""
+        """Give back rows taken with `take`, which no copy accesses any more."""
         with self._lock:
             self._free += rows.tolist()
 
     @property
     def num_free(self) -> int:
-        """Number of own rows that nobody has taken."""
+        """Number of free rows of this package's memory."""
         return len(self._free)
 
     def close(self, *, is_idle: bool = True) -> None:
-        """Return the own memory to the system, unless a copy may still access it."""
+        """Unmap this package's memory, unless a copy may still access it."""
         self.view.release()
         if is_idle:
             self._map.close()
 
 
 class RowCopies:
-    """Copies between rows and pieces of memory anywhere in this process.
+    """Copies data between rows and arbitrary memory ranges of this process.
 
     Not thread-safe: use one for each thread. Small copies and those without native code hold the
     GIL.
@@ -147,7 +147,7 @@ class RowCopies:
         self._flat = rows.view.cast("B", (rows.view.nbytes,))
 
     def gather(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
-        """Fill rows with pieces, one after the other; blocks until they are copied.
+        """Fill each row with its memory pieces, concatenated; blocks until all are copied.
 
         Args:
             rows: The rows, `[n]`.
@@ -157,11 +157,11 @@ class RowCopies:
         self._copy(rows, addresses, sizes, is_gather=True)
 
     def scatter(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
-        """Copy rows to pieces; otherwise as `gather`."""
+        """Copy each row to its memory pieces, the reverse of `gather`."""
         self._copy(rows, addresses, sizes, is_gather=False)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the copy threads."""
         self._flat.release()
         if self._copies is not None:
             self._copies.close()

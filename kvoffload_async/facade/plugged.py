@@ -72,16 +72,16 @@ _host_errors: Final = ErrorLog(logger, "the host's call for an event of its tier
 T = TypeVar("T")
 
 OnEvents = Callable[[SecondaryTierManager, Sequence[OffloadingEvent]], object]
-"""Takes a tier and its events."""
+"""Called with a tier's manager and the tier's events."""
 
 MOST_LOOKUPS: Final = 1024
-"""Maximum number of lookups that wait for probes; further ones find nothing beyond the index."""
+"""Maximum number of lookups that wait for existence probes; further lookups use only the index."""
 
 _inbox_of = attrgetter("manager.link.inbox")
 
 
 class JobEnd(NamedTuple):
-    """A job that has a result.
+    """A job's result, and whether its copy has ended.
 
     Attributes:
         job: The job.
@@ -120,7 +120,7 @@ class OverdueJobs:
     def take(
         self, ended: Iterable[tuple[JobMetadata, JobResult]], released: Iterable[JobRecord]
     ) -> Iterator[JobEnd]:
-        """Yield the reports of a ledger's `take_ended`, then of its `take_released`."""
+        """Yield the ends of jobs from a ledger's `take_ended`, then from its `take_released`."""
         for job, result in ended:
             if result.orphaned:
                 self._results[result.job_id] = result
@@ -130,7 +130,7 @@ class OverdueJobs:
 
 
 class Ended(NamedTuple):
-    """How a transfer ended.
+    """The outcome of a transfer.
 
     Attributes:
         keys: The keys that were transferred: loaded, or stored in at least one tier.
@@ -176,11 +176,11 @@ class Transfer:
         self.moving -= end.is_at_rest
 
     def missing(self) -> list[int]:
-        """Return the positions of the keys that were not transferred so far."""
+        """Return the positions of the keys that have not been transferred so far."""
         return [index for index, key in enumerate(self.keys) if key not in self._landed]
 
     def completions(self) -> Iterator[Callable[[], object]]:
-        """Yield the calls that complete the futures now, each once."""
+        """Yield the calls that complete the transfer's futures, as far as they are due."""
         if not self.jobs and not self._has_ended:
             self._has_ended = True
             is_whole = len(self._landed) == len(self.keys)
@@ -192,7 +192,7 @@ class Transfer:
 
 
 class ListPosition(NamedTuple):
-    """A position in the list of all blocks.
+    """A position in the listing of all tiers' blocks.
 
     Attributes:
         tier: Number of the tier.
@@ -205,7 +205,7 @@ class ListPosition(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """A lookup that waits for probes.
+    """A lookup that waits for existence probes.
 
     Attributes:
         port: Number of the tier that is asked.
@@ -233,7 +233,7 @@ class _Pins(NamedTuple):
 
 
 class _Port:
-    """One tier.
+    """One tier's manager, state and unfinished transfers.
 
     Attributes:
         manager: Drives the tier.
@@ -255,7 +255,7 @@ class _Port:
         self.transfers: dict[JobId, tuple[Transfer, int]] = {}
 
     def ends(self, now_s: float) -> Iterator[JobEnd]:
-        """Take in the tier's reports, and yield the jobs that ended or came to rest."""
+        """Apply the tier's reports, and yield the jobs that ended or whose copies ended."""
         self.state.health.now_s = now_s
         self.manager.poll_tier()
         jobs = self.state.jobs
@@ -266,11 +266,11 @@ class _Port:
 
 
 _DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
-"""Options of a tier that follow from a host's keys and settings."""
+"""Options of a tier that a host's keys and settings determine."""
 
 
 def tiers_under(host: str) -> Parser:
-    """Return a parser of the configurations of tiers, from one or from a list of them.
+    """Return a parser for one tier configuration or a list of tier configurations.
 
     Args:
         host: Determines some options of a tier, which the user must leave out.
@@ -331,7 +331,7 @@ class PluggedTiers:
         self._context = ReqContext("host")
         self._lookups: list[_Lookup] = []
         self._pins: deque[_Pins] = deque()
-        """By deadline."""
+        """The pins that have not expired, ordered by deadline."""
         self._pins_of: dict[OffloadKey, deque[_Pins]] = {}
         self._on_events = on_events
         self._is_open = self._is_closed = False
@@ -418,7 +418,7 @@ class PluggedTiers:
         return transfer
 
     def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
-        """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.
+        """Protect present blocks from eviction, in tiers that can, until `unpin` or the deadline.
 
         Args:
             keys: The keys, without duplicates. Their pins are counted.
@@ -434,7 +434,7 @@ class PluggedTiers:
                 self._runner.notify()  # for the deadline
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove one pin, the oldest, from each key that has one. Non-blocking; never fails."""
+        """Remove the oldest pin of each pinned key. Non-blocking; never fails."""
         with self._lock:
             self._unpin(keys)
 
@@ -453,7 +453,7 @@ class PluggedTiers:
     def list_keys(
         self, position: ListPosition, count: int
     ) -> tuple[list[OffloadKey], ListPosition | None]:
-        """Return blocks that tiers have, each once, and the position after them.
+        """Return the keys of the tiers' blocks, each once, and the position after the last key.
 
         A block that is present throughout a listing is listed. A tier without events, or that
         announces no removals, has no list.
@@ -490,7 +490,7 @@ class PluggedTiers:
 
     @property
     def managers(self) -> list[SecondaryTierManager]:
-        """The tiers' managers; to be read only."""
+        """The tiers' managers, for inspection only."""
         return [port.manager for port in self._ports]
 
     def close(self, timeout_s: float) -> CloseReport:
@@ -547,13 +547,13 @@ class PluggedTiers:
             self._call_tiers("unpin", self._pinning, gone)
 
     def _call_tiers(self, hook: str, ports: Iterable[_Port], keys: Sequence[OffloadKey]) -> None:
-        """Call a hook of tiers on the loop, after what was handed over before."""
+        """Call a hook of each tier on the loop, after all effects handed over before."""
         for port in ports:
             with suppress(ClosedError):  # the loop has ended, and the tiers with it
                 self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
 
     def _advance(self, lookup: _Lookup, now_s: float) -> bool:
-        """Ask the tiers in order; False if a tier's probe is awaited."""
+        """Continue a lookup, tier by tier; return False if it must wait for a probe."""
         while lookup.port < len(self._ports):
             port = self._ports[lookup.port]
             asked = [key for key in lookup.keys if key not in lookup.found]
@@ -579,7 +579,7 @@ class PluggedTiers:
     def _ask(
         self, port: _Port, keys: Sequence[OffloadKey], lookup: _Lookup
     ) -> Sequence[LookupResult]:
-        """Look keys up in a tier's index, and start the probe that it wants."""
+        """Look keys up in a tier's index; start an existence probe if the index needs one."""
         ask = partial(port.state.lookup_many, keys, lookup.context)
         answers = ask(stop_at_miss=lookup.stops_at_miss)
         if LookupResult.RETRY in answers:
@@ -592,7 +592,7 @@ class PluggedTiers:
             port.state.finish_request(lookup.context)
 
     def _load_from(self, first: int, transfer: Transfer, now_s: float) -> None:
-        """Submit a load of what is missing to the first tier, from `first` on, that may have it."""
+        """Submit a load of missing blocks to the first tier, from `first` on, that may have any."""
         for number in range(first, len(self._ports)):
             port, missing = self._ports[number], transfer.missing()
             if self._is_closed or port.state.skips_load(self._context, now_s) is not None:
@@ -620,7 +620,7 @@ class PluggedTiers:
         now_s: float,
         following: int = 0,
     ) -> None:
-        """Submit a job of a transfer; `following` is 0 for a store."""
+        """Submit a transfer's job; `following` is the tier to load from next, 0 for a store."""
         is_whole = len(indices) == len(transfer.keys)
         job = JobMetadata(
             next(self._job_ids),
@@ -638,13 +638,13 @@ class PluggedTiers:
             self._runner.notify()
 
     def _hand_over(self, transfer: Transfer) -> list[Callable[[], object]]:
-        """Hand over submitted jobs; return the calls that complete a transfer without any."""
+        """Hand submitted jobs to the tiers; return the calls that complete the transfer, if any."""
         if not self._is_closed:
             self._bridge.flush()
         return list(transfer.completions())
 
     def _collect(self) -> list[Callable[[], object]]:
-        """Take in the tiers' reports; return the calls to make without the lock."""
+        """Apply the tiers' reports; return the calls to make once the lock is released."""
         calls: list[Callable[[], object]] = []
         now_s = self._runner.now_s()
         for port in self._ports:
@@ -679,7 +679,7 @@ class PluggedTiers:
     # -- the loop's thread ------------------------------------------------------------------------
 
     def _progressed(self) -> None:
-        """Take in reports, and call again at the next deadline."""
+        """Apply the tiers' reports, and schedule the next call of this method at a deadline."""
         with self._lock:
             if not self._is_open or self._is_closed:
                 return
@@ -723,7 +723,7 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
 
 
 def _make(calls: Iterable[Callable[[], object]]) -> None:
-    """Complete futures, without the lock: their callbacks may call this object again."""
+    """Complete futures while the lock is not held: their callbacks may call `PluggedTiers`."""
     for call in calls:
         with _host_errors.survived():  # the other futures must be completed
             call()

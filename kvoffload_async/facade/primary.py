@@ -28,11 +28,11 @@ from kvoffload_async.types import (
 )
 
 MOST_KNOWN: Final = 1 << 20
-"""Most blocks that an admission remembers, in at most 190 MB; those used last."""
+"""Maximum number of recently used blocks that an admission remembers, in at most 190 MB."""
 
 
 def create_admission(primary: Primary, capacities: Sequence[float | None]) -> Admission:
-    """Return the admission to tiers of these capacities; see `Admission`.
+    """Return the admission policy for tiers of these capacities; see `Admission`.
 
     If no tier stores everything, HD may decline in the primary what no tier stores.
     """

@@ -58,7 +58,7 @@ _STOP_THREADS_S: Final = 0.2
 def create_index(
     tier: AsyncTier, min_blocks: int, prefill_blocks_per_s: float | None = None
 ) -> KeyIndex:
-    """Return a tier's index; it declines requests that miss too few blocks for a load to pay.
+    """Return a tier's key index; it declines requests missing too few blocks to justify a load.
 
     The minimum is `min_blocks` or, with `prefill_blocks_per_s`, the break-even point if that is
     higher.
@@ -132,7 +132,7 @@ class SecondaryTierManager:
     backpressure_detector: Backpressure | None = None
     io_timeout_s: float = TierOptions.io_timeout_s
     remedies: ClassVar[Remedies] = {}
-    """What helps if an external manager fails; see `AsyncTier.remedies`."""
+    """Remedies for failures of an external manager; see `AsyncTier.remedies`."""
     tier_class: ClassVar[type[AsyncTier] | None] = None
     """Class of the tier that the constructor creates; None: the constructor is given the tier."""
     __signature__: ClassVar[inspect.Signature | None] = None
@@ -286,7 +286,7 @@ class SecondaryTierManager:
         return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Record a use of blocks, first block first; errors as in `lookup`."""
+        """Record a use of blocks, given in prompt order; errors as in `lookup`."""
         require_keys(keys)
         self.tier_state.touch(keys)
 
@@ -329,13 +329,13 @@ class SecondaryTierManager:
         self.link.pump()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: existence probes and submitted jobs start."""
+        """End a step; start its existence probes and submitted jobs."""
         self.link.pump()
         self.link.end_step(context)
         self.link.bridge.flush()
 
     def has_pending_work(self) -> bool:
-        """Return whether a job has no result, a result waits, or a probe is unanswered."""
+        """Return whether a job is unfinished, a result is uncollected, or a probe is unanswered."""
         self.link.pump()
         return self.link.has_pending_work()
 
@@ -344,7 +344,7 @@ class SecondaryTierManager:
         return self.link.take_events()
 
     def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored; for consumers that lost state."""
+        """Emit events for blocks again when they are next stored; for consumers that lost state."""
         self.link.announce_anew()
 
     def stats(self) -> TierStatistics:
@@ -402,7 +402,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
     tier: ExampleTier
 
     def get_num_blocks(self) -> int:
-        """Return how many blocks are kept."""
+        """Return the number of stored blocks."""
         return self.tier.get_num_blocks()
 
 
@@ -422,7 +422,7 @@ class SlabTierManager(SecondaryTierManager):
 
 @cache
 def manager_of(tier_class: type[AsyncTier]) -> type[SecondaryTierManager]:
-    """Return the class of the managers of a tier class."""
+    """Return the manager class for a tier class."""
     for manager in (ExampleSecondaryTierManager, FileSystemTierManager, SlabTierManager):
         if manager.tier_class is tier_class:
             return manager

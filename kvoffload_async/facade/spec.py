@@ -89,7 +89,7 @@ class _Spec(ABC):
         worker_index: int = 0,
         runtime: DeviceRuntime | None = None,
     ) -> Callable[[memoryview], Transport]:
-        """Return a factory of the transport for the tensors' device; its argument is the buffer.
+        """Return a function that creates the tensors' transport, given the primary's buffer.
 
         Args:
             kv_caches: One worker's tensors: layer name -> tensor, of any dtype, on one device.
@@ -203,7 +203,7 @@ class TieringOffloadingSpec(_Spec):
     """
 
     _path_suffix = ""
-    """Ends the paths of status socket and trace, if several specs share a configuration."""
+    """Suffix of the status socket's and trace's paths if several specs share a configuration."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class TieringOffloadingSpec(_Spec):
         return self.get_driver(TieringOffloadingManager)
 
     def get_driver(self, kind: type[D]) -> D:
-        """Like `get_manager`, for a caller that needs less than a manager.
+        """Return a driver of class `kind`; otherwise like `get_manager`.
 
         Args:
             kind: The class to return an object of: `PlannerDriver` or a subclass; the same in each

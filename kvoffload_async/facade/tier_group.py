@@ -42,7 +42,7 @@ POLL_S: Final = 0.05
 
 
 _SECONDS_BETWEEN: Final = 60.0
-"""Seconds between two warnings of blocks that a tier has lost."""
+"""Minimum seconds between two warnings about a tier's lost blocks."""
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 
@@ -94,7 +94,7 @@ class UnopenedTier:
         error: Exception,
         hangs: Callable[[], bool] = bool,
     ) -> None:
-        """Start the thread.
+        """Start the background thread.
 
         Args:
             tier_type: The name under which the tier was configured.
@@ -127,7 +127,7 @@ class UnopenedTier:
         return f"<{type(self).__name__} {self.tier_type}>"
 
     def take_opened(self) -> SecondaryTierManager | None:
-        """Return the tier, once, when it has been opened; otherwise None."""
+        """Return the manager of the opened tier, once; None before and afterwards."""
         if not self._opened:
             return None
         seconds = time.monotonic() - self._failed_at_s
@@ -199,7 +199,7 @@ class BreakerLog:
         self._suspended: set[tuple[int, str]] = set()
 
     def update(self, now_s: float) -> None:
-        """Check every breaker and log changes."""
+        """Log each breaker that has opened or closed since the last call."""
         for index, tier in enumerate(self._tiers):
             health = tier.health
             for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
@@ -233,7 +233,7 @@ class LossWarnings:
     """
 
     def __init__(self, planner: Planner, now_s: float) -> None:
-        """Count the losses from `now_s` on, in seconds."""
+        """Count lost blocks from the time `now_s` on."""
         self._planner = planner
         self._reported = [Counter[str]() for _ in planner.tiers]
         self._reported_s = [now_s for _ in planner.tiers]
@@ -250,7 +250,7 @@ class LossWarnings:
                 self._reported_s[index], self._next_s[index] = now_s, now_s + _SECONDS_BETWEEN
 
     def _warn(self, index: int, tier: TierState, now_s: float) -> None:
-        """Log the losses by reason, each with its remedy."""
+        """Log a tier's lost blocks by reason, each with its remedy."""
         dropped, reported = tier.counters.dropped, self._reported[index]
         since = {
             reason: count - reported[reason]
@@ -284,7 +284,7 @@ _TROUBLES: Final = {"evicted": Trouble.TOO_SLOW, "closed": Trouble.CLOSED_TOO_SO
 
 
 def _cause_of(reason: str, tier: TierState) -> Trouble:
-    """Return why a tier's blocks were lost for a reason."""
+    """Return the underlying cause of a tier's losses with a given reason."""
     if reason == "failed":
         return Trouble.STORES_FAILED
     if not tier.is_available:
@@ -327,7 +327,7 @@ class TierGroup:
         self._names = [owner_name(manager.tier_type, seen) for manager in managers]
         self._unopened: dict[int, UnopenedTier] = {}
         self._running: dict[int, set[JobId]] = {}
-        """Tiers that are shut down, with the jobs whose copies still run."""
+        """Index of a tier that was shut down -> its jobs whose copies still run."""
         for index, manager in enumerate(managers):
             if isinstance(manager, UnopenedTier):
                 self._unopened[index] = manager

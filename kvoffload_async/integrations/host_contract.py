@@ -1,4 +1,4 @@
-"""The contract with a host: which of its releases are tested, and the signatures of its classes.
+"""Contracts with host software: its tested releases, and the signatures of the classes used.
 
 The adapters derive from a host's classes, and take and create its values. Their signatures are
 recorded from the newest tested release. A newer release is admitted, with a warning, if its
@@ -23,12 +23,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Signatures = dict[str, dict[str, Any]]
-"""Class, as `module:name` -> its description, as JSON."""
+"""Class, as `module:name` -> description of its signatures, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostContract:
-    """What an integration needs of its host.
+    """The releases and classes of a host that an integration needs.
 
     Attributes:
         module: The host's package.
@@ -56,12 +56,12 @@ class HostContract:
 
     @property
     def supported(self) -> str:
-        """The tested releases, as a version specifier."""
+        """The tested releases of the host, as a version specifier."""
         first, beyond = (".".join(map(str, bound)) for bound in (self.first, self.beyond))
         return f">={first},<{beyond}"
 
     def require(self, what: str) -> None:
-        """Check that a suitable release can be imported.
+        """Check that a suitable release of the host can be imported.
 
         Args:
             what: The feature that needs it, for the message.
@@ -85,7 +85,7 @@ class HostContract:
         self.check(str(version), what)
 
     def check(self, version: str, what: str, read: Callable[[], Signatures] | None = None) -> None:
-        """Check a release, and compare the signatures of one that is newer than the tested ones.
+        """Check the host's release; if it is newer than the tested ones, compare its signatures.
 
         Args:
             version: The release.
@@ -116,18 +116,18 @@ class HostContract:
         )
 
     def read(self) -> Signatures:
-        """Return the signatures of the installed release; {} for a class that does not exist."""
+        """Return the signatures in the host's installed release; {} for a missing class."""
         used = {symbol: ("__init__", *names) for symbol, names in self.used.items()}
         symbols = {**self.derived, **used, **self.private}
         return {symbol: _described(symbol, names) for symbol, names in symbols.items()}
 
     def recorded(self) -> Signatures:
-        """Return the recorded signatures."""
+        """Return the signatures in the recording of a tested release."""
         recording: Signatures = json.loads(self.recording.read_text(encoding="utf-8"))
         return recording
 
     def differences(self, found: Signatures, *, of_private: bool = False) -> Iterator[str]:
-        """Yield how signatures differ from the recorded ones in a way that matters.
+        """Yield the incompatible differences of signatures from the recorded ones.
 
         What the host calls must not have changed. What this package calls may have further
         parameters with defaults.
@@ -141,7 +141,7 @@ class HostContract:
                 yield from self._differences(symbol, recorded, found.get(symbol) or {})
 
     def has_private_names(self, what: str, found: Signatures | None = None) -> bool:
-        """Return whether the installed release has all private names; if not, warn once.
+        """Return whether the installed release has all needed private names; if not, warn once.
 
         Args:
             what: What is left out without them, for the warning.
@@ -183,7 +183,7 @@ def _warn(text: str) -> None:
 
 
 def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the description of a class: methods with their parameters, abstract ones, members.
+    """Return the description of a class: methods with parameters, abstract methods, members.
 
     Args:
         cls: The class.
@@ -211,7 +211,7 @@ def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _attributes(cls: type) -> set[str]:
-    """Return the names of a class's fields, and those that its constructor mentions."""
+    """Return the names of a class's fields, and the names that its constructor mentions."""
     constructor = getattr(getattr(cls, "__init__", None), "__code__", None)
     mentioned = () if constructor is None else constructor.co_names
     return {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "_fields", ()), *mentioned}
@@ -243,7 +243,7 @@ def _parameters(member: object) -> str | None:
 
 
 def _still_accepts(recorded: str, current: str) -> bool:
-    """Return whether calls according to one signature fit another: further parameters default."""
+    """Return whether calls that fit the recorded signature also fit the current one."""
     old, new = (_split(text) for text in (recorded, current))
     added = [name for name in new if name not in old]
     return [name for name in new if name in old] == old and all(

@@ -39,7 +39,7 @@ Samples = Iterable[tuple[tuple[str, ...], Value]]
 
 
 class Read(NamedTuple):
-    """How a metric is read from a part of the statistics.
+    """A reader of a metric's samples from a part of the statistics.
 
     Attributes:
         labels: The names of its labels.
@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 def at(path: str) -> Read:
-    """Read the value at a path; no sample where a part of the path is missing or None."""
+    """Return a reader of the value at a path; no sample if a part of it is missing or None."""
 
     def read(part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
         for name in path.split("."):
@@ -64,7 +64,7 @@ def at(path: str) -> Read:
 
 
 def by_name(label: str, **paths: str) -> Read:
-    """Read several values, each labelled with the name of its argument."""
+    """Return a reader of several values, each labelled with the name of its argument."""
     reads = {name: at(path).samples for name, path in paths.items()}
     return Read(
         (label,),
@@ -73,7 +73,7 @@ def by_name(label: str, **paths: str) -> Read:
 
 
 def by_key(label: str, path: str) -> Read:
-    """Read the values of the mapping at a path, labelled by key."""
+    """Return a reader of the values of the mapping at a path, each labelled with its key."""
     mappings: Callable[[Any], Iterable[tuple[object, Any]]] = at(path).samples
     return Read(
         (label,),
@@ -82,7 +82,7 @@ def by_key(label: str, path: str) -> Read:
 
 
 def by_direction(loads: str, both: str) -> Read:
-    """Read the loads and the stores, from a tier's counts of the loads and of both."""
+    """Return a reader of a tier's loads and stores, from its counts of loads and of both."""
     return Read(
         ("direction",),
         lambda tier: (
@@ -93,7 +93,7 @@ def by_direction(loads: str, both: str) -> Read:
 
 
 def of_tiers(read: Read) -> Read:
-    """Read the samples of each tier, labelled with the tier's name."""
+    """Return a reader of each tier's samples, labelled with the tier's name."""
     return Read(
         ("tier", *read.labels),
         lambda stats: (
@@ -105,32 +105,32 @@ def of_tiers(read: Read) -> Read:
 
 
 def needed_blocks(tier: TierStatistics) -> Samples:
-    """Yield how many blocks a request must miss, infinity for "no number is enough"."""
+    """Yield how many blocks a request must miss for a load to pay; infinity if none ever pays."""
     if tier.break_even is not None:
         needed = tier.break_even.needed_blocks
         yield (), math.inf if needed is None else needed
 
 
 def breakers(tier: TierStatistics) -> Samples:
-    """Yield 1 for the state that each breaker of a tier is in, 0 for the others."""
+    """Yield 1 for the current state of each breaker of a tier, and 0 for its other states."""
     for direction, now in tier.breakers.items():
         yield from (((direction, state), float(state == now)) for state in BREAKER_STATES)
 
 
 def events(stats: OffloadingStatistics) -> Samples:
-    """Yield the events that nobody has read in time, by tier."""
+    """Yield the number of events dropped because they were not read in time, by tier."""
     yield ("primary",), stats.primary.events_dropped
     yield from (((tier.name,), tier.events_dropped) for tier in stats.tiers)
 
 
 def info(stats: OffloadingStatistics) -> Samples:
-    """Yield 1 under the versions."""
+    """Yield 1, labelled with the versions and the block I/O implementation."""
     if stats.runtime is not None:
         yield (stats.runtime.version, stats.runtime.python, stats.runtime.block_io), 1.0
 
 
 class MetricKind(StrEnum):
-    """What may be done with a metric's values."""
+    """Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -139,7 +139,7 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
+    """One Prometheus metric and its reader.
 
     Attributes:
         name: With the unit, and with `_total` for a counter.
@@ -172,7 +172,7 @@ def _metric(
 def _tier(
     name: str, documentation: str, read: str | Read = "", kind: MetricKind | None = None
 ) -> Metric:
-    """Return the metric `kvoffload_tier_<name>`; its default is a tier's field of that name."""
+    """Return the metric `kvoffload_tier_<name>`; `read` defaults to the tier field of that name."""
     read = read or name.removesuffix("_total")
     of_one = at(read) if isinstance(read, str) else read
     return _metric(f"tier_{name}", documentation, of_tiers(of_one), kind)
@@ -413,7 +413,7 @@ class OffloadCollector(Collector):
     """
 
     def __init__(self, engines: Mapping[str, ReadStatistics]) -> None:
-        """Create a collector of engine name -> its `stats` method; engines may be added later."""
+        """Create a collector from a mapping of engine names to `stats` methods, which may grow."""
         self._engines = engines
 
     def describe(self) -> Iterable[_Family]:
@@ -438,11 +438,11 @@ class OffloadCollector(Collector):
 _hosted: Final[dict[str, ReadStatistics]] = {}
 _hosted_lock: Final = threading.Lock()
 _hosts: Final = OffloadCollector(_hosted)
-"""Registered as long as an engine is published, since a registry takes a metric once."""
+"""The single collector of all published engines: a registry rejects duplicate metrics."""
 
 
 def publish(name: str, read: ReadStatistics) -> Callable[[], None]:
-    """Add an engine to the default registry of a host that exports it itself, such as LMCache.
+    """Add an engine to the default registry, which the host, such as LMCache, exports.
 
     Args:
         name: Value of the label `engine`; numbered if it is taken.
@@ -492,12 +492,12 @@ _PERIOD_S: Final = 1.0
 
 
 def is_multiprocess() -> bool:
-    """Return whether this process writes its metrics into files."""
+    """Return whether `prometheus_client` is in multi-process mode, writing metrics to files."""
     return bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
 
 
 class MultiprocessMetrics:
-    """The counters and gauges of one engine. Not thread-safe."""
+    """The counters and gauges of one engine in multi-process mode. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
         """Create the metrics, without values.

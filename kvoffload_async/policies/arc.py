@@ -22,7 +22,7 @@ _ONCE, _AGAIN = range(2)
 
 
 class ArcPolicy(CachePolicy):
-    """Cases I to IV of the paper, key by key, extended for pinned blocks and free slots.
+    """ARC: cases I to IV of the paper, key by key, extended for pinned blocks and free slots.
 
     There are four differences from the paper. REPLACE runs only if no slot is free (a failed write
     frees one while ghosts remain). LRU means the least recent *evictable* key; if a list has none,
@@ -182,7 +182,7 @@ class ArcPolicy(CachePolicy):
         self._admit_once(once)
 
     def _admit_once(self, slots: Sequence[int]) -> None:
-        """Admit to T1, and trim as if after each key."""
+        """Admit new keys to T1, and trim the lists as if after each key."""
         self._join(_ONCE, slots)
         (t1, t2), (b1, b2) = self._sizes, self._ghost_sizes
         surplus = t1 + b1 - self.capacity_blocks

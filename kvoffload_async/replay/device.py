@@ -25,11 +25,11 @@ class Stage(enum.Enum):
     """Stage of a request."""
 
     WAITING = enum.auto()
-    """Without frames, or preempted."""
+    """The request has no frames: it is new, or was preempted."""
     LOADING = enum.auto()
-    """Loading blocks into its frames."""
+    """Its blocks are being loaded into its frames."""
     RUNNING = enum.auto()
-    """Being computed, step by step."""
+    """Its blocks are being computed, step by step."""
     ENDED = enum.auto()
 
 
@@ -72,17 +72,17 @@ class Prompt:
         self.found_beyond = 0
 
     def is_finished(self) -> bool:
-        """See `SchedulerRequest`."""
+        """Return whether the request has ended; see `SchedulerRequest`."""
         return self.stage is Stage.ENDED
 
     def start(self, on_device: int, beyond: int) -> None:
-        """Record the blocks found at the first start; restarts after a preemption are ignored."""
+        """Record the blocks found at the first start; restarts after a preemption do not count."""
         if not self.has_started:
             self.has_started = True
             self.found_on_device, self.found_beyond = on_device, beyond
 
     def count_hits(self, hits: Counter[str]) -> None:
-        """Add the references to the blocks found at the first start, by where they came from."""
+        """Add the references to blocks found at the first start to `hits`, by their source."""
         for index, block_id in enumerate(self.ids[: self.found_on_device + self.found_beyond]):
             source = DEVICE
             if index >= self.found_on_device:
@@ -118,7 +118,7 @@ class FramePool:
         return frames
 
     def claim(self, matched: Sequence[int], count: int) -> list[int] | None:
-        """Acquire matched frames and `count` others; None if there is no room.
+        """Acquire the matched frames and `count` other frames; None if too few are free.
 
         Returns:
             The other frames; their former contents are no longer cached.
@@ -156,7 +156,7 @@ class FramePool:
 
 
 def require_room(prompt: Prompt, pool: FramePool) -> None:
-    """Raise InputError if a request is larger than the device."""
+    """Raise InputError if a request has more blocks than the device has frames."""
     if len(prompt.ids) > pool.num_frames:
         raise InputError(
             f"{prompt.request_id} has {len(prompt.ids)} blocks, and the device room for "

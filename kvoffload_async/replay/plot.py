@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NUMBER: Final = "{x:,.9g}"
 _RECENT: Final = 20
-"""Window of the moving hit ratio: this fraction (1/20) of a pass's samples."""
+"""Divisor of a pass's number of samples: 1/20 of them is the window of the moving hit ratio."""
 _SLOTS: Final = {"pinned": "C3", "writing": "C1", "held": "0.4", "idle": "C2"}
 _SVG_REFERENCE: Final = re.compile(r'(\bid="|url\(#|href="#)')
 
@@ -45,18 +45,18 @@ class _Course:
     is_first: bool
 
     def label(self, text: str) -> str | None:
-        """Return a line's label for the first pass only."""
+        """Return the legend label of a plotted line; None after the first pass."""
         return text if self.is_first else None
 
 
 def check_suffix(path: Path) -> str | None:
-    """Return the supported suffixes if this one is not supported."""
+    """Return None if a file's suffix is supported, else the supported suffixes."""
     known = sorted(FigureCanvasAgg(Canvas()).get_supported_filetypes())
     return None if path.suffix.lstrip(".").lower() in known else ", ".join(known)
 
 
 def draw(passes: Sequence[Report], path: Path, title: str, note: str) -> None:
-    """Write one file with all panels; raises OSError if it cannot be written."""
+    """Write a plot with all panels to one file; raises OSError if it cannot be written."""
     canvas = Canvas(figsize=(12, 13), layout="constrained")
     cells = canvas.subplot_mosaic([[0, 0], [1, 2], [3, 4]])
     for number, panel in enumerate(PANELS):
@@ -245,7 +245,7 @@ PANELS: Final[tuple[tuple[str, str, _Draw], ...]] = (
         _evictions,
     ),
 )
-"""Title, explanation, and drawing function."""
+"""Title, explanation and drawing function of each panel."""
 
 
 # -- shared by the panels ---------------------------------------------------------------------
@@ -289,7 +289,7 @@ def _fill(axes: Axes, panel: tuple[str, str, _Draw], passes: Sequence[Report]) -
 def _tier_lines(
     axes: Axes, courses: Sequence[_Course], styles: Mapping[str, str], unit: int = 1
 ) -> None:
-    """Draw counters of each tier, in a unit; `styles` has a line style for each counter."""
+    """Draw counters of each tier, divided by `unit`; `styles` has each counter's line style."""
     for course in courses:
         for number, name in enumerate(course.names):
             tiers = [sample.stats.tiers[number] for sample in course.samples]

@@ -62,7 +62,7 @@ MAX_SAMPLES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """State at one moment of a pass.
+    """Statistics of a replay at one moment of a pass.
 
     Attributes:
         at_s: Seconds since the pass began.
@@ -77,7 +77,7 @@ class Sample:
 
 
 class Timeline:
-    """Takes a sample every few steps; when there are too many, drops every other one.
+    """Samples the statistics every few steps; drops every other sample when there are too many.
 
     The samples are evenly spaced over the steps, however many there are.
 
@@ -92,7 +92,7 @@ class Timeline:
         most: int = MAX_SAMPLES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Take the first sample.
+        """Begin a timeline with a first sample.
 
         Args:
             read: Returns the manager's statistics.
@@ -120,7 +120,7 @@ class Timeline:
         self._steps += 1
 
     def finish(self) -> tuple[Sample, ...]:
-        """Return the samples, followed by one of the current state."""
+        """Return the samples, followed by a sample of the current statistics."""
         return (*self._samples, self._sample())
 
     def _sample(self) -> Sample:
@@ -134,7 +134,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Results of a replay.
+    """Results of one replay pass.
 
     Attributes:
         interrupted: Whether it ended before the requests did.

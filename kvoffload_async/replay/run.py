@@ -35,7 +35,7 @@ _DEFAULT_IO_TIMEOUT_S = 30.0
 _STALL_MARGIN_S = 30.0
 _INTERRUPTED_TIMEOUT_S = 5.0
 _FRAME_BYTES: Final = 128
-"""Memory for the accounting of one block of the device."""
+"""Bytes of memory to account for one device block."""
 _UNKNOWN_REQUEST_BLOCKS = 1024
 """Blocks reserved per request if the maximum is unknown, as in a pipe."""
 _BLOCKS_PER_STEP = 16
@@ -45,7 +45,7 @@ _TIER_FIGURES: Final = (
     *("failed_jobs", "failed_loads", "failed_blocks"),
     *("dropped_blocks", "declined_blocks", "late_blocks", "failed_store_blocks"),
 )
-"""Figures that depend on the requests only, not on the number of lookups."""
+"""Figures of a tier that depend only on the requests, not on the number of lookups."""
 
 
 def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
@@ -99,7 +99,7 @@ def unique_names(tier_types: Sequence[str]) -> list[str]:
 
 
 class _Run:
-    """A replay apart from its driver: the tally, the clock and the samples.
+    """The state of a replay outside its driver: the tally, the clock and the samples.
 
     Attributes:
         tally: Counts of the replay.
@@ -141,7 +141,7 @@ class _Run:
             self._samples = self._timeline.finish()
 
     def report(self) -> Report:
-        """Return the results so far, of an idle engine."""
+        """Return the results so far; the engine must be idle."""
         spec, options, tally = self._spec, self.options, self.tally
         core = self._manager.planner
         slots, counters = core.primary.counts, core.counters
@@ -313,7 +313,7 @@ def _bounded(spec: TieringOffloadingSpec, options: ReplayOptions) -> float:
 
 
 Follow = Callable[[RequestSource, int], AbstractContextManager[object]]
-"""Called with a pass's requests and its number, from 1; the pass runs in the context."""
+"""Called with a pass's requests and number, from 1; returns the context that the pass runs in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ _MOST_OF_HITS: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one capacity, over the requests that count.
+    """Results of one policy at one capacity, over the counted requests.
 
     Attributes:
         policy: Name of the eviction policy.
@@ -82,7 +82,7 @@ class Simulation:
 
 
 class LruCurve:
-    """LRU's hits at every capacity.
+    """Computes the hits of an LRU cache at every capacity.
 
     A Fenwick tree has a one at the last use of each block; uses are numbered, tail first within a
     request, as the engine ranks them.
@@ -96,7 +96,7 @@ class LruCurve:
         self.block_refs = 0
 
     def use(self, block_ids: Sequence[int], *, counts: bool) -> None:
-        """Serve a request with distinct blocks; only requests that count enter the results."""
+        """Serve a request with distinct blocks; its hits enter the results if `counts`."""
         last_use = self._last_use
         if counts:
             self._count(block_ids)
@@ -105,7 +105,7 @@ class LruCurve:
             last_use[block_id] = len(self._tree) - 1
 
     def results(self) -> tuple[_Steps, _Steps]:
-        """Return the hits and the prefix hits."""
+        """Return the hits and the prefix hits by capacity."""
         return _Steps(self._by_distance), _Steps(self._by_head_distance)
 
     @property
@@ -132,7 +132,7 @@ class LruCurve:
                 self._by_head_distance[head_distance] += 1
 
     def _mark_last(self, previous: int | None) -> None:
-        """Append a one to the tree, and remove that of the previous use."""
+        """Append a block's last use to the tree, and remove its previous use."""
         tree = self._tree
         size = len(tree)
         if previous is not None:
@@ -147,7 +147,7 @@ class LruCurve:
 
 
 class _Steps:
-    """A count that grows with the capacity."""
+    """A count of hits that grows with the capacity."""
 
     def __init__(self, by_distance: dict[int, int]) -> None:
         self.distances = sorted(by_distance)
@@ -155,7 +155,7 @@ class _Steps:
 
     @property
     def total(self) -> int:
-        """The count of an endless cache."""
+        """The count at unlimited capacity."""
         return self._sums[-1]
 
     def at(self, capacity: int) -> int:
@@ -163,13 +163,13 @@ class _Steps:
         return self._sums[bisect_left(self.distances, capacity + 1)]
 
     def least(self, count: float) -> int:
-        """Return the least capacity at which the count is reached, at least 1."""
+        """Return the smallest capacity, at least 1, at which `count` is reached."""
         reached = bisect_left(self._sums, count)
         return self.distances[reached - 1] if reached else 1
 
 
 def optimal_hits(requests: Sequence[Sequence[int]], capacity: int, first: int) -> int:
-    """Return the most hits that a cache can have, from the request number `first` on.
+    """Return the maximum hits of any cache of this capacity, from request number `first` on.
 
     It evicts, or does not store, the block whose next use is farthest away, and of those of one
     request the last (Belady, 1966). So its hits are heads of prompts.
@@ -201,7 +201,7 @@ def optimal_hits(requests: Sequence[Sequence[int]], capacity: int, first: int) -
 
 
 class PolicyRun:
-    """One policy in the engine's block accounting, request after request; or above an LRU tier.
+    """Simulates one policy in the engine's primary, optionally above an LRU tier.
 
     Attributes:
         hits: Blocks found in either; `prefix_hits` are those in the heads of prompts.
@@ -209,7 +209,7 @@ class PolicyRun:
     """
 
     def __init__(self, policy: str, capacity: int, tier_blocks: int, *, only_reuse: bool) -> None:
-        """Start empty; raises ConfigError if the policy is unknown."""
+        """Create an empty primary and tier; raises ConfigError if the policy is unknown."""
         self._primary = Primary(capacity, create_policy(policy, capacity), accept_prefix=True)
         self._primary.may_decline = not tier_blocks
         self._tier: dict[OffloadKey, None] = {}  # most recent last
@@ -225,14 +225,14 @@ class PolicyRun:
         first: int,
         should_stop: Callable[[], bool],
     ) -> None:
-        """Serve requests; they count from the number `first` on."""
+        """Serve requests; those from request number `first` on are counted."""
         for number, keys in enumerate(requests):
             self._serve(number, keys, counts=number >= first)
             if should_stop():
                 break
 
     def _serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
-        """Serve a request with distinct keys; its head in the tier is promoted first."""
+        """Serve a request with distinct keys; its prefix in the tier is promoted first."""
         primary = self._primary
         positions = {key: position for position, key in enumerate(keys, 1)}
         ctx = ReqContext(str(number), key_positions=positions)
@@ -267,7 +267,7 @@ class PolicyRun:
             self.writes += writes
 
     def _write_back(self, ctx: ReqContext, stored: Sequence[OffloadKey]) -> int:
-        """End a request, and write to the tier what it stored or reused; return the writes."""
+        """End a request, write its stored or reused blocks to the tier, and return the writes."""
         tier, admission = self._tier, self._admission
         undecided: Sequence[OffloadKey] = ()
         if admission is not None:
@@ -308,7 +308,7 @@ def simulate(
     only_reuse: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Simulation:
-    """Simulate a trace.
+    """Simulate eviction policies on a trace of requests.
 
     Args:
         requests: The requests' block ids.

@@ -62,14 +62,14 @@ STDIN = "-"
 """Path that stands for standard input."""
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""Maximum line length: far above any request, and stops reading of a file that is no trace."""
+"""Maximum line length, far above any request's; ends the reading of a file that is no trace."""
 
 
 class TraceFile(RequestSource):
     """A trace file, read line by line during the replay, so pipes work. Open until `close`."""
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
-        """Open the file.
+        """Open the trace file.
 
         Raises:
             InputError: It cannot be read.
@@ -126,7 +126,7 @@ class TraceFile(RequestSource):
 
 
 def parse_line(line: bytes) -> list[int]:
-    """Return the block ids of one line.
+    """Return the block ids in one line of a trace.
 
     Raises:
         InputError: The line is not an object with a list `hash_ids` of valid block ids.

@@ -121,7 +121,7 @@ class TierLink:
                 key_limit -= len(event.keys)
 
     def end_step(self, _context: ScheduleEndContext | None = None) -> None:
-        """Queue the existence probes of the step; `Bridge.flush` hands everything over."""
+        """Queue the existence probes of the step; `Bridge.flush` hands them over."""
         state = self.state
         if state.cost_gated is not None:
             state.tell_time(self.bridge.runner.now_s)
@@ -138,7 +138,7 @@ class TierLink:
         self.state.event_log.announce_anew()
 
     def has_pending_work(self) -> bool:
-        """Return whether a job has no result, a result waits, or a probe is unanswered."""
+        """Return whether a job is unfinished, a result is uncollected, or a probe is unanswered."""
         return bool(self.inbox) or self.state.has_pending_work
 
     def stats(self, taken: Figures) -> TierStatistics:
@@ -155,7 +155,7 @@ class TierLink:
     # -- calls that block ----------------------------------------------------------------------
 
     def open(self, timeout_s: float) -> None:
-        """Open the tier and join the bridge; blocks. Raises the errors of the tier's `open`.
+        """Open the tier and add it to the bridge; blocks. Raises the errors of the tier's `open`.
 
         Args:
             timeout_s: Timeout in seconds; extended for large tiers.
@@ -266,7 +266,7 @@ class Bridge:
         self.lag = Histogram()
         """Seconds from a hand-over until the loop processes it; observed on the loop's thread."""
         self.hung_openings: dict[str, IoPool] = {}
-        """Tier -> pool of its last failed opening with a thread still in a call."""
+        """Tier -> I/O pool of its last failed opening, if a thread was still in a call."""
 
     def opening_hangs(self, tier: str) -> bool:
         """Return whether a thread of a tier's failed opening is still in a call. Thread: any."""
@@ -294,7 +294,7 @@ class Bridge:
                 self._give_up()
 
     def wait_for_progress(self, timeout_s: float) -> bool:
-        """Hand over effects, then wait for an event; False on timeout."""
+        """Hand over effects, then wait for an event of a tier; return False on timeout."""
         self.flush()
         return self.runner.wait_until(self._has_events, timeout_s)
 
@@ -331,7 +331,7 @@ class SameLoopBridge(Bridge):
     runner: SameLoopRunner
 
     def flush(self) -> None:
-        """Execute the tiers' effects; on another thread, as in closing, hand them over."""
+        """Execute the tiers' effects; hand them over if called on another thread, as by closing."""
         if threading.get_ident() != self.runner.thread_id:
             super().flush()
             return

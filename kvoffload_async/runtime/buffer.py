@@ -23,7 +23,7 @@ def row_stride_bytes(block_bytes: int, num_workers: int = 1, page_bytes: int = P
 
 
 def rows_within(size_bytes: int, block_bytes: int, num_workers: int = 1) -> tuple[int, int]:
-    """Return the number of rows that fit into `cpu_bytes_to_use`, and the bytes of one.
+    """Return the number of rows that fit into `cpu_bytes_to_use`, and the bytes of a row.
 
     Raises:
         ConfigError: No row fits.
@@ -38,7 +38,7 @@ def rows_within(size_bytes: int, block_bytes: int, num_workers: int = 1) -> tupl
 
 
 class Pages(mmap.mmap):
-    """A mapping that tracks who copies to or from it; see `abc.pages`.
+    """A memory mapping that tracks the components copying to or from it; see `abc.pages`.
 
     Attributes:
         when_idle: Called when the last hold is released. Thread: the releasing one.
@@ -48,11 +48,11 @@ class Pages(mmap.mmap):
 
     @property
     def holders(self) -> list[str]:
-        """Names of those that copy to or from the memory now."""
+        """Names of the components that copy to or from the memory now."""
         return list(self._holders().values())
 
     def hold(self, who: str) -> Callable[[], None]:
-        """See `hold_pages`."""
+        """Mark the memory as in use by a component; see `hold_pages`."""
         token = object()
         self._holders()[token] = who
 
@@ -69,7 +69,7 @@ class Pages(mmap.mmap):
 
 
 class PrimaryBuffer:
-    """`num_slots` rows of `stride_bytes`; `view` has shape `[num_slots, stride_bytes]` uint8."""
+    """The primary's memory; `view` has shape `[num_slots, stride_bytes]` uint8."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Bell = queue.SimpleQueue[None]
-"""Signalled once per call and once per requested helper; a thread consumes one signal per turn."""
+"""Signalled once per call and per requested helper thread; a thread takes one signal per turn."""
 
 
 MOST_QUEUED: Final = 4096
@@ -48,11 +48,11 @@ class _Call:
     call: Callable[[], Any]
     future: asyncio.Future[Any]
     is_shared: bool
-    """Whether several threads may run it."""
+    """Whether several threads may run the call together."""
     helpers: int
-    """Number of further threads that may join."""
+    """Number of further threads that may join the call."""
     threads: int = 0
-    """Number of threads running it, if shared."""
+    """Number of threads running the call, if it is shared."""
     result: Any = None
     error: BaseException | None = None
 
@@ -257,7 +257,7 @@ class IoPool:
 
 
 def _spent() -> None:
-    """Replaces a call that has been made."""
+    """Take the place of a completed call, whose captured objects can then be freed."""
 
 
 def _as_failure(error: BaseException) -> BaseException:

@@ -34,7 +34,7 @@ def level_from_environment() -> int | None:
 
 
 def show_log() -> None:
-    """Show the package's log from the level named by the environment, if any.
+    """Enable the package's log at the level named by the environment, if any.
 
     For servers that configure only their own loggers, such as vLLM: without a handler, log lines
     are written to standard error.

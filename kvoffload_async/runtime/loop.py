@@ -25,7 +25,7 @@ class LoopRunner:
     """Access to an event loop for its owner's thread; the loop runs on another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Use `loop`."""
+        """Give access to `loop`."""
         self._loop = loop
         self._progress = threading.Event()
         self._is_waited_for = False
@@ -75,7 +75,7 @@ class LoopRunner:
             del future, coroutine  # avoid a reference cycle of exception and frame
 
     def refuse_own_thread(self, call: str) -> None:
-        """Raise StateError on the loop's own thread, for which `call` would wait for ever."""
+        """Raise StateError on the loop's own thread, where `call` would deadlock."""
         if _running_loop() is self._loop:
             raise StateError(
                 f"{call} was called on the loop's own thread, which would deadlock it; call it "
@@ -108,7 +108,7 @@ class LoopRunner:
             self._progress.set()
 
     def has_ended(self) -> bool:
-        """Return whether the loop is closed, so that nothing on it will ever end."""
+        """Return whether the loop is closed, so that its unfinished tasks will never end."""
         return self._loop.is_closed()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -131,7 +131,7 @@ class SameLoopRunner(LoopRunner):
         super().__init__(loop)
         self._on_progress = on_progress
         self.thread_id = threading.get_ident()
-        """The loop's thread, which creates this object."""
+        """Id of the loop's thread, which creates this object."""
         self.now_s = clock_of(loop)
         """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
 
@@ -252,7 +252,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _repeat_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log a message about a pending task that is destroyed at DEBUG: it was named before."""
+    """Log the destruction of a pending task at DEBUG: a warning has already named the task."""
     task = context.get("task")
     if task is None or task.done():
         loop.default_exception_handler(context)

@@ -49,14 +49,14 @@ def _memory_limits(root: Path) -> Iterator[Limit]:
 
 
 def filesystem_limit(directory: str) -> Limit | None:
-    """Return the size of a directory's filesystem; None if it reports none."""
+    """Return the size of a directory's filesystem; None if it reports no size."""
     if (space := space_of(directory)) is None:
         return None
     return Limit(space.f_blocks * space.f_frsize, f"the filesystem of {directory!r}")
 
 
 def space_of(directory: str | Path) -> os.statvfs_result | None:
-    """Return the space of a directory's filesystem; None if it has no limit, or is unknown."""
+    """Return the `statvfs` of a directory's filesystem; None if it has no or an unknown size."""
     try:
         found = os.statvfs(directory)
     except OSError as error:

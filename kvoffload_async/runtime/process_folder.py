@@ -24,11 +24,11 @@ _NAME: Final = re.compile(_PREFIX + r"[0-9a-f]{32}")
 _LOCK: Final = "in-use"
 _TRIES: Final = 10
 _ops: Final = FileOps()
-"""Locks that a forked child does not inherit."""
+"""File operations, with locks that a forked child does not inherit."""
 
 
 class ProcessFolder:
-    """`<root>/process-<random>`, removed by `close`, or later if the process is killed.
+    """A folder `<root>/process-<random>`, removed by `close` or, after a kill, by another process.
 
     Creating a folder first removes those of dead processes. A living process holds a lock on the
     file `in-use` in its folder. The system releases the lock when the process dies, so a folder

@@ -79,7 +79,7 @@ class Readings:
         return self._grown(count, before) / seconds if seconds > 0 else 0.0
 
     def share(self, part: Count, whole: Count) -> float | None:
-        """Return the ratio of two counters' increases in the window; None without increase."""
+        """Return the ratio of two counters' increases in the window; None for a zero divisor."""
         total = self._grown(whole, self._first)
         return self._grown(part, self._first) / total if total > 0 else None
 

@@ -1,4 +1,4 @@
-"""The status socket of a running engine: one request line, its statistics as one line of JSON.
+"""The status socket of a running engine: answers each request with one line of JSON.
 
 The Unix socket is served by its own thread instead of the event loop: with `OffloadEngine` the loop
 is that of the server's requests, which clients of the socket must not delay. The thread serves one
@@ -41,7 +41,7 @@ STATUS_REQUEST: Final = b"status"
 STATUS_VERSION: Final = 1
 """Version of the JSON format; a new field does not change the version."""
 MAX_QUEUED: Final = 16
-"""Connections waiting to be accepted; the system refuses more."""
+"""Maximum number of connections waiting to be accepted; the system refuses more."""
 MAX_REQUEST_BYTES: Final = 1024
 CONNECTION_TIMEOUT_S: Final = 1.0
 _PAUSE_S: Final = 0.05
@@ -55,7 +55,7 @@ Answer = Callable[[bytes], bytes]
 
 
 class StatusSocket:
-    """Listens from construction, and answers from `serve` until `close`.
+    """A Unix socket that listens from construction, and answers from `serve` until `close`.
 
     Not thread-safe; call only from the owner's thread.
 
@@ -87,7 +87,7 @@ class StatusSocket:
         _open_sockets.add(self)
 
     def serve(self, answer: Answer) -> None:
-        """Start answering, on a separate thread; raises RuntimeError without one."""
+        """Start a thread that answers clients; raises RuntimeError if it cannot be started."""
         thread = threading.Thread(
             target=self._run, args=(answer,), name="kvoffload-status", daemon=True
         )
@@ -144,7 +144,7 @@ class StatusSocket:
                 self._peer = None
 
     def _remove(self) -> None:
-        """Remove the path unless another file replaced it; idempotent.
+        """Remove the socket file unless another file has replaced it; idempotent.
 
         Call it before closing the listener, because until then the inode number cannot be reused.
         """
@@ -310,7 +310,7 @@ class EngineStatus:
         self._socket = StatusSocket(path + suffix) if path else None
 
     def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
-        """Answer requests with the results of two methods, as long as their object exists."""
+        """Answer requests with the results of two methods, as long as their object is alive."""
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
             self._socket.serve(lambda asked: self._answer(asked, method, slowest))

@@ -1,4 +1,4 @@
-"""Fakes: a loop with virtual time, calls that park, and faults injected into any tier.
+"""Fakes: a loop with virtual time, parked calls, and faults injected into any tier.
 
 The loop never sleeps and needs no thread: when nothing is ready, time jumps to the next timer. A
 test that waits for an hour takes a millisecond, and its schedule is deterministic.
@@ -34,14 +34,14 @@ class InlineIo:
     """An `IoRunner` that runs every call immediately on the loop's thread."""
 
     async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
-        """See `IoRunner.run`; the options are ignored."""
+        """Run a call now; the options are ignored. See `IoRunner.run`."""
         await asyncio.sleep(0)
         return call()
 
 
 @dataclass(slots=True, eq=False)
 class ParkedCall:
-    """A blocking call that waits to be finished by the test."""
+    """A blocking call that is parked until the test finishes it."""
 
     direction: Direction
     call: Callable[[], Any]
@@ -60,7 +60,7 @@ class ScriptedIo:
         self.parked: list[ParkedCall] = []
 
     async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
-        """See `IoRunner.run`; the options are ignored."""
+        """Park a call; the options are ignored. See `IoRunner.run`."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedCall(direction, call, future))
         return await until_done(future)
@@ -89,7 +89,7 @@ class ScriptedIo:
 
 
 class Fault(enum.Enum):
-    """Faults of a job."""
+    """Kinds of faults that a job can have."""
 
     NONE = enum.auto()
     IO_ERROR_BEFORE = enum.auto()
@@ -154,7 +154,7 @@ class FaultyTier(AsyncTier):
         self._released = False
 
     def opening_s(self, block_bytes: int) -> float:
-        """Return the wrapped tier's value."""
+        """Return the wrapped tier's `opening_s`."""
         return self.inner.opening_s(block_bytes)
 
     async def open(self, env: TierEnvironment) -> None:
@@ -162,11 +162,11 @@ class FaultyTier(AsyncTier):
         await self.inner.open(env)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Query the wrapped tier."""
+        """Query the wrapped tier for stored keys."""
         return await self.inner.contains(keys)
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
-        """Query the wrapped tier."""
+        """Query the wrapped tier for the longest stored prefixes."""
         return await self.inner.longest_prefixes(chains)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
@@ -182,7 +182,7 @@ class FaultyTier(AsyncTier):
         await self.inner.close()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Forward to the wrapped tier."""
+        """Forward the use of blocks to the wrapped tier."""
         self.inner.touch(keys)
 
     def describe(self) -> str:
@@ -235,7 +235,7 @@ class FaultyTier(AsyncTier):
         return failures
 
     async def _hang(self) -> None:
-        """Wait for the release; a cancellation is delayed until then."""
+        """Wait for `release`; a cancellation is delayed until then."""
         release: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._released:
             release.set_result(None)

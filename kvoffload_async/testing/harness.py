@@ -40,7 +40,7 @@ DEADLINE_S = 30.0
 """Deadline of each wait; only to end a test that hangs, even on a loaded machine."""
 
 _THREADS_END_S = 20.0
-"""On a loaded machine a finished thread may take a while to exit."""
+"""Seconds in which threads must exit; on a loaded machine a finished thread may take a while."""
 
 GUARD = 0xA5
 """Byte that fills every slot until it is written."""
@@ -203,7 +203,7 @@ class TierHarness(_Surroundings):
         return self.run(self.tier.load(job))
 
     def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Query the tier."""
+        """Return the keys that the tier contains."""
         return self.run(self.tier.contains(keys))
 
     def announced(self) -> set[OffloadKey]:
@@ -351,7 +351,7 @@ def promise(text: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 
 def expect(what: str, got: object, expected: object) -> None:
-    """Compare two values.
+    """Check that two values are equal.
 
     Raises:
         AssertionError: They differ; the text names both, and keys by number.
@@ -363,7 +363,7 @@ def expect(what: str, got: object, expected: object) -> None:
 def expect_failures(
     what: str, failures: Mapping[int, Exception], expected: Mapping[int, type[Exception]]
 ) -> None:
-    """Compare the failures of a job, by position, with the classes that are expected.
+    """Check the failures of a job, by position, against the expected error classes.
 
     Raises:
         AssertionError: A block failed that should not have, or another way, or did not fail.
@@ -377,7 +377,7 @@ def expect_failures(
 
 
 def expect_rows(what: str, memory: _Surroundings, expected: Mapping[int, OffloadKey]) -> None:
-    """Compare slots with the content of the keys that they should hold.
+    """Check that slots have the content of the expected keys.
 
     Raises:
         AssertionError: A slot holds other bytes; the text says where they begin to differ.

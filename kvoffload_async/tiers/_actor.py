@@ -51,7 +51,7 @@ from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 logger = logging.getLogger(__name__)
 
 _EXPECTED = (BlockMissingError, BusyError, TierClosedError)
-"""Not faults of the tier: another process, back-pressure, shutdown."""
+"""Errors that are not faults of the tier: due to another process, back-pressure or shutdown."""
 
 
 class JobLog:
@@ -95,7 +95,7 @@ class JobLog:
         seconds: float,
         now_s: float,
     ) -> None:
-        """Log that a job no longer accesses memory; drop its errors' frames."""
+        """Log the end of a job, which no longer accesses memory; drop the frames of its errors."""
         was_overdue = job.job_id in self._overdue
         self._overdue.discard(job.job_id)
         first = error or next(iter(failures.values()), None)
@@ -137,7 +137,7 @@ def described(job: JobMetadata) -> str:
 
 
 _NO_WORK = (TierUnavailableError, TierBusyError)
-"""Errors of blocks that do not show that the tier works: they failed with it, or never began."""
+"""Errors of blocks that are no evidence of a working tier: it failed, or never began them."""
 _CANCEL_GRACE_S = 0.2
 _TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
@@ -162,7 +162,7 @@ class _Run:
     job: JobMetadata
     side: _Side
     accepted_s: float
-    """Loop time, as for deadlines; the next two use the actor's clock, which is more precise."""
+    """Loop time of acceptance, for deadlines; `arrived_s` and `began_s` use the actor's clock."""
     arrived_s: float
     began_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -267,7 +267,7 @@ class TierActor:
             self._end(run, {}, error)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Pass a use of blocks to the tier."""
+        """Report a use of blocks to the tier."""
         try:
             self._tier.touch(keys)
         except BaseException as error:  # noqa: BLE001 - the loop and later effects must go on
@@ -431,7 +431,7 @@ class TierActor:
         error: TierError | None,
         outdated: frozenset[OffloadKey] = frozenset(),
     ) -> None:
-        """End a job, whose deadline does not matter any more, and post its result."""
+        """End a job: drop its deadline, and post its result."""
         self._due.pop(run.job.job_id, None)
         if not self._due and self._next_deadline is not None:
             self._next_deadline.cancel()

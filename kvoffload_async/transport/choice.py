@@ -1,4 +1,4 @@
-"""Which transport serves a layout's tensors."""
+"""The choice of a transport for a layout's tensors."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class _Words:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A part of a transfer that fits into staging memory, of one group.
+    """A part of a transfer, within one group, that fits into staging memory.
 
     Attributes:
         group: Index of the group.
@@ -154,7 +154,7 @@ class StagedCopies:
     def perform(
         self, direction: Direction, plan: Plan, index: torch.Tensor, staging: torch.Tensor
     ) -> None:
-        """Queue a transfer's copies; `index` is the plan's, on the device."""
+        """Queue a transfer's copies; `index` is the plan's index on the device."""
         for extent in plan.extents:
             where = index[extent.begin : extent.begin + 3 * extent.count].view(3, extent.count)
             used = staging[: len(extent.slots), : self._group_bytes[extent.group]]
@@ -175,7 +175,7 @@ class StagedCopies:
         self._host = torch.empty((0, 0), dtype=torch.uint8)
 
     def _cells_of(self, staging: torch.Tensor, table: _Words, rows: int) -> torch.Tensor:
-        """Return a table's part of staging: words `[rows, blocks_per_chunk, page_words]`."""
+        """Return a table's part of staging memory: words `[rows, blocks_per_chunk, page_words]`."""
         words = staging.view(self._dtype)
         page_words = table.pages.shape[1]
         return words.as_strided(
@@ -236,7 +236,7 @@ def _runs(slots: BlockIds, longest: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _widest_words(layout: KVLayout) -> tuple[int, torch.dtype]:
-    """Return the widest words that fit all tables: their size and type."""
+    """Return the size and type of the widest words that fit all page tables."""
     tables = [table for group in layout.groups for table in group]
     return next(word for word in _WORDS if all(_is_aligned(table, word[0]) for table in tables))
 
@@ -258,7 +258,7 @@ logger = logging.getLogger(__name__)
 _STREAMS = 2
 _TRANSFERS_PER_STREAM = 4
 _START_FAILED_S = 5.0
-"""Seconds for the threads that were started to end, if another one cannot be started."""
+"""Seconds that started threads have to end if another thread cannot be started."""
 
 
 class CudaTransfer(CompletableTransfer):
@@ -374,7 +374,7 @@ class CudaTransport(Transport):
         }
         self._closed = False
         self._lost: str | None = None
-        """The error after which no wait says any more whether copies run."""
+        """The error after which it is unknown whether copies still run; None without an error."""
         self._incomplete: list[CudaTransfer] = []
         """Transfers whose copies may run for ever; `close` publishes their outcomes."""
         self._threads: list[threading.Thread] = []

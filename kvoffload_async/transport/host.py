@@ -40,11 +40,11 @@ Bytes = npt.NDArray[np.uint8]
 _START_FAILED_S = 5.0
 
 LEAST_BYTES = 256 << 10
-"""Below this size, waking another thread takes longer than the copy."""
+"""Minimum bytes copied by native threads; for less, waking a thread takes longer than copying."""
 
 
 class _Table(NamedTuple):
-    """One tensor's pages.
+    """The layout of one tensor's pages, for native copies.
 
     Attributes:
         device: Its bytes, including gaps between pages.
@@ -60,9 +60,10 @@ class _Table(NamedTuple):
 
 
 class Copier:
-    """Copies between a layout's tensors and slots; small parts, or without native code, with numpy.
+    """Copies between a layout's tensors and slots, with native threads or numpy.
 
-    Copies all tensors of a group at once with native threads. Numpy holds the GIL. Not thread-safe.
+    Native threads copy all tensors of a group at once. Numpy copies small parts, and all parts
+    without native code; it holds the GIL. Not thread-safe.
     """
 
     def __init__(self, layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> None:
@@ -144,7 +145,7 @@ class Copier:
 
 
 def _flat(pages: torch.Tensor) -> Bytes:
-    """Return the bytes from the first page to the last, including gaps."""
+    """Return a tensor's bytes from the first page to the last, including gaps."""
     size = (pages.shape[0] - 1) * pages.stride(0) + pages.shape[1]
     flat: Bytes = pages.as_strided((size,), (1,)).numpy()
     return flat

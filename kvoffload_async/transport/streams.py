@@ -36,7 +36,7 @@ class DeviceStream(Protocol):
     """A queue of operations that the device runs in order."""
 
     def wait_event(self, event: Any) -> None:  # noqa: ANN401 - an event of the same runtime
-        """Let later operations wait for the event's latest record; none if never recorded."""
+        """Let later operations wait for the event's latest record, if there is a record."""
         ...
 
     def synchronize(self) -> None:
@@ -77,7 +77,7 @@ class DeviceRuntime:
         return torch.cuda.current_stream(device)
 
     def create_event(self, *, timed: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event; waits for a blocking one sleep instead of spinning."""
+        """Return an event; a thread that waits for a blocking event sleeps instead of spinning."""
         return torch.cuda.Event(  # type: ignore[no-untyped-call]  # untyped in torch
             enable_timing=timed, blocking=blocking
         )
@@ -94,7 +94,7 @@ class DeviceRuntime:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def free_bytes(self, device: torch.device | None = None) -> int:
-        """Return the bytes that can be allocated on a device, by default the thread's."""
+        """Return the free memory of a device in bytes; by default, of the thread's device."""
         return torch.cuda.mem_get_info(device)[0]
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from kvoffload_async.types import (
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The loadable prefix.
+    """The longest prefix of a request that can be loaded.
 
     Attributes:
         tokens: Its length from the start of the prompt. If it exceeds the computed tokens, it is
@@ -41,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The loadable chunks of one group.
+    """A run of consecutive chunks that one group can load.
 
     Attributes:
         tokens: End token.
@@ -57,7 +57,10 @@ class _Run:
 
 
 class _Lookups:
-    """The lookups of one search: no key twice, except a prefix that is cut while it is deferred."""
+    """Caches the lookup results of one prefix search.
+
+    A deferred prefix is looked up again if it becomes shorter.
+    """
 
     def __init__(self, manager: OffloadingManager, ctx: ReqContext) -> None:
         self._manager, self._ctx = manager, ctx
@@ -65,7 +68,10 @@ class _Lookups:
         self._answers: dict[OffloadKey, LookupResult] = {}
 
     def prefix(self, group: int, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
-        """Look up a group's prefix; later calls get the same keys, or only the first of them."""
+        """Return the length of a group's loadable prefix, and whether its lookup is deferred.
+
+        Later calls pass the same keys, or only the first of them.
+        """
         known = self._prefixes.get(group)
         if known is None or (known[1] and len(keys) < known[0]):
             known = self._prefixes[group] = self._manager.lookup_prefix(keys, self._ctx)
@@ -142,7 +148,7 @@ def _longest_run(
 def _scan_leftwards(
     keys: Sequence[OffloadKey], first: int, last: int, needed: int, lookups: _Lookups
 ) -> tuple[int, int, bool, bool]:
-    """Sliding window: find the rightmost run of as many chunks as the window covers.
+    """Find the rightmost run of loadable chunks that covers a sliding window.
 
     A run that directly follows the computed tokens may be shorter. Chunks are looked up from the
     right; the scan continues past misses and ends when the window is covered.
@@ -275,7 +281,7 @@ def ends_before(
     ends: Sequence[int],
     left_out: Collection[OffloadKey],
 ) -> tuple[int, ...]:
-    """Return where each group's next offer begins: at the token of the first key left out."""
+    """Return the first chunk of each group's next offer: at the first key left out, if any."""
     if not left_out:
         return tuple(ends)
     tokens = min(state.ctx.key_positions[key] for key in left_out) - 1
@@ -290,7 +296,7 @@ def plan_store(
     ends: Sequence[int],
     accepted: Collection[OffloadKey],
 ) -> CopyPlan:
-    """Return the copy of the accepted chunks among those offered."""
+    """Return the copy that stores the accepted chunks."""
     per_chunk = geometry.blocks_per_chunk
     accepted = frozenset(accepted)
     parts: list[_Part] = []
@@ -303,7 +309,7 @@ def plan_store(
 
 
 def final_tokens(request: SchedulerRequest) -> int:
-    """Return the tokens of a finished request that have KV; the last sampled token has none."""
+    """Return the number of a finished request's tokens with KV; the last sampled token has none."""
     return min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
 
 
@@ -321,7 +327,7 @@ def _blocks_of(block_ids: Sequence[int], chunk: int, per_chunk: int) -> Sequence
 
 
 _Part = tuple[Sequence[OffloadKey], Sequence[int], int]
-"""A group's part of a copy: its keys, its device blocks, and the index of the first of these."""
+"""A group's part of a copy: its keys, its device blocks, and the index of the first block."""
 
 
 def _joined(parts: Sequence[_Part]) -> CopyPlan:

@@ -24,7 +24,7 @@ from kvoffload_async.types import (
 
 @dataclass(slots=True)
 class Step:
-    """State collected during the current step.
+    """The connector's state that lasts for the current step only.
 
     Attributes:
         load_jobs: Loads prepared in this step.
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(slots=True)
 class GroupState:
-    """One KV-cache group of a request.
+    """A request's state in one KV-cache group.
 
     Attributes:
         keys: The keys of the full chunks, from the start of the prompt.
@@ -136,7 +136,7 @@ class ConnectorRequest:
             group.block_ids.extend(table)
 
     def drop_stale_blocks(self, allocated: Collection[int], geometry: ConnectorGeometry) -> None:
-        """Remove device blocks from the tables that a sliding window freed and others now use.
+        """Remove blocks that a sliding window freed, and that were reallocated, from the tables.
 
         `NULL_BLOCK` takes their place. Blocks before `next_chunk` are skipped, because they are not
         stored again and tables can be long.
@@ -164,7 +164,7 @@ class ConnectorRequest:
             group.next_chunk = 0
 
     def load_failed(self, geometry: ConnectorGeometry) -> set[int]:
-        """Return the device blocks of the tokens that the load was for; it is not repeated."""
+        """Return the device blocks that the failed load was to fill; prevent further loads."""
         self.may_load = False
         end = self.local_tokens + self.loaded_tokens
         invalid = {
@@ -178,7 +178,7 @@ class ConnectorRequest:
 
 
 class DeviceContents:
-    """The device blocks whose content is known, so that they may be stored.
+    """Tracks which device blocks have known content and may therefore be stored.
 
     A block loses its content when the scheduler allocates it, and has it again when a load has
     filled it or its request computes its tokens. Until then it stays unfilled, whichever request
@@ -192,7 +192,7 @@ class DeviceContents:
         self.unfilled: set[int] = set()
 
     def have_content(self, blocks: Collection[int]) -> bool:
-        """Return whether all of the blocks, none of which is null, have known content."""
+        """Return whether all blocks have known content; a null block has none."""
         return NULL_BLOCK not in blocks and self.unfilled.isdisjoint(blocks)
 
     def note_computed(

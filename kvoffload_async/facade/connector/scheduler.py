@@ -49,7 +49,7 @@ from kvoffload_async.types import (
 
 @dataclass(slots=True)
 class ConnectorJob:
-    """One copy.
+    """One copy between the device and the primary, on all workers.
 
     Attributes:
         job_id: See `JobId`.
@@ -74,7 +74,7 @@ class ConnectorJob:
 
 
 class JobTable:
-    """The jobs in flight, also by device block. Call only from the owner's thread."""
+    """The jobs in flight, by id and by device block. Call only from the owner's thread."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -87,7 +87,7 @@ class JobTable:
 
     @property
     def has_stale(self) -> bool:
-        """Whether a copy from before a reset has not ended."""
+        """Whether a copy that began before a reset is still running."""
         return bool(self._stale)
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class JobTable:
         return any(not self._jobs[job_id].is_store for job_id in request.transfer_jobs)
 
     def worker_ended(self, job_id: JobId, count: int, *, failed: bool) -> ConnectorJob | None:
-        """Count `count` workers that have ended a job; return the job when all have.
+        """Record that `count` workers have ended a job; return the job once all workers have.
 
         Unknown ids are ignored.
         """
@@ -151,7 +151,7 @@ class JobTable:
         return job
 
     def mark_all_stale(self) -> None:
-        """Mark every job stale."""
+        """Mark every job as stale, for a reset."""
         for job in list(self._jobs.values()):
             self._drop(job)
             job.is_stale = True
@@ -222,7 +222,7 @@ class OffloadingConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: SchedulerRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of loadable tokens after the computed ones, and whether to wait.
+        """Return how many further tokens can be loaded, and whether they are loaded asynchronously.
 
         Args:
             request: A request to start or restart; it has no device blocks of its own.
@@ -299,7 +299,7 @@ class OffloadingConnectorScheduler:
     # -- the end of a step ----------------------------------------------------------------------
 
     def build_connector_meta(self, output: StepOutput) -> OffloadingConnectorMetadata:
-        """End the step; return the work for the workers."""
+        """End the step; return the transfer jobs for the workers."""
         step = self._step
         self._update_tables(output)
         for req_id in output.preempted_req_ids:
@@ -363,7 +363,7 @@ class OffloadingConnectorScheduler:
     # -- a request ends -------------------------------------------------------------------------
 
     def request_finished(self, request: SchedulerRequest) -> tuple[bool, None]:
-        """End a request, for any reason; return (False, None): free its blocks at once.
+        """End a request; always return (False, None): the scheduler may free its blocks at once.
 
         Running stores are flushed before their blocks are reused; its last full chunk is stored
         with this step. Keep only the blocks of a load in flight allocated until the load ends.
@@ -468,7 +468,7 @@ class OffloadingConnectorScheduler:
                 group.next_chunk = total_tokens // self.geometry.tokens_per_chunk(index)
 
     def _final_stores(self) -> dict[JobId, TransferJobSpec]:
-        """Offer the remaining chunks of ended requests, which have no later opportunity.
+        """Offer the manager the remaining chunks of ended requests, for the last time.
 
         Called before `_running_stores`, so that they get room first.
         """
@@ -495,7 +495,7 @@ class OffloadingConnectorScheduler:
     def _store(
         self, state: ConnectorRequest, tokens: int, jobs: dict[JobId, TransferJobSpec]
     ) -> Sequence[OffloadKey]:
-        """Offer the chunks not stored yet; return the keys that the primary had no room for.
+        """Offer a request's unstored chunks; return the keys that the primary had no room for.
 
         If the last offer was granted only in part, offer at most as many chunks as may fit now.
         """

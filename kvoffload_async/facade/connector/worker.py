@@ -25,13 +25,13 @@ from kvoffload_async.types import JobId, TransferResult
 logger = logging.getLogger(__name__)
 
 _AWAIT_LOADS_S = 0.1
-"""Seconds for which the end of a step waits for the step's loads into host memory."""
+"""Maximum seconds that a step's end waits for its loads if the KV cache is in host memory."""
 _FOLLOW_S = 0.5
-"""Seconds that `wait` gives the loop to report transfers that have ended."""
+"""Seconds that `shutdown` gives the loop's thread to report transfers that have ended."""
 
 
 _Report = tuple[TransferResult, str | None]
-"""A job's result, and the request id if it was a load."""
+"""A job's result, and the request id if the job is a load."""
 
 
 class OffloadingConnectorWorker:
@@ -65,7 +65,7 @@ class OffloadingConnectorWorker:
         self._overrun: set[JobId] = set()
         """Stores whose device blocks may have been overwritten before they were copied."""
         self._new_loads: set[JobId] = set()
-        """Loads into host memory since the last step's end."""
+        """Loads since the end of the last step, if the KV cache is in host memory."""
         self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
         self._tasks: dict[asyncio.Task[TransferOutcome], None] = {}
@@ -74,7 +74,7 @@ class OffloadingConnectorWorker:
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_id: JobId, spec: TransferJobSpec) -> None:
-        """Copy device blocks to slots, ordered after the work submitted so far. Non-blocking.
+        """Copy device blocks to slots, ordered after compute submitted so far. Non-blocking.
 
         Raises:
             StateError: A job with this id is running.
@@ -82,7 +82,7 @@ class OffloadingConnectorWorker:
         self._submit(job_id, spec, Direction.STORE)
 
     def submit_load(self, job_id: JobId, spec: TransferJobSpec, *, expedited: bool = False) -> None:
-        """Copy slots to device blocks, ordered after the work submitted so far.
+        """Copy slots to device blocks, ordered after compute submitted so far.
 
         Args:
             job_id: The job.
@@ -100,12 +100,12 @@ class OffloadingConnectorWorker:
             self.wait({job_id}, self._flush_timeout_s)
 
     def get_finished(self) -> list[TransferResult]:
-        """At the end of a step, return the jobs that ended since the last call, once each."""
+        """At the end of a step, return the results of jobs that ended since the last call."""
         self._await_new_loads()
         return self.poll_finished()
 
     def poll_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, once each. Non-blocking."""
+        """Return the results of jobs that ended since the last call, once each. Non-blocking."""
         return [result for result, _ in self._take_reports()]
 
     def wait(self, job_ids: Collection[JobId], timeout: float) -> bool:
@@ -156,13 +156,13 @@ class OffloadingConnectorWorker:
             self.submit_load(job_id, spec)
 
     def prepare_store_kv(self, meta: OffloadingConnectorMetadata) -> None:
-        """Defer this step's stores to the next step; flushed ones have already started."""
+        """Defer this step's stores to the next step; flushed stores have already started."""
         for job_id, spec in meta.store_jobs.items():
             if job_id not in meta.jobs_to_flush:
                 self._deferred[job_id] = spec
 
     def build_output(self) -> tuple[ConnectorOutput, set[str]]:
-        """Return the ended jobs since the last call, and the ids of requests with ended loads."""
+        """Return the jobs ended since the last call, and the ids of requests whose loads ended."""
         self._await_new_loads()
         reports = self._take_reports()
         results = [result for result, _ in reports]
@@ -234,13 +234,13 @@ class OffloadingConnectorWorker:
         task.add_done_callback(partial(self._note_end, job_id))
 
     def _note_end(self, job_id: JobId, task: asyncio.Task[TransferOutcome]) -> None:
-        """Queue the task for the worker's thread. Runs on the loop's thread."""
+        """Queue a transfer's ended task for the worker's thread. Runs on the loop's thread."""
         del self._tasks[task]
         self._ended.append((job_id, task))
         self._loop.notify()
 
     def _give_up(self) -> None:
-        """Cancel all tasks. Runs on the loop's thread."""
+        """Cancel all tasks that await transfers. Runs on the loop's thread."""
         for task in self._tasks:
             task.cancel()
 

@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Groups = dict[StoreId, list[int]]
-"""Store -> positions of its keys in a call."""
+"""Store -> positions of the store's keys in a call."""
 
 
 class KVOffloadL2Adapter(L2AdapterInterface):
-    """Stores LMCache's objects in the tiers of its configuration.
+    """Stores LMCache's objects in the tiers that the adapter's options configure.
 
     Thread-safe. No call blocks but `close`.
     """
@@ -68,7 +68,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def __init__(
         self, params: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None
     ) -> None:
-        """Check the options; stores are opened when objects of theirs are first named.
+        """Check the options; each store is opened when a call first names one of its objects.
 
         Args:
             params: See `AdapterOptions`.
@@ -126,7 +126,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- stores -----------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Store objects; of a key that is named twice, the first one."""
+        """Store objects; if a key occurs twice, only its first object is stored."""
         task_id = next(self._task_ids)
         groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
         blocks = _host_blocks(encoded, objects)
@@ -156,7 +156,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Look up objects, and keep those found in tiers that can, until they are unlocked."""
+        """Look up objects; tiers that can pin blocks keep found objects until they are unlocked."""
         task_id = next(self._task_ids)
         sizes = {group: _bytes_of(desc) for group, desc in group_layout_descs.items()}
         groups, encoded = self._groups(keys, [sizes.get(key.object_group_id, 0) for key in keys])
@@ -185,7 +185,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- loads ------------------------------------------------------------------------------------
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Load objects; a key that is named twice is loaded into both objects."""
+        """Load objects; a key that occurs twice is loaded into both objects."""
         task_id = next(self._task_ids)
         groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
         blocks = _host_blocks(encoded, objects)
@@ -213,7 +213,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- contents ---------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove objects that are not in use; their removal is announced when it is done.
+        """Remove objects that are not in use; each removal is announced when it has been done.
 
         With several tiers, those that cannot remove objects keep them.
 
@@ -276,7 +276,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         return statistics_of((store.tiers, store.rows) for store in stores if store is not None)
 
     def close(self) -> None:
-        """Let running transfers end, for `close_timeout_s`, and close the stores; idempotent.
+        """Wait up to `close_timeout_s` for running transfers, and close the stores; idempotent.
 
         A call while another thread closes the adapter waits for it. In a forked child it does
         nothing.
@@ -307,7 +307,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- inside -----------------------------------------------------------------------------------
 
     def _slowest(self) -> None:
-        """Return None: requests are LMCache's, and have no timelines here."""
+        """Return None: the requests belong to LMCache, so no timelines are recorded."""
 
     def _take_events(
         self, store_id: StoreId, manager: SecondaryTierManager, events: Sequence[OffloadingEvent]
@@ -318,7 +318,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def _groups(
         self, keys: Sequence[ObjectKey], sizes: Sequence[int]
     ) -> tuple[Groups, list[OffloadKey | None]]:
-        """Return the stores of keys, and the keys encoded; None for keys that fit no tier.
+        """Group keys by their stores, and encode them; None for keys that fit no tier.
 
         Args:
             keys: The keys.
@@ -349,7 +349,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def _open_stores_of(
         self, keys: Sequence[ObjectKey]
     ) -> Iterable[tuple[OpenStore, list[OffloadKey]]]:
-        """Yield each open store of the keys' models and groups, with their distinct keys."""
+        """Yield each open store of the keys' models and groups, with the matching distinct keys."""
         by_group: dict[tuple[str, int], dict[OffloadKey, None]] = defaultdict(dict)
         for key in keys:
             if (encoded := self._encode(key)) is not None:
@@ -360,7 +360,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
                 yield opened, list(encoded_keys)
 
     def _look_up(self, keys: Sequence[OffloadKey], store: OpenStore) -> list[Future[KeySet]]:
-        """Look keys up and pin those that are found."""
+        """Look up keys in an open store, and pin the found ones."""
         future: Future[KeySet] = Future()
 
         def report(looked_up: Future[list[bool]]) -> None:
@@ -382,7 +382,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         indices: Sequence[int],
         timeout_s: float | None = None,
     ) -> None:
-        """Have `answer` await what `act` returns for a store, once it is open.
+        """Call `act` once a store is open; `answer` waits for the futures that `act` returns.
 
         Nothing is found if the store does not open, or not within `timeout_s`.
         """
@@ -408,7 +408,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
                 opening.cancel()
 
     def _finish(self, task_id: int, result: T, done: dict[int, T], notifier: Any) -> None:  # noqa: ANN401 - LMCache's
-        """Keep the result of a task until LMCache, which is notified, takes it."""
+        """Notify LMCache that a task has ended, and keep the result until LMCache takes it."""
         with self._lock:
             done[task_id] = result
             if not self._is_closed:
@@ -416,7 +416,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
 
 
 class _Answer:
-    """Collects the results of the parts of a call, and reports them for each position."""
+    """Collects the results of a call's parts, and reports one result per position of its keys."""
 
     def __init__(
         self, keys: Sequence[OffloadKey | None], report: Callable[[list[bool]], object]
@@ -425,11 +425,11 @@ class _Answer:
         self._report = report
         self._lock = threading.Lock()
         self._left = 1
-        """Parts without a result; asking counts as one."""
+        """Number of parts without a result; starting the other parts counts as a part."""
         self._results = [False] * len(keys)
 
     def expect(self, part: Future[KeySet], indices: Sequence[int]) -> None:
-        """Wait for keys; those at these positions may be among them."""
+        """Wait for a part's future of keys; only keys at `indices` may be among them."""
 
         def take(part: Future[KeySet]) -> None:
             landed = part.result()
@@ -440,7 +440,7 @@ class _Answer:
         self.await_part(part, take)
 
     def await_part(self, part: Future[T], take: Callable[[Future[T]], object]) -> None:
-        """Wait for a future that `take` is called with when it is done."""
+        """Wait for the future of a part; `take` is called with it when it is done."""
         with self._lock:
             self._left += 1
 
@@ -451,7 +451,7 @@ class _Answer:
         part.add_done_callback(end)
 
     def end_part(self) -> None:
-        """End a part, such as asking for the others; the last one reports."""
+        """Count a part as ended; the last part to end reports the results."""
         with self._lock:
             self._left -= 1
             is_last = not self._left
@@ -462,7 +462,7 @@ class _Answer:
 def _host_blocks(
     keys: Sequence[OffloadKey | None], objects: Sequence[MemoryObj]
 ) -> list[HostBlock]:
-    """Return the objects with their addresses; those of keys without a code are not used."""
+    """Return the objects with keys and addresses; objects whose key is None are not used."""
     return [
         HostBlock(key or OffloadKey(b""), obj.data_ptr, obj)
         for key, obj in zip(keys, objects, strict=True)
@@ -470,7 +470,7 @@ def _host_blocks(
 
 
 def _rounds(keys: Sequence[OffloadKey | None], indices: Sequence[int]) -> list[list[int]]:
-    """Return positions such that no key occurs twice in a round."""
+    """Divide positions into rounds, such that no key occurs twice in a round."""
     if len({keys[index] for index in indices}) == len(indices):
         return [list(indices)]
     rounds: list[list[int]] = []
@@ -501,7 +501,7 @@ def _bytes_of(layout: MemoryLayoutDesc) -> int:
 
 
 def _status_of(store: Store) -> dict[str, Any]:
-    """Return the state of a store, as JSON can represent it."""
+    """Return the state of a store in types that JSON can represent."""
     store_id, opened = store.store_id, store.opened
     tiers = [] if opened is None else [asdict(tier) for tier in opened.tiers.stats()]
     works = all(set(tier["breakers"].values()) == {"closed"} for tier in tiers)
@@ -523,11 +523,11 @@ MOST_WAITING: Final = 65_536
 """Maximum number of events that wait for LMCache's listeners; further ones are dropped."""
 
 Report = Callable[[list[Any], list[int]], object]
-"""Takes keys and the sizes of their objects."""
+"""Called with keys and the sizes of their objects."""
 
 
 class UsageReporter:
-    """Reports which objects were stored and removed.
+    """Reports to LMCache which objects were stored and removed.
 
     Objects of tiers that do not announce removals are reported with a size of 0, because their sum
     would only grow. Objects whose salt is not known yet are reported when a request has named it.
@@ -541,7 +541,7 @@ class UsageReporter:
     """
 
     def __init__(self, keys: Keys, adapter: Any) -> None:  # noqa: ANN401 - LMCache's base class
-        """Start the thread.
+        """Start the thread that calls LMCache's listeners.
 
         Args:
             keys: Decodes keys.
@@ -557,7 +557,7 @@ class UsageReporter:
         self._accessed: Callable[[list[Any]], object] = adapter._notify_keys_accessed  # noqa: SLF001
         self._num_salts = 0
         self._unreported: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
-        """Blocks with a salt that is not known -> how many tiers have them, if they are counted."""
+        """Blocks whose salt is not known yet -> number of tiers that have them, if counted."""
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-usage", daemon=True)
         with naming_shortage("the thread for LMCache's usage counts cannot be started"):
@@ -566,7 +566,7 @@ class UsageReporter:
     def take(
         self, store_id: StoreId, events: Sequence[OffloadingEvent], *, is_counted: bool
     ) -> None:
-        """Report events.
+        """Report the objects that a tier's events name.
 
         Args:
             store_id: The store.
@@ -581,7 +581,7 @@ class UsageReporter:
         self._ask(partial(self._accessed, objects))
 
     def salts_changed(self) -> None:
-        """Report objects with a salt that has become known."""
+        """Report the objects whose salt has become known."""
         if len(self._keys.salts) != self._num_salts:
             self._num_salts = len(self._keys.salts)
             self._ask(self._report_unreported)

@@ -1,4 +1,4 @@
-"""The options of the adapter, `adapter_params` in LMCache's configuration."""
+"""The options of the LMCache adapter: `adapter_params` in LMCache's configuration."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AdapterOptions(Options):
         return options
 
     def tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
-        """Return the configuration of a tier of a store.
+        """Return the configuration of a tier, completed for one store.
 
         The store has its own folder below `root_dir`, and its part of `capacity_bytes`.
         """

@@ -30,19 +30,20 @@ from kvoffload_async.types import OffloadingEvent, OffloadKey, as_block_ids
 logger = logging.getLogger(__name__)
 
 MOST_DIRECT_LOADS: Final = 4
-"""Loads into LMCache's memory at once. One that hangs is reported only when its copy has ended, and
-occupies one of LMCache's prefetches until then (8 by default); further loads use own rows."""
+"""Maximum number of concurrent loads into LMCache's memory. A hung load is reported only when
+its copy has ended, and occupies one of LMCache's prefetches until then (8 by default); further
+loads use staging rows."""
 _MOST_WAITING: Final = 1024
 """Maximum number of requests that wait for a store to open; further ones fail."""
 _CLOSE_LATE_S: Final = 1.0
-"""Seconds to close a store that was opened after the adapter was closed."""
+"""Timeout in seconds for closing a store that was opened after the adapter was closed."""
 
 _abandoned: Final[list[object]] = []
-"""Memory that copies may access after the adapter was closed."""
+"""Memory kept allocated because copies may still access it after the adapter was closed."""
 
 
 class OpenStore:
-    """The tiers of an open store, and the two ways of transferring objects.
+    """The tiers of an open store, with transfers of objects in place and through staging rows.
 
     Attributes:
         store_id: Names the store.
@@ -60,7 +61,7 @@ class OpenStore:
         host: HostMemory | None,
         on_events: OnEvents,
     ) -> None:
-        """Open the tiers; blocks. Raises what `PluggedTiers` raises."""
+        """Open the tiers of a store; blocks. Raises the errors of `PluggedTiers`."""
         self.store_id = store
         tiers = [options.tier_of(tier, store) for tier in options.tier]
         num_own = max(1, options.staging_bytes // store.object_bytes)
@@ -68,7 +69,7 @@ class OpenStore:
         self.in_place = self.staged = 0
         self._lock = threading.Lock()
         self._direct_loads: set[Transfer] = set()
-        """Loads into LMCache's memory that are not at rest; late if they have ended."""
+        """Loads whose copies still access LMCache's memory; late if their result was reported."""
         with ExitStack() as undo:
             undo.callback(self.rows.close)
             self.tiers = PluggedTiers(tiers, self.rows.view, on_events=on_events)
@@ -78,15 +79,15 @@ class OpenStore:
             undo.pop_all()
 
     def store(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
-        """Store distinct objects; each future has stored keys once their objects may change."""
+        """Store distinct objects; each future returns stored keys once their objects may change."""
         return self._transfer(blocks, is_load=False)
 
     def load(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
-        """Load distinct objects; each future has loaded keys once their objects may be used."""
+        """Load distinct objects; each future returns loaded keys once their objects may be used."""
         return self._transfer(blocks, is_load=True)
 
     def close(self, timeout_s: float) -> None:
-        """Close the tiers; every future is complete afterwards, but those of copies that hang."""
+        """Close the tiers; afterwards every future is complete, except those of hung copies."""
         report = self.tiers.close(timeout_s)
         self.stage.close()
         if report.unfinished_jobs:
@@ -98,7 +99,7 @@ class OpenStore:
         self.rows.close(is_idle=not report.unfinished_jobs)
 
     def _transfer(self, blocks: Sequence[HostBlock], *, is_load: bool) -> list[Future[KeySet]]:
-        """Transfer the objects that are rows in place, and the other ones through own rows."""
+        """Transfer objects that lie in rows in place, and all others through staging rows."""
         rows = [self.rows.row_of(block.address) for block in blocks]
         if is_load and not self._may_load_in_place():
             rows = [None] * len(blocks)
@@ -122,7 +123,7 @@ class OpenStore:
         return parts
 
     def _may_load_in_place(self) -> bool:
-        """Return whether not too many loads into LMCache's memory run, and none is late."""
+        """Return whether another load into LMCache's memory may run: few run, and none is late."""
         with self._lock:
             is_late = any(load.ended.done() for load in self._direct_loads)
             return not is_late and len(self._direct_loads) < MOST_DIRECT_LOADS
@@ -133,7 +134,7 @@ class OpenStore:
 
 
 def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-    """Return a future of the transferred keys, done when no copy runs; it keeps the objects."""
+    """Return a future of the transferred keys, done when no copy runs; it retains the objects."""
     future: Future[KeySet] = Future()
 
     def complete(_kept: Sequence[HostBlock], _at_rest: Future[None]) -> None:
@@ -144,7 +145,7 @@ def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
 
 
 class Store:
-    """One store, and its opening.
+    """One store of the adapter, opened on first use.
 
         CLOSED --asked, pause elapsed--> OPENING --> OPEN | CLOSED (with an error)
 
@@ -157,7 +158,7 @@ class Store:
     """
 
     def __init__(self, store_id: StoreId, open_store: Callable[[], OpenStore]) -> None:
-        """Start closed.
+        """Create a closed store.
 
         Args:
             store_id: Names it.
@@ -189,7 +190,7 @@ class Store:
         return future
 
     def close(self, timeout_s: float) -> None:
-        """Close the store, after it has been opened if it is being opened; idempotent."""
+        """Close the store, waiting for it if it is being opened; idempotent."""
         with self._lock:
             self._is_ended = True
             thread = self._thread
@@ -201,7 +202,7 @@ class Store:
             self.opened = None
 
     def _may_wait(self) -> bool:
-        """Return whether a request may wait, and begin to open the store if it is due."""
+        """Return whether a request may wait for the store, and begin to open it if due."""
         if self._is_ended or len(self._waiting) >= _MOST_WAITING:
             return False
         if self._thread is None:
@@ -261,7 +262,7 @@ class Stores:
         host: HostMemory | None,
         on_events: Callable[[StoreId, SecondaryTierManager, Sequence[OffloadingEvent]], object],
     ) -> None:
-        """Start without stores.
+        """Create the object without any store.
 
         Args:
             options: The adapter's options.
@@ -277,7 +278,7 @@ class Stores:
         self._latest: dict[tuple[str, int], StoreId] = {}
 
     def of(self, store_id: StoreId, num_objects: int = 0) -> Store | None:
-        """Return a store, which is made if there may be another one; None if not.
+        """Return a store, created if necessary; None if the maximum number of stores is reached.
 
         Args:
             store_id: Names it.
@@ -299,12 +300,12 @@ class Stores:
         return self._latest.get((model, group))
 
     def every(self) -> list[Store]:
-        """Return the stores."""
+        """Return all stores."""
         with self._lock:
             return list(self._stores.values())
 
     def close(self, timeout_s: float) -> None:
-        """Close all stores, within a time for all together."""
+        """Close all stores, with a common timeout."""
         deadline_s = time.monotonic() + timeout_s
         for store in self.every():
             store.close(max(0.0, deadline_s - time.monotonic()))
@@ -325,7 +326,7 @@ class Stores:
 
 
 _CURSOR: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.((?:[0-9a-f]{2}){5,96}|)")
-"""Numbers of the store and of the tier, and the last key."""
+"""Matches a page cursor: numbers of the store and of the tier, and the last key."""
 
 
 def page_of(
@@ -370,7 +371,7 @@ def page_of(
 
 
 def _parsed(cursor: str | None) -> tuple[int, ListPosition]:
-    """Return the number of the store, and the position in it; raises ValueError."""
+    """Parse a page cursor: number of the store, and position in it; raises ValueError."""
     if cursor is None:
         return 0, ListPosition()
     found = _CURSOR.fullmatch(cursor)

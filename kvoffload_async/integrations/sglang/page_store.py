@@ -1,4 +1,4 @@
-"""The pages of one host pool in tiers, for calls that block with a deadline.
+"""Stores the pages of one host pool in tiers, by blocking calls with a deadline.
 
 Stores and loads have rows of their own. A call gathers its pages into rows, or scatters them from
 rows, and the tiers' jobs access the rows only. So a call returns at the jobs' deadline although a
@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE: Final = 4096
 _LOOK_AGAIN_S: Final = 0.1
-"""Seconds until pages are removed again that were in use."""
+"""Seconds until the removal of pages that were in use is retried."""
 _GRACE_S: Final = 5.0
-"""Seconds after a deadline of the tiers until a call gives up waiting for its report."""
+"""Seconds after the tiers' deadline until a call stops waiting for their report."""
 
 
 class _Staging:
-    """The part of the rows that one direction may take, and its copies. Thread-safe."""
+    """One direction's share of the staging rows, and its copies to or from them. Thread-safe."""
 
     def __init__(self, rows: HostRows, count: int, direction: Direction) -> None:
-        """Start the threads that copy; raises TierUnavailableError if that is impossible."""
+        """Start the copy threads; raises TierUnavailableError if they cannot be started."""
         self._rows = rows
         self._copies = RowCopies(rows)
         is_store = direction is Direction.STORE
@@ -58,7 +58,7 @@ class _Staging:
         self._is_given = Condition()
 
     def copy(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
-        """Copy pages between rows and memory; blocks until no byte moves any more.
+        """Copy pages between rows and the pool or tensors; blocks until the copy has ended.
 
         Native threads copy without the interpreter's lock. There is no timeout: copies in memory
         always end.
@@ -77,7 +77,7 @@ class _Staging:
             self._copy(rows, addresses, np.broadcast_to(sizes, addresses.shape))
 
     def take(self, most: int, timeout_s: float) -> BlockIds:
-        """Take up to `most` rows; none if this direction has all of its rows until the timeout."""
+        """Take up to `most` free rows; returns no rows if none becomes free before the timeout."""
         with self._is_given:
             self._is_given.wait_for(lambda: self._room, timeout_s)
             count = min(most, self._room)
@@ -85,14 +85,14 @@ class _Staging:
         return self._rows.take(count)
 
     def give_back(self, rows: BlockIds, _at_rest: Future[None] | None = None) -> None:
-        """Return rows that no copy accesses."""
+        """Free rows that no copy accesses any more."""
         self._rows.give_back(rows)
         with self._is_given:
             self._room += len(rows)
             self._is_given.notify_all()
 
     def close(self) -> None:
-        """Wait for a running copy, and end the threads; idempotent."""
+        """Wait for a running copy, and end the copy threads; idempotent."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -100,7 +100,7 @@ class _Staging:
 
 
 class PageStore:
-    """Stores and loads pages of one pool. Thread-safe.
+    """Stores and loads the pages of one host pool. Thread-safe.
 
     A page that cannot be stored or loaded is reported as such; no method raises because of a tier.
 
@@ -112,7 +112,7 @@ class PageStore:
     def __init__(
         self, pages: PoolPages, tiers: Sequence[Mapping[str, Any]], most_pages: int, max_bytes: int
     ) -> None:
-        """Map the rows and open the tiers; blocks until they are open.
+        """Map the staging rows and open the tiers; blocks until they are open.
 
         Args:
             pages: The pool's pages.
@@ -148,7 +148,7 @@ class PageStore:
         guard_forks(self, _closing=Closing.closed(CloseReport()))
 
     def leading_run(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of the first keys are stored; waits for the probes' deadline at most."""
+        """Return how many leading keys are stored; waits for the probes' deadline at most."""
         wanted = list(dict.fromkeys(keys))
         lookup = self.tiers.lookup(wanted, self._probe_timeout_s, stops_at_miss=True)
         answers = _awaited(lookup, self._probe_timeout_s) or ()
@@ -158,7 +158,7 @@ class PageStore:
     def move_pages(
         self, direction: Direction, keys: Sequence[OffloadKey], host_indices: torch.Tensor
     ) -> list[bool]:
-        """Store pages of the pool, or load them; return for each whether it was transferred.
+        """Store or load pages of the pool; return for each page whether it was transferred.
 
         Pages that could not be loaded are unchanged.
 
@@ -178,7 +178,7 @@ class PageStore:
     def move_tensors(
         self, direction: Direction, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
     ) -> list[bool]:
-        """Store tensors, one per page, or load them; otherwise as `move_pages`.
+        """Store or load pages as tensors, one per page; otherwise like `move_pages`.
 
         Raises:
             StateError: A tensor has not the size of a page, is not contiguous although it is to be
@@ -199,16 +199,16 @@ class PageStore:
         return self._move(direction, keys, addresses, np.array([page_bytes], np.int64))
 
     def stats(self) -> OffloadingStatistics:
-        """Return the statistics of the tiers, with the rows as the primary's. Thread: any."""
+        """Return the tiers' statistics; the staging rows count as the primary. Thread: any."""
         return statistics_of([(self.tiers, self._rows)])
 
     @property
     def not_clearable(self) -> list[str]:
-        """The names of the tiers that do not know their contents, or cannot remove single pages."""
+        """Names of the tiers that cannot list their contents, or cannot remove single pages."""
         return sorted({*self.tiers.unlisted, *self.tiers.discard(())})
 
     def clear(self) -> None:
-        """Remove all pages that the tiers have; blocks. Pages stored meanwhile may stay.
+        """Remove all pages from the tiers; blocks. Pages stored meanwhile may stay.
 
         Raises:
             TierTimeoutError: At the jobs' deadline, a page was still there, or in use.
@@ -249,7 +249,7 @@ class PageStore:
     # -- inside -----------------------------------------------------------------------------------
 
     def _note_events(self, _tier: object, _events: object) -> None:
-        """Wake `clear`. Thread: the loop's."""
+        """Wake `clear`, because blocks were removed or added. Thread: the loop's."""
         with self._has_changed:
             self._has_changed.notify_all()
 
@@ -260,7 +260,7 @@ class PageStore:
         addresses: Numbers,
         sizes: Numbers,
     ) -> list[bool]:
-        """Run jobs of as many pages as rows are free, until a tier fails as a whole.
+        """Run jobs, each of as many pages as rows are free, until a tier fails as a whole.
 
         Args:
             direction: Whether to store or to load.
@@ -304,7 +304,7 @@ class PageStore:
 
 
 def _awaited(future: Future[T], timeout_s: float) -> T | None:
-    """Return the result of a future that the tiers complete before a deadline; None if late."""
+    """Wait for a future that the tiers complete, and return its result; None if it is late."""
     try:
         return future.result(timeout_s + _GRACE_S)
     except TimeoutError:

@@ -64,7 +64,7 @@ _DERIVED_COUNTERS: Final = {
         "Blocks looked up in a tier; each once while its request waits."
     ),
 }
-"""Metric of a tier -> its help text."""
+"""Metric of a tier that is derived from its statistics -> its help text."""
 _GAUGES: Final = {
     CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC: "Share of the primary in use by transfers.",
     CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC: "Share of the primary being written.",
@@ -94,7 +94,7 @@ _DERIVED_GAUGES: Final = {
 }
 _ALLOCATIONS: Final = CPUOffloadingMetrics.CPU_ALLOCATION_SIZE
 _PRIMARY: Final = ("0:primary",)
-"""vLLM's label for the primary."""
+"""vLLM's value of the tier label for the primary."""
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
     "kvoffload_async_primary_blocks",
@@ -120,7 +120,7 @@ def definitions() -> dict[str, Any]:
 
 
 class PrimaryLookups:
-    """Lookups of blocks in the primary; a block counts once per request.
+    """Counts the lookups of blocks in the primary; a block counts once per request.
 
     As in vLLM, the first answer that is a hit or a miss counts, until the request is scheduled.
 
@@ -136,7 +136,7 @@ class PrimaryLookups:
         """Unscheduled request -> keys already counted."""
 
     def began(self, req_id: str) -> None:
-        """Record a new request."""
+        """Record a new request, whose lookups are counted."""
         self._open[req_id] = set()
 
     def scheduled(self, req_ids: Iterable[str]) -> None:
@@ -147,7 +147,7 @@ class PrimaryLookups:
     def looked_up(
         self, keys: Sequence[OffloadKey], request: ReqContext, answers: Sequence[LookupResult]
     ) -> None:
-        """Record the engine's answers, from which the primary's are derived."""
+        """Record the engine's lookup results, from which the primary's are derived."""
         counted = self._open.get(request.req_id)
         if counted is None:
             return
@@ -164,7 +164,7 @@ class PrimaryLookups:
     def looked_up_prefix(
         self, keys: Sequence[OffloadKey], request: ReqContext, found: int, *, is_deferred: bool
     ) -> None:
-        """Record how many blocks of a prompt precede the first one that was missed.
+        """Record how many blocks of a prompt precede the first block that was missed.
 
         While that is deferred, only what the tiers were searched for is counted.
         """
@@ -176,7 +176,7 @@ class PrimaryLookups:
 
 
 class EngineCounts:
-    """Counts since the last `take_stats`.
+    """Counts the engine's metrics since the last `take_stats`.
 
     Attributes:
         lookups: See `PrimaryLookups`; updated by the caller.
@@ -208,7 +208,7 @@ class EngineCounts:
         )
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
-        """Return the engine's labels, keyed by `CONFIG_INFO_KEYS`."""
+        """Return the constant labels that describe the engine, keyed by `CONFIG_INFO_KEYS`."""
         tiers = ",".join(tier.name for tier in self._planner.tiers)
         blocks = self._planner.primary.num_slots
         values = (version("kvoffload-async"), blocks, tiers)
@@ -254,7 +254,7 @@ class EngineCounts:
     def _labelled(
         self, tiers: Sequence[TierStatistics]
     ) -> Iterator[tuple[tuple[str], TierStatistics]]:
-        """Yield the tiers' statistics with vLLM's labels; the primary has number 0."""
+        """Yield the tiers' statistics with vLLM's labels; the primary counts as tier 0."""
         for number, (state, tier) in enumerate(zip(self._planner.tiers, tiers, strict=True), 1):
             yield (f"{number}:{state.name}",), tier
 

@@ -73,7 +73,7 @@ _ALL_FORMATS: Final = frozenset({"gguf", "npcache", "pt"})
 _PROCESSORS: Final = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
 )
-"""Preprocessing of images, audio and video to tokens and embeddings."""
+"""Files that configure the preprocessing of images, audio and video."""
 
 _LENGTHS: Final = (8192, 32768)
 """Values of `max_model_len` above which some of vLLM's models compute differently."""
@@ -95,7 +95,7 @@ class Fingerprint:
 
 
 def fingerprint_model(vllm_config: Any, timeout_s: float = _TIMEOUT_S) -> Fingerprint:  # noqa: ANN401 - vLLM's VllmConfig
-    """Return the fingerprint of configuration and weights; equal ones compute equal KV values.
+    """Return the fingerprint of configuration and weights, which determine the KV values.
 
     Args:
         vllm_config: vLLM's resolved configuration, with all overrides applied.
@@ -115,7 +115,7 @@ def fingerprint_model(vllm_config: Any, timeout_s: float = _TIMEOUT_S) -> Finger
 
 
 def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Return the digest of the content; raises ConfigError if some of it is unknown."""
+    """Return the digest of the model's content; raises ConfigError if some of it is unknown."""
     for reason in settings.unknowable(vllm_config):
         raise ConfigError(reason)
     models = list(_models_of(vllm_config))
@@ -139,7 +139,7 @@ def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables that the fingerprint covers; raises ConfigError."""
+    """Return the fingerprinted environment variables; raises ConfigError if one names a file."""
     found = settings.environment(os.environ, envs.environment_variables)
     for name, value in found.items():
         if not value.isdigit() and os.path.exists(value):  # noqa: PTH110 - as text
@@ -158,7 +158,7 @@ def _models_of(vllm_config: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 -
 
 
 def _check_sources(model: Any) -> None:  # noqa: ANN401 - vLLM's ModelConfig
-    """Check that a model is complete in its folder; raises ConfigError."""
+    """Check that everything a model consists of is in its folder; raises ConfigError."""
     overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
     if "quantization_config_file" in overrides:
         raise ConfigError("hf_overrides has a quantization_config_file, which is not fingerprinted")
@@ -268,7 +268,7 @@ class ModelContent:
         return cast("Self", known["_kvoffload_content"])
 
     def reason_to_change(self) -> str:
-        """Return why the content may change at run time; empty if it cannot."""
+        """Return why the model's content may change at run time; empty if it cannot."""
         config = None if self.arguments is None else self.arguments.vllm_config
         return next(settings.refused(config), "")
 
@@ -285,7 +285,7 @@ class ModelContent:
         logger.info("tier %s: blocks are kept in %s, for this process only", tier_type, folder)
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint; the first call may block on file I/O."""
+        """Return the model's fingerprint; the first call may block on file I/O."""
         if self._found is None:
             if self.arguments is None:
                 self._found = Fingerprint(unknown="vLLM's configuration is not accessible")
@@ -348,7 +348,7 @@ def completed(
     *,
     name: str,
 ) -> dict[str, Any]:
-    """Return the configuration of a tier of this package with identity and location of its blocks.
+    """Complete the configuration of this package's tier with its blocks' identity and folder.
 
     If the model's content is unknown, the blocks are of this process: in a folder of its own, or
     under names of their own.
@@ -397,7 +397,7 @@ def completed(
 
 
 def _check_trust(config: OffloadingConfig, mapper: FileMapper) -> None:
-    """Check that vLLM's name determines the layout of a row; raises ConfigError."""
+    """Check that the name of vLLM's directory determines a row's layout; raises ConfigError."""
     parallel, kv_layout = config.parallel, config.kv_cache_layout
     if kv_layout not in {None, _VLLM_LAYOUT}:
         raise ConfigError(
@@ -432,7 +432,7 @@ def takes_identity(tier: Mapping[str, Any]) -> bool:
 def identified(
     tier: Mapping[str, Any], spec: base.OffloadingSpec, layout: str
 ) -> Mapping[str, Any]:
-    """Return an external tier's configuration, completed with the identity of its blocks.
+    """Complete an external tier's configuration with the identity of its blocks.
 
     Args:
         tier: The tier's configuration; its values take precedence.

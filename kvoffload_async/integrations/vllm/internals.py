@@ -1,4 +1,4 @@
-"""State of vLLM that its interfaces do not pass: its configuration, and the positions of keys.
+"""Access to vLLM's state outside its interfaces: its configuration, and the positions of keys.
 
 vLLM passes a spec, and through it a tier, a summary that lacks most settings that keys and values
 depend on. But it creates both while it creates the connector, which receives the complete
@@ -41,7 +41,7 @@ class RegisteredLayer:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorArguments:
-    """The connector's arguments.
+    """The arguments with which vLLM creates the connector.
 
     Attributes:
         vllm_config: vLLM's `VllmConfig`, resolved.
@@ -103,7 +103,7 @@ def require_one_host(arguments: ConnectorArguments | None) -> None:
 
 
 def share_positions(context: base.ReqContext, request: ReqContext) -> None:
-    """Let a new request share vLLM's dictionary of key positions, including later additions.
+    """Let a new request use vLLM's dictionary of key positions, which vLLM keeps extending.
 
     Has no effect if vLLM stores positions differently. The dictionary is never modified here.
 

@@ -1,4 +1,4 @@
-"""Keys and names in a configuration for vLLM, and their checks that need no vLLM.
+"""Keys and names in a configuration for vLLM, and checks of these that need no vLLM.
 
 The specs and tiers use them, and so does `kvoffload check-config`.
 """
@@ -63,14 +63,14 @@ DECIDED: Final = {
     "num_workers",
     "prefault",
 }
-"""Keys of `OffloadConfig` determined by vLLM's configuration, or fixed here."""
+"""Keys of `OffloadConfig` that vLLM's configuration determines, or this package fixes."""
 
 IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_directory"})
-"""Keys of a tier's JSON that this module consumes."""
+"""Keys of a tier's configuration that determine the identity of its blocks."""
 
 
 def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
-    """Check that no identity option is next to the tiers; raises ConfigError."""
+    """Check that no identity option is given outside a tier; raises ConfigError."""
     for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
         raise ConfigError(
             f"{key}: {shown(extra_config[key])} in kv_connector_extra_config has no effect; put it "
@@ -88,7 +88,7 @@ class IdentityOptions:
 
     @classmethod
     def take_from(cls, options: dict[str, Any], kind: str) -> IdentityOptions:
-        """Remove the keys from the options of a tier and validate them; raises ConfigError."""
+        """Take the identity options out of a tier's options; raises ConfigError if invalid."""
         parse = or_none(parse_label)
         labels = {key: parse(options.pop(key, None), key) for key in ("namespace", "fingerprint")}
         trust = parse_bool(options.pop("trust_vllm_directory", False), "trust_vllm_directory")
@@ -120,7 +120,7 @@ def parse_locality(kind: str, value: object) -> Locality | None:
 
 
 def take_identity_options(kind: str, options: dict[str, Any], tier_type: str) -> IdentityOptions:
-    """Remove the identity options of a tier under vLLM's own spec; check the others' names.
+    """Remove the identity options of a tier under vLLM's own spec; check all option names.
 
     Raises:
         ConfigError: An option is unknown, or is determined by vLLM, or an identity option is wrong.
@@ -161,7 +161,7 @@ def engine_options(
 
 
 def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 - a user's JSON, checked later
-    """Split the identity options off a tier under `KVOffloadSpec`.
+    """Separate the identity options of a tier under `KVOffloadSpec` from its other options.
 
     Returns:
         The tier, and its identity options; None if it has none: not persistent, or not of this

@@ -26,7 +26,7 @@ _FOLDED: Final = "fingerprint"
 _PROCESS: Final = "process"
 _REFUSED: Final = "refused"
 _NOT_CONTENT: Final = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
-"""Fields with the location of a model's configuration and the version of its reader."""
+"""Fields of a model's configuration that are no content: its location, its reader's version."""
 
 _OF_KUBERNETES: Final = re.compile(
     r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -36,7 +36,7 @@ _OF_KUBERNETES: Final = re.compile(
 
 @cache
 def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
-    """Return class -> field -> (classification, reason); see settings.toml."""
+    """Return settings as class -> field -> (classification, reason); see settings.toml."""
     text = files(__package__).joinpath("settings.toml").read_text()
     classified: dict[str, dict[str, tuple[str, str]]] = {}
     for name, rows in tomllib.loads(text).items():
@@ -47,7 +47,7 @@ def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
 
 @cache
 def classified_environment() -> Mapping[str, frozenset[str]]:
-    """Return list -> names of environment variables; see environment.toml."""
+    """Return the names of environment variables by list; see environment.toml."""
     text = files(__package__).joinpath("environment.toml").read_text()
     return {name: frozenset(names.split()) for name, names in tomllib.loads(text).items()}
 
@@ -72,7 +72,7 @@ def environment(environ: Mapping[str, str], declared: Collection[str]) -> dict[s
 
 
 def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's classes
-    """Return the fields of a configuration that the fingerprint covers, as nested JSON.
+    """Return the configuration fields that the fingerprint covers, as nested JSON.
 
     Raises:
         ConfigError: A value cannot be serialised.
@@ -86,7 +86,7 @@ def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's class
 
 
 def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's classes
-    """Yield the reasons why the content is unknown, from all such fields, nested ones included."""
+    """Yield why the model's content is unknown, one reason per field, nested fields included."""
     name = type(config).__name__
     classified = classified_settings().get(name, {})
     for field in dataclasses.fields(config):
@@ -107,7 +107,7 @@ def refused(config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's VllmConfig
 
 
 def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - one line a kind of value
-    """Return a value as JSON; equal values give equal text in every process."""
+    """Convert a setting's value to JSON; equal values give equal text in every process."""
     if isinstance(value, enum.Enum):  # first, because some enums are also str or int
         return value.name
     if value is None or isinstance(value, bool | int | float | str):

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVOffloadSpec(base.OffloadingSpec):
-    """Offloads to a primary in shared memory and this package's tiers behind it.
+    """Offloads vLLM's KV cache to a primary in shared memory and the tiers behind it.
 
     Supports CUDA devices and vLLM's CPU platform. All workers must be on one host.
 
@@ -89,12 +89,12 @@ class KVOffloadSpec(base.OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, base.OffloadingMetricMetadata]:
-        """Return the definitions of the metrics in the manager's `get_stats`."""
+        """Return the definitions of the metrics that the manager's `get_stats` returns."""
         return engine_metrics.definitions()
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the labels of the manager's `config_info`."""
+        """Return the names of the labels in the manager's `config_info`."""
         return engine_metrics.CONFIG_INFO_KEYS
 
     def get_manager(self) -> KVOffloadManager:
@@ -132,7 +132,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         return self._worker
 
     def map_primary(self, participant: int, layout: str = "") -> SharedBuffer:
-        """Create or join the mapping; see `SharedBuffer` for the errors.
+        """Create or join the primary's shared mapping; see `SharedBuffer` for the errors.
 
         Args:
             participant: The caller's number; see `SharedBuffer`.
@@ -183,7 +183,7 @@ class KVOffloadSpec(base.OffloadingSpec):
     # -- inside ---------------------------------------------------------------------------------
 
     def _is_offered_again(self) -> bool:
-        """Return whether the connector offers again what a store has left out."""
+        """Return whether the connector offers blocks again that a store has left out."""
         around = self._arguments
         connector = None if around is None else around.vllm_config.kv_transfer_config.kv_connector
         return connector == OWN_CONNECTOR and CONTRACT.has_private_names(
@@ -191,7 +191,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         )
 
     def _warn_of_failed_loads(self) -> None:
-        """Warn if vLLM does not compute the blocks of a failed load itself."""
+        """Warn if vLLM will not recompute the blocks of a failed load."""
         around = self._arguments
         if around is None:
             return
@@ -251,7 +251,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         return {number: config.kv_cache_groups[number].kv_cache_spec for number in ids}
 
     def _groups_with_windows(self) -> list[int]:
-        """Return the ids of the groups whose requests let blocks go as they run."""
+        """Return the ids of the groups that free blocks of running requests."""
         specs = self._kv_cache_specs().items()
         return [number for number, spec in specs if not isinstance(spec, FullAttentionSpec)]
 
@@ -296,7 +296,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         return OffloadConfig.parse(options)
 
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
-        """Return the digest of the layout of this worker's tensors."""
+        """Return the layout digest of this worker's tensors."""
         layers = {} if self._arguments is None else self._arguments.registered_layers()
         if not layers:
             return layout_of_pages(kv_caches)
@@ -304,7 +304,7 @@ class KVOffloadSpec(base.OffloadingSpec):
 
 
 class _SharedSpec(TieringOffloadingSpec):
-    """The engine's own spec, with its primary in the shared mapping.
+    """The spec of this package's engine, with the primary in the shared mapping.
 
     Attributes:
         outer: vLLM's spec.

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 FAILED_JOBS: Final = "vllm:kvoffload_async_failed_jobs"
 OVERDUE_JOBS: Final = "vllm:kvoffload_async_overdue_jobs"
-"""Counters. vLLM unregisters only metrics whose names begin with `vllm:`."""
+"""Names of this package's counters; vLLM unregisters only metrics named `vllm:...`."""
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
     "kvoffload_async_tier",
@@ -69,7 +69,7 @@ _DRAIN_GRACE_S: Final = 5.0
 
 
 class VllmTier(tiering.SecondaryTierManager):
-    """Runs a tier of this package under vLLM's `TieringOffloadingManager`; a subclass names it.
+    """Runs this package's tier `kind` under vLLM's `TieringOffloadingManager`.
 
     Accepts the options of the tier, except those that vLLM determines, plus `namespace`,
     `fingerprint` and `trust_vllm_directory`; see `identity`. If the model's content is unknown,
@@ -166,7 +166,7 @@ class VllmTier(tiering.SecondaryTierManager):
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the tier's configuration, with what vLLM's configuration determines."""
+        """Return the tier's configuration, completed with the keys that vLLM's determines."""
         tier = {"type": self.kind, **options}
         if "root_dir" in options_of(SecondaryTierFactory.get_tier_class(self.kind)):
             tier["root_dir"] = _absolute(options.get("root_dir"))
@@ -189,7 +189,7 @@ class VllmTier(tiering.SecondaryTierManager):
         )
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """End a request; nothing more is submitted for it."""
+        """End a request; no more jobs are submitted for it."""
         self._tier.on_request_finished(convert.request_of(req_context))
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
@@ -210,27 +210,27 @@ class VllmTier(tiering.SecondaryTierManager):
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: tiering.TransferJob) -> None:
-        """Submit a cascade; if it cannot be run, it gets a failed result."""
+        """Submit a store to the tier; a job that cannot be run gets a failed result."""
         self._submit(convert.job_of(job_metadata))
 
     def submit_load(self, job_metadata: tiering.TransferJob) -> None:
-        """Submit a promotion; if it cannot be run, it gets a failed result."""
+        """Submit a load from the tier; a job that cannot be run gets a failed result."""
         self._submit(convert.job_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[tiering.JobResult]:
-        """Return jobs whose copies have ended since the last call, once each. Non-blocking."""
+        """Return the results of jobs whose copies have ended since the last call. Non-blocking."""
         self._collect()
         finished, self._finished = self._finished, []
         return finished
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
-        """End a step: start the step's existence probes and submitted jobs."""
+        """End a scheduler step: start its existence probes and submitted jobs."""
         self._state.health.now_s = now_s = time.monotonic()
         self._tier.on_schedule_end()
         self._breaker_log.update(now_s)
 
     def has_pending_work(self) -> bool:
-        """Return whether a job is unreported or a probe unanswered."""
+        """Return whether a job's result is unreported or a probe is unanswered."""
         return bool(self._overdue or self._finished) or self._tier.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
@@ -240,7 +240,7 @@ class VllmTier(tiering.SecondaryTierManager):
     # -- blocking calls --------------------------------------------------------------------
 
     def drain_jobs(self) -> None:
-        """Wait until no job's copy is running; results stay for `get_finished_jobs`.
+        """Wait until no job's copy is running; `get_finished_jobs` returns the results.
 
         vLLM drains tiers to reset its cache and announces to event consumers that all blocks are
         gone. So blocks that are stored again are announced again.
@@ -299,13 +299,13 @@ class VllmTier(tiering.SecondaryTierManager):
         ) | convert.definitions(base.OffloadingCounterMetadata, {OVERDUE_JOBS: overdue}, "tier")
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the increments since the last call, or None."""
+        """Return the counters' increments since the last call, or None."""
         counted, self._counted = self._counted, Counter()
         return convert.counter_stats((*counter, amount) for counter, amount in counted.items())
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the labels of `config_info`."""
+        """Return the names of the labels in `config_info`."""
         return CONFIG_INFO_KEYS
 
     def config_info(self) -> Mapping[str, str]:
@@ -377,7 +377,7 @@ for _name, _kind in NAMES_UNDER_VLLM.items():
 def _check_common_name(
     offloading_spec: base.OffloadingSpec, directory: str, namespace: Namespace
 ) -> None:
-    """Check that vLLM's own tier and this one use the same file names; raises ConfigError."""
+    """Check that vLLM's `fs` tier and this tier use the same file names; raises ConfigError."""
     probe = make_offload_key(bytes(range(32)))
     ours = namespace.get_file_name(probe)
     theirs = convert.file_mapper_of(offloading_spec, directory).get_file_name(probe)
@@ -389,7 +389,7 @@ def _check_common_name(
 
 
 def _absolute(root_dir: object) -> str:
-    """Return the absolute directory, resolved as vLLM does: relative to the working directory."""
+    """Return a directory's absolute path, relative to the working directory as under vLLM."""
     if not isinstance(root_dir, str) or not root_dir:
         raise ConfigError(f"root_dir: {root_dir!r} is not valid; give the path of a directory")
     return os.path.abspath(root_dir)  # noqa: PTH100 - Path.absolute keeps the dots

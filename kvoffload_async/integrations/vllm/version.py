@@ -1,4 +1,4 @@
-"""The contract with vLLM."""
+"""The contract with vLLM: its tested releases, and the classes and names used."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ASYNC: Final = "async"
 ENGINES: Final = (SYNC, ASYNC)
 
 ROOM_S = 1.0
-"""Maximum time that a request, its prompt computed, waits for room for its blocks."""
+"""Maximum seconds that a request whose prompt is computed waits for room for its blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

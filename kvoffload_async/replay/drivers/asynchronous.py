@@ -116,7 +116,7 @@ class AsyncDriver:
             self._options.on_step()
 
     async def _enter(self, prompt: Prompt) -> None:
-        """Wait in order for frames for the whole request."""
+        """Acquire frames for a whole request; requests wait in order of arrival."""
         async with self._turn:
             while True:
                 on_device = self._pool.match(prompt.ids)
@@ -128,7 +128,7 @@ class AsyncDriver:
         prompt.ready = len(on_device)
 
     async def _next_release(self) -> None:
-        """Wait until a request releases its frames."""
+        """Wait until any request releases its frames."""
         self._released.clear()
         try:
             async with asyncio.timeout(self._stall_timeout_s):
@@ -217,7 +217,7 @@ class AsyncDriver:
         return {key for key in request.keys if lookup(key) is LookupResult.MISS}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
-        """Return the tier that has the key, the first one in the order of lookup."""
+        """Return the name of the first tier in lookup order that has the key."""
         *others, last = zip(self._tally.tier_names, self._core.planner.tiers, strict=True)
         for name, tier in others:
             if tier.index.lookup(key, request.ctx) is LookupResult.HIT:

@@ -37,7 +37,7 @@ from kvoffload_async.types import (
 
 
 class RequestLevelManager:
-    """A view of an `OffloadingManager` that offers every request for storing from its first block.
+    """Wraps an `OffloadingManager`, so that each request offers its blocks from the first one on.
 
     Thus a request's hits are neither evicted by its own new blocks nor lose recency.
 
@@ -55,14 +55,14 @@ class RequestLevelManager:
         return getattr(self._manager, name)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Begin a request; its policy is that of request-level offloading."""
+        """Begin a request, with the policy of request-level offloading."""
         self._manager.on_new_request(req_context)
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
-        """Reserve slots, and note whether there was room."""
+        """Reserve slots for blocks, and record whether there was room for them."""
         granted = self._manager.prepare_store(keys, req_context, is_last=is_last)
         if granted is None or granted.keys_left_out:
             self.short[req_context.req_id] = granted is None
@@ -78,7 +78,7 @@ class RequestLevelManager:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Work of one step.
+    """The work planned for one scheduler step.
 
     Attributes:
         placed: Requests that got frames; their `ready` blocks are present already.
@@ -100,7 +100,7 @@ class StepPlan:
 
 
 class Batch:
-    """Places waiting requests and extends the placed ones, in order of arrival.
+    """Allocates frames to waiting and running requests, in order of arrival.
 
     If frames run out, the latest request is preempted and restarts later. The earliest request is
     never preempted, so there is always progress. A block is computed by one request at a time:
@@ -116,7 +116,7 @@ class Batch:
         device_blocks: Callable[[Sequence[int]], list[int]],
         blocks_per_step: int | None,
     ) -> None:
-        """Create a batch that shares frames among requests.
+        """Create a batch whose requests share the frames of a pool.
 
         Args:
             connector: Asked for loadable blocks, and informed of allocated device blocks.
@@ -168,7 +168,7 @@ class Batch:
         plan.placed.append(prompt)
 
     def _grow(self, prompt: Prompt, prompts: Sequence[Prompt], plan: StepPlan) -> None:
-        """Allocate frames for the blocks to compute in this step."""
+        """Allocate frames for a request's blocks that are computed in this step."""
         count = len(prompt.ids) - prompt.ready
         if self._blocks_per_step is not None:
             count = min(count, self._blocks_per_step)
@@ -355,7 +355,7 @@ class StepwiseDriver:
         self._note_promotions()
 
     def _compute(self, prompt: Prompt, count: int) -> None:
-        """Compute the next blocks; a request ends with its last block, once that has room."""
+        """Compute a request's next blocks; after the last one, end it unless it waits for room."""
         first, last = prompt.ready, prompt.ready + count
         if count:
             self._has_news = True
@@ -377,7 +377,7 @@ class StepwiseDriver:
         self._tally.end(prompt)
 
     def _waits_for_room(self, req_id: str) -> bool:
-        """Return whether a request stays, as one that generates would, to offer blocks again."""
+        """Return whether a computed request stays in flight, to offer its blocks again."""
         if req_id not in self._whole.short:
             return False
         now_s = time.monotonic()
@@ -413,7 +413,7 @@ class StepwiseDriver:
             self._workers.verify(prompt.names[first:last], prompt.frames[first:last])
 
     def _note_promotions(self) -> None:
-        """Record the tier read for each request, from the jobs submitted in the step that ended."""
+        """Record the source tier of each request's promotions submitted in the ended step."""
         jobs = self._engine.jobs
         newest = self._seen_job_id
         for job_id in reversed(jobs):  # newest first

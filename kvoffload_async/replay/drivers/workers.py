@@ -45,7 +45,7 @@ class Workers:
     def __init__(
         self, spec: TieringOffloadingSpec, memories: Sequence[PagedMemory], tally: Tally
     ) -> None:
-        """Start a worker for each memory; copies are counted in the tally."""
+        """Start a worker for each device memory; `tally` counts the copies."""
         self._memories = memories
         self._tally = tally
         per_chunk = spec.config.blocks_per_chunk
@@ -69,13 +69,13 @@ class Workers:
         return bool(self._copies)
 
     def device_blocks(self, frames: Sequence[int]) -> list[int]:
-        """Return the device blocks of frames, equal on every device."""
+        """Return the device blocks of frames; they are the same on every device."""
         return self._memories[0].device_blocks(frames)
 
     # -- a step ---------------------------------------------------------------------------------
 
     def begin_step(self, meta: OffloadingConnectorMetadata) -> None:
-        """Make device blocks safe to overwrite, and start loads.
+        """Await the copies that block overwriting device blocks in this step, and start its loads.
 
         Raises:
             StalledError: A copy that must end first did not end in time.
@@ -90,12 +90,12 @@ class Workers:
             worker.start_kv_transfers(meta)
 
     def compute(self, names: BlockNames, frames: Sequence[int]) -> None:
-        """Write blocks on every device."""
+        """Compute blocks, by writing their expected content on every device."""
         for memory in self._memories:
             memory.compute(names, frames)
 
     def end_step(self, meta: OffloadingConnectorMetadata) -> None:
-        """Defer the step's stores to the next step."""
+        """Prepare the step's stores, which start in the next step."""
         for worker in self._workers:
             worker.prepare_store_kv(meta)
 

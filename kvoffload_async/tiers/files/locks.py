@@ -31,7 +31,7 @@ from kvoffload_async.tiers.files.ops import FileOps
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S: Final = 10.0
-"""Long compared to the few system calls made under a lock: a holder beyond this is stuck."""
+"""Seconds to wait for a lock; a lock is held for few system calls, unless its holder is stuck."""
 
 _PID_BYTES: Final = 32
 _FIRST_PAUSE_S: Final = 50e-6
@@ -43,7 +43,7 @@ _pause: Final = threading.Event().wait
 
 @contextlib.contextmanager
 def acquired(mutex: threading.Lock, path: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold a mutex between the threads of this process that use a file.
+    """Hold a mutex, so that one thread of this process at a time uses a file.
 
     Raises:
         TimeoutError: Another thread did not release it in time (ETIMEDOUT).
@@ -67,7 +67,7 @@ class LockedFile:
     def __init__(
         self, ops: FileOps, path: str, flags: int = _MAKE, *, timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
-        """Configure it; the first use opens the file.
+        """Configure the file; its first use opens it.
 
         Args:
             ops: System calls.
@@ -85,7 +85,7 @@ class LockedFile:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Hold the lock; yield the descriptor.
+        """Hold the file's lock; yield the descriptor.
 
         Raises:
             TimeoutError: Another holder did not release it in time (ETIMEDOUT).
@@ -135,7 +135,7 @@ class LockedFile:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _opened(self) -> tuple[int, bool]:
-        """Return the descriptor, and whether it was just opened."""
+        """Return the file's descriptor, and whether it was just opened."""
         if self._fd is not None:
             return self._fd, False
         makes = self._flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT
@@ -209,7 +209,7 @@ def holder_of(ops: FileOps, path: str) -> str | None:
 
 
 def _holder(ops: FileOps, fd: int) -> str:
-    """Return the process that holds a lock, or the one recorded if the kernel does not show it.
+    """Return the id of the process that holds a lock; the recorded id if the kernel shows none.
 
     The process that took the lock may have ended, and one that inherited it may hold it. Those on
     other hosts, in other containers and of other users are not shown.

@@ -65,12 +65,12 @@ _syscall.restype = ctypes.c_long
 _syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 
 _HOW: Final = struct.Struct("=QQQ")
-"""`open_how`: flags, mode, resolve."""
+"""Layout of `struct open_how`: flags, mode, resolve."""
 
 
 @functools.cache
 def _how(flags: int) -> bytes:
-    """Return the `open_how` for these flags."""
+    """Return the packed `struct open_how` for these flags."""
     return _HOW.pack(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
 
 
@@ -133,7 +133,7 @@ def closing(fd: int) -> Iterator[int]:
 
 
 _KEPT_FOLDERS: Final = 4
-"""A rename uses two folders, and a store that evicts alternates between two pairs."""
+"""Folders cached per thread: a rename uses two, an evicting store alternates between two pairs."""
 
 
 class NotRegularFileError(OSError):
@@ -222,7 +222,7 @@ class FolderDescriptors(threading.local):
     _stale: Sequence[int] = ()
 
     def at(self, path: str, call: Callable[[int, str], T], open_folder: Callable[[str], int]) -> T:
-        """Call `call` with the folder descriptor and name of a path.
+        """Call `call` with a descriptor of a path's folder and the path's last component.
 
         A cached folder may have been deleted and recreated: after FileNotFoundError the call is
         retried in the current folder. The old descriptor stays open until the end of the batch,
@@ -255,7 +255,7 @@ class FolderDescriptors(threading.local):
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Cache the last few folders used by this thread."""
+        """Cache descriptors of the last few folders used by this thread."""
         kept = self._kept = {}
         try:
             yield
@@ -267,7 +267,7 @@ class FolderDescriptors(threading.local):
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Of this process or machine: no fault of the directory."""
+"""Errors that show a shortage of this process or machine, not a fault of the directory."""
 
 
 def mapped(error: OSError) -> TierError:
@@ -307,7 +307,7 @@ class DirectIo:
     """
 
     def __init__(self, *, wanted: bool, where: str) -> None:
-        """Set the initial state; `where` is for the warning."""
+        """Turn the flag on if `wanted`; the warning names `where`."""
         self.flag = os.O_DIRECT if wanted else 0
         self._where = where
 
@@ -338,7 +338,7 @@ _NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}
 _ALWAYS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LIST_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_DEPTH: Final = 16
-"""Limits the descriptors of a walk; no tier nests folders this deep."""
+"""Maximum depth of a walk, to limit its descriptors; no tier nests folders this deep."""
 
 _TRIES: Final = 8
 """Attempts to open or create a file that others create and delete."""
@@ -348,7 +348,7 @@ class Tree:
     """Path resolution below the entered roots; other paths are resolved from `/`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
-        """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
+        """Start without roots; `opener` overrides the choice of `suitable_opener`."""
         self._folders = FolderDescriptors()
         self._opener = opener
         self._entering = threading.Lock()
@@ -385,7 +385,7 @@ class Tree:
                     os.fsync(fd)
 
     def leave(self, root: str) -> None:
-        """Undo one `enter`."""
+        """Undo one call of `enter`."""
         path = root.rstrip("/") or "/"
         with self._entering:
             left = next((one for one in self._roots if one.path == path), None)
@@ -403,7 +403,7 @@ class Tree:
         return Root("/", Modes(), self._opener), path.lstrip("/") or "."
 
     def at(self, path: str, call: Callable[[int, str], T]) -> T:
-        """Call `call` with the folder descriptor and name of a path."""
+        """Call `call` with a descriptor of a path's folder and the path's last component."""
         return self._folders.at(path, call, self.open_folder)
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
@@ -439,7 +439,7 @@ class Tree:
         return self.at(path, _stat)
 
     def move(self, source: str, target: str, call: Callable[[int, str, int, str], None]) -> None:
-        """Call `call` with the folder descriptors and names of two paths."""
+        """Call `call` with descriptors of two paths' folders and the paths' last components."""
         self.at(
             source,
             lambda source_fd, old: self.at(
@@ -489,7 +489,7 @@ class Tree:
     # -- folders --------------------------------------------------------------------------------
 
     def _make_folder(self, path: str) -> None:
-        """See `FileOps.mkdir`."""
+        """Create one folder; see `FileOps.mkdir`."""
         modes = self.locate(path)[0].modes
 
         def make(folder_fd: int, name: str) -> None:
@@ -620,7 +620,7 @@ class FileOps(Tree):
     """The operating system's calls; errors are raised as `OSError`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
-        """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
+        """Start without roots; `opener` overrides the choice of `suitable_opener`."""
         super().__init__(opener)
         self._renameat2 = getattr(_libc, "renameat2", None)
         # Of its errors, EPERM may also mean the file; here there is none.
@@ -684,11 +684,11 @@ class FileOps(Tree):
         os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write; return the number of bytes written, possibly fewer."""
+        """Write data at an offset; return the number of bytes written, possibly fewer."""
         return os.pwrite(fd, data, offset)
 
     def pread_into(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Read into the buffer; return the number of bytes read, possibly fewer."""
+        """Read from an offset into a buffer; return the number of bytes read, possibly fewer."""
         return os.preadv(fd, [buffer], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -700,7 +700,7 @@ class FileOps(Tree):
         return os.preadv(fd, buffers, offset)
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
-        """Extend a file without holes to at least this size, fully allocated on disk."""
+        """Extend a file to at least this size, fully allocated on disk."""
         try:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
@@ -736,7 +736,7 @@ class FileOps(Tree):
         return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def exists(self, path: str) -> bool:
-        """Return whether a path exists; other errors are raised."""
+        """Return whether a path exists; errors except "not found" are raised."""
         try:
             self.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -778,11 +778,11 @@ class FileOps(Tree):
             raise
 
     def rename(self, source: str, target: str) -> None:
-        """Rename, replacing the target."""
+        """Rename a file, replacing the target."""
         self.move(source, target, _rename)
 
     def publish(self, source: str, target: str) -> None:
-        """Rename without replacing the target; raises FileExistsError if it exists.
+        """Rename a file; raises FileExistsError instead of replacing the target.
 
         Without support by the filesystem, it checks first, which leaves a race window.
         """
@@ -801,7 +801,7 @@ class FileOps(Tree):
 
     @property
     def can_refuse_to_replace(self) -> bool:
-        """Whether `publish` needs only one call, as far as known."""
+        """Whether the system can rename without replacing the target, as far as known."""
         return self._renameat2 is not None
 
     def unlink(self, path: str) -> None:
@@ -809,7 +809,7 @@ class FileOps(Tree):
         self.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
 
     def utime(self, path: str) -> None:
-        """Set a file's times to now, by the filesystem's clock; the file is not empty."""
+        """Set a file's times to now, by the filesystem's clock; the file must not be empty."""
         try:
             self.at(path, _utime)
         except OSError as error:
@@ -819,7 +819,7 @@ class FileOps(Tree):
                 os.pwrite(fd, os.pread(fd, 1, 0), 0)
 
     def lock(self, fd: int, *, wait: bool) -> bool:
-        """Take an exclusive advisory lock; False if it is taken and `wait` is false.
+        """Take an exclusive advisory lock; return False if another has it and `wait` is false.
 
         A child that is forked later neither shares the lock nor can release it.
         """
@@ -832,11 +832,11 @@ class FileOps(Tree):
         return True
 
     def unlock(self, fd: int) -> None:
-        """Release the lock."""
+        """Release the lock of an open file."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def is_locked(self, fd: int) -> bool:
-        """Return whether another has the lock; holds a shared lock until `close`."""
+        """Return whether another has locked a file; if not, hold a shared lock until `close`."""
         _lockable.add(fd)
         try:
             with naming_refusal("flock"):

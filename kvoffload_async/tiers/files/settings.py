@@ -29,7 +29,7 @@ from kvoffload_async.types import Locality
 
 
 def parse_key_file(value: object, key: str) -> IntegrityKey:
-    """Return the key in a file, given by its absolute path.
+    """Return the integrity key in a file, given by its absolute path.
 
     Raises:
         ConfigError: The value is not an absolute path, or the file is unusable.

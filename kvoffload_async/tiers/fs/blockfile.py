@@ -22,7 +22,7 @@ from kvoffload_async.types import OffloadKey, block_text
 logger = logging.getLogger(__name__)
 
 _SPARE = memoryview(bytearray(1))
-"""Receives bytes after the end of a block; never read."""
+"""Buffer for a byte beyond the end of a block; its content is not used."""
 
 _INCOMPARABLE = {
     Origin.NEWER: "of a newer release",
@@ -32,14 +32,14 @@ _INCOMPARABLE = {
 
 
 class BlockFiles(BlockWriter):
-    """The block files of one namespace, which `BlockWriter` writes."""
+    """Reads, writes and removes the block files of one namespace."""
 
     # -- loading --------------------------------------------------------------------------------
 
     def load(
         self, items: Iterable[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
-        """Load blocks one by one; failures are appended, and do not affect other blocks."""
+        """Load blocks one by one; append failures to `failures`, and load the other blocks."""
         path_of, recall = self.namespace.get_file_name, self.digest_cache.recall
         # Everything that needs no file comes first: the less work between two system calls,
         # the less the threads wait for the GIL.
@@ -62,7 +62,7 @@ class BlockFiles(BlockWriter):
     def _load_one(
         self, key: OffloadKey, row: memoryview, path: str, remembered: bytes | None, direct: int
     ) -> tuple[TierError, int | None] | None:
-        """Load a block; return the error and the bytes freed by deleting the file, or None."""
+        """Load a block; return None, or the error and the bytes freed by deleting the file."""
         try:
             fd = self.ops.open(path, os.O_RDONLY | direct)
         except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
@@ -84,7 +84,7 @@ class BlockFiles(BlockWriter):
             self.ops.close(fd)
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
-        """Read a block into the row; return the reason not to serve it, or None."""
+        """Read a block into the row; return the error if it must not be served, else None."""
         # Read before the bytes, so that a file overwritten meanwhile does not match.
         digest = self.ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
@@ -112,7 +112,7 @@ class BlockFiles(BlockWriter):
         return None
 
     def _read_row(self, fd: int, row: memoryview, *, beyond: bool) -> int:
-        """Read a file into the row; return its number of bytes, at most one more than the row.
+        """Read a file into the row, with `beyond` one more byte; return the number of bytes read.
 
         With `beyond`, one more byte is requested to detect a file that is too long. That is free,
         while a stat is a system call.
@@ -127,7 +127,7 @@ class BlockFiles(BlockWriter):
         return done
 
     def _remove_bad(self, fd: int, path: str) -> int | None:
-        """Delete a corrupt file, unless its path names another file now; see `LoadFailure`."""
+        """Delete a corrupt file if its path still names it; return the bytes freed, or None."""
         try:
             status = self.ops.fstat(fd)
             if os.path.samestat(status, self.ops.stat(path)):
@@ -143,7 +143,7 @@ class BlockFiles(BlockWriter):
     # -- the rest -------------------------------------------------------------------------------
 
     def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a file; errors count as absent."""
+        """Return the keys that have a file; a key whose check fails counts as absent."""
         found = set()
         for key in keys:
             with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ class BlockFiles(BlockWriter):
         return frozenset(found)
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[DiskChange]:
-        """Delete blocks' files; errors are logged."""
+        """Delete the files of blocks; return the changes of disk usage, and log errors."""
         changes: list[DiskChange] = []
         for key in keys:
             path = self.namespace.get_file_name(key)

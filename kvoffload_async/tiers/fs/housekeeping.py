@@ -1,4 +1,4 @@
-"""Background maintenance of a namespace: folders, writers, count of bytes, and size."""
+"""Background maintenance of a namespace: heartbeats, walks, the shared count, and eviction."""
 
 from __future__ import annotations
 
@@ -34,22 +34,25 @@ _LEAVE_TIMEOUT_S = 1.0
 _SHARE = 0.02
 """Average share of one CPU that walks may use."""
 _SHARE_UNKNOWN = 0.5
-"""Share of one CPU while the blocks or the count are not known, or the count is too high."""
+"""Share of one CPU for walks while blocks or the count are unknown, or the count is too high."""
 _REST = 5.0
 """Minimum pause between walks, as a multiple of the last walk's duration."""
 _LEAST_REST_S = 0.02
 _STEP_S = 0.02
-"""CPU time after which a step begins no further bucket."""
+"""CPU time after which a step of a walk begins no further bucket."""
 _OPENING_S = 0.2
 """Maximum time to walk at opening, or for a job that finds no room."""
 _PORTION = 512
-"""Blocks learned at a time, so that the loop is blocked only for milliseconds."""
+"""Number of blocks processed at a time, so that the loop is blocked only for milliseconds."""
 _MOST_DISCARDS = 65_536
-"""Maximum number of blocks that wait for their removal; further ones are kept."""
+"""Maximum number of blocks queued for removal; further blocks are not removed."""
 
 
 class Housekeeping:
-    """Maintains a namespace. Call from the event loop's thread unless documented otherwise."""
+    """Maintains a namespace in the background.
+
+    Call from the event loop's thread unless documented otherwise.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Housekeeping:
         *,
         pinned: Container[OffloadKey],
     ) -> None:
-        """Maintain nothing yet; see `open_space` and `start`.
+        """Create the housekeeping; it begins with `open_space` and `start`.
 
         Args:
             files: The block files.
@@ -74,7 +77,7 @@ class Housekeeping:
         self._check_root = check_root
         self._pinned = pinned
         self._errors = ErrorLog(logger, f"{self._folder}: housekeeping")
-        """Unexpected ones: without heartbeats, other writers would assume this one dead."""
+        """Logs unexpected errors, which must not end the heartbeats of a living writer."""
         self._usage: UsageFile | None = None
         self._space: Space | None = None
         self._registering = asyncio.Lock()
@@ -91,7 +94,7 @@ class Housekeeping:
         self._next_look_s = 0.0
 
     async def open_space(self, capacity_bytes: int) -> Space:
-        """Join the shared count.
+        """Join the shared count, and return the `Space` that enforces the capacity.
 
         Raises:
             ConfigError: The capacity is less than one block, or the count's format is newer.
@@ -121,7 +124,7 @@ class Housekeeping:
         return self._space
 
     async def look_around(self) -> None:
-        """Walk for a moment, a whole cycle if the namespace is small; then evict if necessary.
+        """Walk over the namespace for a limited time, at most a cycle; then evict if necessary.
 
         Raises:
             OSError: The namespace or its count cannot be used.
@@ -137,7 +140,7 @@ class Housekeeping:
         )
 
     async def look_for_blocks(self, space: Space, count: int) -> bool:
-        """Walk for a moment in search of `count` evictable blocks, unless that was just done.
+        """Walk for a limited time to find `count` evictable blocks, unless a walk has just ended.
 
         Returns:
             Whether a walk was made since the call.
@@ -161,7 +164,7 @@ class Housekeeping:
             return True
 
     async def recover(self) -> bool:
-        """Register again if necessary, after a failed store; return whether that happened."""
+        """Register the writer again if needed after a failed store; return whether it was."""
         try:
             return await self._beat()
         except (OSError, OffloadError) as error:
@@ -182,7 +185,7 @@ class Housekeeping:
             self._discarding = task
 
     async def leave(self) -> None:
-        """Stop, release reservations, and unregister."""
+        """Stop housekeeping, release reservations, and unregister the writer."""
         self._is_leaving.set()
         tasks = {task for task in (self._task, self._discarding) if task is not None}
         for task in tasks:
@@ -197,7 +200,7 @@ class Housekeeping:
         return await self._env.io.run(Direction.METADATA, call)
 
     async def _beat(self) -> bool:
-        """Send a heartbeat, or register again; return whether the tier was registered again.
+        """Send a heartbeat, or register the writer again; return whether it was registered again.
 
         This writer's entry is removed together with the namespace or its folder of writers, or by
         another writer that assumed this one dead, for instance after ten minutes of suspension.
@@ -223,7 +226,7 @@ class Housekeeping:
             return True
 
     def _enter_again(self) -> None:
-        """Register and create the folders again, as at opening. Runs on an I/O thread."""
+        """Register the writer and create the folders again, as at opening. On an I/O thread."""
         self._check_root()
         self._writers.renew_id()
         self._files.forget_synced()
@@ -232,13 +235,16 @@ class Housekeeping:
             self._usage.rename_writer(self._writers.writer_id)
 
     async def _begin_anew(self) -> None:
-        """Begin a new cycle, after the namespace or its count was removed and created again."""
+        """Begin a new cycle of walks, because the namespace or its count was created again."""
         async with self._walking:
             self._walk.begin_anew()
         await self.look_around()
 
     def _close(self) -> None:
-        """Leave the count and unregister, each even if the other fails. On an I/O thread."""
+        """Leave the count and unregister the writer, each even if the other fails.
+
+        Runs on an I/O thread.
+        """
         with contextlib.ExitStack() as steps:
             steps.callback(self._unregister)
             if self._usage is not None:
@@ -291,7 +297,7 @@ class Housekeeping:
             await self._trim()
 
     async def _discard(self) -> None:
-        """Remove the unwanted blocks, a portion at a time."""
+        """Remove the blocks queued by `discard`, a portion at a time."""
         try:
             while keys := list(islice(self._unwanted, _PORTION)):
                 for key in keys:  # first, because a request that comes meanwhile is a new one
@@ -305,7 +311,7 @@ class Housekeeping:
             self._discarding = None
 
     async def _remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove the files of those of these blocks that may go, and announce it."""
+        """Remove the files of blocks that are not pinned or in use, and announce the eviction."""
 
         def find() -> frozenset[OffloadKey]:
             self._check_root()
@@ -320,7 +326,7 @@ class Housekeeping:
             self._env.blocks_evicted(idle)
 
     async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
-        """Walk until `is_enough`, or for `seconds`. Call with the lock of walks held."""
+        """Walk until `is_enough` is true, or for `seconds`. Call with the lock of walks held."""
         loop = asyncio.get_running_loop()
         begun_s, cpu_s = loop.time(), 0.0
         until_s = time.monotonic() + seconds
@@ -337,7 +343,7 @@ class Housekeeping:
         self._walks += 1
 
     async def _take_step(self, should_stop: Callable[[], bool]) -> Step:
-        """Walk over a few buckets, and learn their blocks. Call with the lock of walks held."""
+        """Walk over a few buckets, and add the blocks found. Call with the lock of walks held."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         space = self._space
@@ -360,7 +366,7 @@ class Housekeeping:
         return step
 
     async def _learn(self, space: Space, step: Step) -> float:
-        """Learn the blocks found by a step, in portions; return the CPU seconds used."""
+        """Add the blocks found by a step to the known blocks; return the CPU seconds used."""
         cpu_s = 0.0
         found = list(step.found)
         surplus: list[OffloadKey] = []
@@ -383,12 +389,12 @@ class Housekeeping:
 
     @property
     def _is_known(self) -> bool:
-        """Whether walks are not urgent: all blocks are known, and can be stored."""
+        """Whether all blocks are known and new ones can be stored, so that walks are not urgent."""
         space = self._space
         return space is None or (space.can_store and not space.blocks.is_first_cycle)
 
     def _rest(self, begun_s: float, cpu_s: float) -> None:
-        """Schedule the next step."""
+        """Schedule the next step so that walks stay within their share of a CPU."""
         now_s = asyncio.get_running_loop().time()
         rest_s = cpu_s * (1 / (_SHARE if self._is_known else _SHARE_UNKNOWN) - 1)
         if self._is_known:

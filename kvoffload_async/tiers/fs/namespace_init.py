@@ -33,7 +33,7 @@ FILE_NAME: Final = ".format"
 FORMAT: Final = "kvoffload-fs"
 VERSION: Final = 1
 KNOWN: Final = Features()
-"""Features known to this release; docs/formats.md describes them."""
+"""Format features known to this release; docs/formats.md describes them."""
 
 _MAX_BYTES: Final = 1 << 16
 _CREATE: Final = os.O_WRONLY | os.O_CREAT
@@ -61,7 +61,7 @@ def check_namespace(ops: FileOps, folder: str, *, for_writing: bool) -> None:
 
 
 def enter_namespace(files: BlockWriter) -> None:
-    """Create the folders, and register.
+    """Create the folders of a namespace, and register as a writer.
 
     Raises:
         OSError: The directory cannot be created or written.
@@ -125,7 +125,7 @@ def _require_attributes(files: BlockWriter) -> None:
 
 
 def _lack_of_attributes(ops: FileOps, fd: int) -> str:
-    """Return why a file cannot have an attribute; empty if it can."""
+    """Return why a file cannot have an extended attribute; empty if it can."""
     try:
         ops.set_xattr(fd, _PROBE, b"1")
     except OSError as error:

@@ -51,7 +51,7 @@ class NativeFiles:
     """Native I/O on the block files of one namespace."""
 
     def __init__(self, file_io: NativeBlockIo, files: BlockFiles, run_store: RunIo) -> None:
-        """Use native code for files; `run_store` runs the other I/O calls of stores."""
+        """Use `file_io` for the blocks; `run_store` runs the other I/O calls of stores."""
         self._file_io = file_io
         self._files = files
         self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
@@ -123,25 +123,25 @@ class NativeFiles:
         return left
 
     async def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a file; errors count as absent."""
+        """Return the keys that have a file; a key whose check fails counts as absent."""
         root, _, names = self._located(keys)
         found = await self._file_io.has_files((root.fd, root.path), names)
         return frozenset(compress(keys, found))
 
     async def close(self) -> None:
-        """Wait until all operations have ended."""
+        """Wait until all operations have ended, and close the native I/O."""
         await self._file_io.close()
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _located(self, keys: Sequence[OffloadKey | None]) -> tuple[Root, str, list[str]]:
-        """Return the root, to be kept open meanwhile, and, relative to it, folder and files."""
+        """Return the root, to be kept open, and the paths of folder and files relative to it."""
         namespace = self._files.namespace
         root, folder = self._files.ops.locate(namespace.folder)
         return root, folder, namespace.names_of(keys, len(namespace.folder) - len(folder))
 
     def _take(self, items: Sequence[StoreItem], stored: StoredFiles) -> list[StoreItem]:
-        """Fill in the results of a batch; return the blocks without one."""
+        """Fill in the results of a batch; return the blocks that `BlockWriter` has to process."""
         left = []
         prefix, remember = self._attribute.prefix, self._files.digest_cache.remember
         numbers, count = stored.disk_bytes, len(items)
@@ -162,7 +162,10 @@ class NativeFiles:
         return left
 
     async def _finish(self, items: Sequence[StoreItem], temps: Sequence[str]) -> None:
-        """Remove leftovers and sync names; without a thread, they stay and fail, respectively."""
+        """Remove leftover temporary files, and sync the names of stored blocks.
+
+        If no thread can run this, the files are removed later, and stores with `fsync` fail.
+        """
 
         def finish() -> None:
             for temp in temps:

@@ -15,11 +15,11 @@ class Verify(enum.StrEnum):
     """Which blocks a load accepts."""
 
     REQUIRED = "required"
-    """Only those with a valid checksum."""
+    """Only blocks with a valid checksum."""
     WHEN_PRESENT = "when_present"
-    """Those with a valid checksum or none."""
+    """Blocks with a valid checksum or without a checksum."""
     OFF = "off"
-    """Those of the right length, unless another key or a newer release made their checksum."""
+    """Blocks of the right length, unless another key or a newer release made their checksum."""
 
 
 class StoreStatus(enum.Enum):
@@ -28,7 +28,7 @@ class StoreStatus(enum.Enum):
     WRITTEN = enum.auto()
     PRESENT = enum.auto()
     ABSENT = enum.auto()
-    """Expected to be present, but missing; nothing was written."""
+    """The block was expected to be present, but is missing; nothing was written."""
     VICTIM_GONE = enum.auto()
     """The victim's file, which was to be reused, is missing; nothing was written."""
     FAILED = enum.auto()
@@ -40,7 +40,7 @@ DiskChange = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class StoreItem:
-    """One block to store, and the result.
+    """One block to store, and the result of storing it.
 
     Attributes:
         index: Its index in the job.
@@ -88,7 +88,7 @@ LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
 
 
 def failures_of(items: Sequence[StoreItem]) -> dict[int, TierError]:
-    """Return the errors by index; blocks whose room was taken by others count as without room."""
+    """Return the errors of blocks by index; a block whose room was taken gets `TierFullError`."""
     failures: dict[int, TierError] = {}
     for item in items:
         if item.error is not None:
@@ -99,7 +99,7 @@ def failures_of(items: Sequence[StoreItem]) -> dict[int, TierError]:
 
 
 def changes_of(items: Sequence[StoreItem]) -> list[DiskChange]:
-    """Return the changes of the disk by stores."""
+    """Return the changes of disk usage made by stores."""
     changes: list[DiskChange] = []
     for item in items:
         bucket = bucket_of(item.key)

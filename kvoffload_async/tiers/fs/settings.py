@@ -26,7 +26,7 @@ from kvoffload_async.tiers.fs.operations import Verify
 from kvoffload_async.tiers.fs.usage import FILE_BYTES
 
 WAITS_FOR_DEVICE: Final = True
-"""To create, open and write a file for each block."""
+"""Whether I/O threads mostly wait for the device: to create, open and write a file per block."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class RunIo(Protocol):
 
 @dataclass(slots=True)
 class Plan:
-    """Room for the blocks of a job.
+    """Room planned for the blocks of a store job.
 
     Attributes:
         items: Blocks to store, each with its room.
@@ -69,7 +69,7 @@ class Plan:
 
 
 class Space:
-    """Space of one namespace as seen by one tier. Loop thread only."""
+    """Manages the space of one namespace for one tier. Loop thread only."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Space:
         self._limit_bytes = capacity_bytes - min(entries_bytes, _MAX_ENTRIES_BYTES)
         self._announce_gone = env.blocks_evicted
         self._busy: Counter[OffloadKey] = Counter()
-        """Pins by block."""
+        """Block -> number of its pins."""
         self._passed: set[OffloadKey] = set()
         """Busy blocks that the policy was not allowed to evict."""
         self.blocks = KnownBlocks(self._policy, self._busy, env.blocks_appeared)
@@ -113,12 +113,12 @@ class Space:
         """Blocks evicted in the background since the high watermark was exceeded."""
 
     def can_evict(self, count: int) -> bool:
-        """Tell whether there are so many evictable blocks whose room could be used."""
+        """Return whether `count` blocks can be evicted and their room can be used."""
         return self.can_store and self._num_idle(count) >= count
 
     @property
     def can_store(self) -> bool:
-        """Whether the count is complete and does not exceed a reduced capacity.
+        """Whether the shared count is complete and does not exceed a reduced capacity.
 
         If it does, the oldest blocks have to be evicted first, and are not all known yet.
         """
@@ -148,7 +148,7 @@ class Space:
         return more
 
     def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Return the known ones of these blocks."""
+        """Return the keys whose blocks are known."""
         return [key for key in keys if key in self._policy]
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
@@ -157,20 +157,20 @@ class Space:
         self._policy.discard(keys)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, first block first."""
+        """Record a use of blocks, ordered head to tail."""
         self._policy.access(keys)
 
     def loaded(self, keys: Sequence[OffloadKey]) -> None:
-        """Record loaded blocks, first block first; they may be stored by another process."""
+        """Record loaded blocks, ordered head to tail; another process may have stored them."""
         slots = self.blocks.seen(keys)
         self._policy.policy.access(slots, [True] * len(slots))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Prevent the removal of blocks while they are pinned, read or written."""
+        """Prevent the removal of blocks that are pinned, read or written, until `unpin`."""
         self._busy.update(keys)
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Release one `pin` of the same blocks."""
+        """Remove one pin from each of these blocks."""
         unpin(self._busy, keys)
         if released := [key for key in self._passed.intersection(keys) if key not in self._busy]:
             self._passed.difference_update(released)
@@ -181,7 +181,7 @@ class Space:
     async def plan(
         self, items: Sequence[StoreItem], run_io: RunIo, check: Callable[[], None], *, squeeze: bool
     ) -> Plan:
-        """Reserve room for blocks, evicting others; `account` must be called afterwards.
+        """Reserve room for blocks, evicting others if needed; `account` must be called afterwards.
 
         Args:
             items: Blocks to store.
@@ -226,7 +226,7 @@ class Space:
         return plan
 
     async def account(self, plan: Plan, run_io: RunIo) -> None:
-        """Process the results of a job and update the shared count; undo untried items."""
+        """Process the results of a store, roll back untried items, and update the shared count."""
         kept: list[OffloadKey] = []
         dropped: list[OffloadKey] = []
         evicted: list[OffloadKey] = []
@@ -252,7 +252,7 @@ class Space:
             await self.settle(plan.operation, changes_of(plan.items), run_io)
 
     def operation(self) -> Operation:
-        """Return an operation that may remove a few blocks without room of its own."""
+        """Return an operation without reserved room, for a job that may remove a few blocks."""
         return Operation(self._usage.marks)
 
     async def settle(
@@ -294,7 +294,7 @@ class Space:
         await self._end_trimming(now, run_io)
 
     def withdraw(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Remove those of these blocks that are idle from the policy; `remove` deletes the files.
+        """Remove the idle blocks from the policy and return them; `remove` deletes their files.
 
         Blocks that are not known yet are included.
         """
@@ -347,7 +347,7 @@ class Space:
         return self.evict_idle(count)
 
     async def _end_trimming(self, now: Usage, run_io: RunIo) -> None:
-        """Learn blocks that could not be ranked before; log removals after a reduced capacity."""
+        """Add blocks that could not be ranked before; log removals due to a reduced capacity."""
         blocks = self.blocks
         if blocks.ages is not None:
             held, blocks.ages = blocks.ages.held, None
@@ -392,7 +392,7 @@ class Space:
         return min(num, most)
 
     def _evict(self, coming: Sequence[OffloadKey], count: int) -> list[OffloadKey]:
-        """Remove `count` idle blocks from the policy, or none; `coming` are the new blocks.
+        """Remove `count` idle blocks from the policy, or none, to make room for blocks `coming`.
 
         Some of the new blocks may already have room.
         """

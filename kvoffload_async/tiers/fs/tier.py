@@ -52,7 +52,7 @@ _SHARE_BYTES = 1 << 20
 
 
 class FsTier(AsyncTier):
-    """One file per block, in a directory that processes and hosts may share.
+    """A tier with one file per block, in a directory that processes and hosts may share.
 
     A large job runs on several I/O threads; a free thread takes the next few blocks. Each block
     succeeds or fails on its own.
@@ -89,7 +89,7 @@ class FsTier(AsyncTier):
         self._native: NativeFiles | None = None
         self._calls: SerialExecutor | None = None
         self._closing = AsyncExitStack()
-        """Undoes, at the end, what `open` has done so far."""
+        """Callbacks with which `close` undoes the steps of `open`."""
         self._pins: Counter[OffloadKey] = Counter()
 
     @classmethod
@@ -201,12 +201,12 @@ class FsTier(AsyncTier):
         return {failure.index: failure.error for failure in failures}
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, first block first."""
+        """Record a use of blocks, ordered head to tail."""
         if self._space is not None:
             self._space.used(keys)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep blocks from being removed by this process, present ones and others.
+        """Keep this process from removing blocks, whether they are present or not.
 
         Other processes do not know of it.
         """
@@ -222,12 +222,12 @@ class FsTier(AsyncTier):
             self._space.unpin(pinned)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove blocks in the background, except pinned ones; one that a job uses may stay."""
+        """Remove blocks in the background, except pinned ones; blocks that a job uses may stay."""
         if self._housekeeping is not None:
             self._housekeeping.discard(keys)
 
     async def close(self) -> None:
-        """Stop housekeeping, release reservations, unregister; idempotent."""
+        """Stop housekeeping, release reservations, and unregister the writer; idempotent."""
         self._housekeeping = self._native = self._calls = None
         try:
             await self._closing.aclose()
@@ -305,7 +305,7 @@ class FsTier(AsyncTier):
             await space.settle(operation, changes, self._run_store)
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
-        """Run a call without payload I/O that a store needs, batched with those of other jobs."""
+        """Run a store's call that does no payload I/O, batched with calls of other jobs."""
         if self._calls is None:
             raise TierClosedError("the fs tier is not open")
         return await self._calls.run(call)
@@ -313,7 +313,10 @@ class FsTier(AsyncTier):
     # -- the rest -------------------------------------------------------------------------------
 
     def _enter(self) -> DirectoryIdentity:
-        """Open the root, creating it if missing; return its identity. Runs on an I/O thread."""
+        """Open the root directory, creating it if missing; return its identity.
+
+        Runs on an I/O thread.
+        """
         root_dir = self._settings.root_dir
         self._ops.enter(root_dir, self._settings.modes, sync=self._settings.fsync)
         self._closing.callback(self._ops.leave, root_dir)

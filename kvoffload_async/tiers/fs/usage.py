@@ -77,11 +77,11 @@ _MAX_NUMBER: Final = 1 << 62
 WRAP: Final = 1 << 32
 
 Marks = Mapping[int, int]
-"""Number of a walk -> buckets that it had visited; a change of a later bucket may be seen by it."""
+"""Number of a walk -> number of buckets visited; the walk may see changes of later buckets."""
 
 
 class NewerCountError(OSError):
-    """The count has a newer format and must not be modified."""
+    """The shared count has a newer format and must not be modified."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class Sum:
         return self.num_bytes, self.doubt_bytes, self.number, self.done, self.begun
 
     def change(self, changes: Sequence[DiskChange], before: Marks) -> None:
-        """Count changes of an operation; `before` are marks from before it changed the disk."""
+        """Count an operation's changes of the disk; `before` are the marks when it began."""
         mark = before.get(self.number, 0)
         for bucket, num_bytes in changes:
             if bucket < mark:
@@ -125,7 +125,7 @@ class Sum:
         self.num_bytes = max(0, self.num_bytes)
 
     def advance(self, first: int, done: int, begun: int, found_bytes: int) -> None:
-        """Add the bytes found in buckets `first` to `done`, and begin to visit those to `begun`.
+        """Add the bytes found in buckets `first` to `done`; mark those to `begun` as being visited.
 
         Nothing happens if the walk was lost with the count.
         """
@@ -136,7 +136,7 @@ class Sum:
 
 @dataclass(slots=True)
 class WriterCount:
-    """A writer's entry in the count.
+    """A writer's entry in the shared count.
 
     Attributes:
         reserved_bytes: Bytes reserved for blocks being written.
@@ -175,7 +175,7 @@ class Usage:
 
     @property
     def is_possible(self) -> bool:
-        """Whether a directory can have these numbers."""
+        """Whether all numbers are in the range that is possible for a directory."""
         numbers = [self.sequence, self.changed_bytes, *self.total.fields]
         for writer in self.writers.values():
             numbers += [writer.reserved_bytes, writer.moving_bytes, *writer.walk.fields]
@@ -203,17 +203,17 @@ class Usage:
 
     @property
     def marks(self) -> Marks:
-        """The progress of the total and of each walk, which operations that begin now refer to."""
+        """The progress of the total and of each walk, for operations that begin now."""
         return {counted.number: counted.done for counted in self._sums()}
 
     def change(self, changes: Sequence[DiskChange], before: Marks) -> None:
-        """Count changes of an operation; `before` are marks from before it changed the disk."""
+        """Count an operation's changes of the disk; `before` are the marks when it began."""
         for counted in self._sums():
             counted.change(changes, before)
         self.changed_bytes += sum([abs(num_bytes) for _, num_bytes in changes])
 
     def end_walk(self, walker: WriterCount, dead: Collection[str]) -> None:
-        """Correct the total by a walk, unless it was lost or has not visited every bucket.
+        """Correct the total by a walk, unless the walk was lost or has not visited every bucket.
 
         Args:
             walker: The entry of the walk.
@@ -233,7 +233,7 @@ class Usage:
             self.total = walk
 
     def remove_dead(self, writer_id: str) -> None:
-        """Remove a dead writer; what it had reserved is presumed to exist.
+        """Remove a dead writer's entry; the bytes that it had reserved are presumed to be on disk.
 
         A walk under way may also have missed what it was moving, which is in the total.
         """
@@ -244,7 +244,7 @@ class Usage:
             other.walk.doubt_bytes += writer.reserved_bytes + writer.moving_bytes
 
     def packed(self) -> bytearray:
-        """Return this state as the used part of a slot."""
+        """Encode this state as the used part of a slot of the file."""
         header = (_MAGIC, VERSION, 0, *_bounded(self.sequence, self.changed_bytes))
         total = _bounded(*self.total.fields)
         slot = bytearray(_HEADER.pack(*header, 0, len(self.writers), *total))
@@ -260,7 +260,7 @@ class Usage:
 
 
 def _bounded(*numbers: int) -> Iterator[int]:
-    """Return numbers that can be packed; one beyond the limit makes the state unknown."""
+    """Limit numbers to those that can be packed; a limited number makes the state unknown."""
     return (min(number, _MAX_NUMBER) for number in numbers)
 
 
@@ -271,7 +271,7 @@ def _checksum(used: memoryview) -> int:
 
 
 def parsed(content: memoryview) -> Usage | None:
-    """Return the newest valid state of a file; None if there is none of this format.
+    """Decode the newest valid state in a count's file; None if it has none of this format.
 
     Numbers that no directory has make the count unknown. The state before them is not used instead:
     the next changes would be lost, as they lead to such numbers again.
@@ -334,7 +334,7 @@ T = TypeVar("T")
 
 
 class UsageFile:
-    """The shared count's file, and this writer's operations, which its next change has to count.
+    """The file of the shared count, and this writer's operations that are not counted yet.
 
     A job does not wait for a change of the file to end an operation, so nothing is lost if one
     hangs.
@@ -354,7 +354,7 @@ class UsageFile:
         *,
         leftover_bytes: Callable[[], int] = int,
     ) -> None:
-        """Set the file.
+        """Configure the file; `open` joins the count.
 
         Args:
             ops: The system calls.
@@ -382,7 +382,7 @@ class UsageFile:
         self._buffer = memoryview(bytearray(FILE_BYTES))
         self._writer_id = writer_id
         self._ids = [writer_id]
-        """Ids that the entry may have: that of the last change, and those to use since."""
+        """Ids that this writer's entry may have: the id of the last change, and newer ids."""
         self._entry = WriterCount()
         self._entry_bytes = 0
         self._num_changes = 0
@@ -425,7 +425,7 @@ class UsageFile:
             self._file.close()
 
     def rename_writer(self, writer_id: str) -> None:
-        """Use another id from the next change on; reservations are kept."""
+        """Use another writer id from the next change of the file on; reservations are kept."""
         self._ids.append(writer_id)
 
     # -- what a job changes ---------------------------------------------------------------------
@@ -459,7 +459,7 @@ class UsageFile:
         return operation
 
     def end(self, operation: Operation, changes: Sequence[DiskChange] = ()) -> None:
-        """End an operation, and note its changes of the disk for the next change of the file.
+        """End an operation; the next change of the file counts its changes of the disk.
 
         Does no I/O, so that a job may call it on any thread.
         """
@@ -469,7 +469,7 @@ class UsageFile:
             self._ended.append(operation)
 
     def report(self) -> None:
-        """Count what has ended, unless another change has done so.
+        """Count the operations that have ended, unless another change has counted them.
 
         Raises:
             OSError: The file could not be changed; the next change catches up.
@@ -478,7 +478,7 @@ class UsageFile:
             self.read()
 
     def read(self) -> Usage:
-        """Return the count."""
+        """Return the shared count, including this writer's ended operations."""
         return self._change(lambda usage: usage)
 
     # -- walks ----------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ class UsageFile:
         self._change(begin)
 
     def advance(self, first: int, done: int, begun: int, found_bytes: int = 0) -> None:
-        """Publish that buckets `first` to `done` were visited, and those to `begun` are next.
+        """Publish that the walk visited buckets `first` to `done`; those to `begun` are next.
 
         A bucket must be published before its visit. A walk that was lost with the count goes on
         without effect.
@@ -513,7 +513,7 @@ class UsageFile:
         return usage.writers.keys() - {*self._living(), self._writer_id}
 
     def _enter(self, usage: Usage) -> None:
-        """Add this writer's entry to the count, if there is a free one."""
+        """Add this writer's entry to the count, if the count has room for it."""
         if len(usage.writers) >= MAX_WRITERS:
             for dead in self._dead_in(usage):
                 usage.remove_dead(dead)
@@ -521,7 +521,7 @@ class UsageFile:
             usage.writers[self._writer_id] = self._entry
 
     def _merge(self, usage: Usage) -> WriterCount:
-        """Count all ended operations; return this writer's entry, after removing the former one.
+        """Count all ended operations, remove this writer's former entry, and return a new one.
 
         Determines whether a failed last change was made.
         """
@@ -548,7 +548,7 @@ class UsageFile:
         )
 
     def _change(self, call: Callable[[Usage], T]) -> T:
-        """Change the count under its lock, including this writer's pending changes."""
+        """Change the shared count under its lock, and apply this writer's pending changes."""
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
         with self._file.locked() as fd:

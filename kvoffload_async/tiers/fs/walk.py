@@ -41,7 +41,7 @@ class StoppedError(Exception):
 
 @dataclass(slots=True)
 class Inventory:
-    """Result of a walk.
+    """Blocks, bytes and temporary files found by a walk.
 
     Attributes:
         blocks: Key -> modification time in s.
@@ -125,13 +125,13 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
 
 
 _GROWTH = 4
-"""Factor by which a step may publish more buckets at a time than before. All in one would put the
-changes in all of them in doubt, and one at a time would take many changes of the count."""
+"""Factor by which the number of buckets published at a time may grow. Publishing all at once would
+put the changes in all of them in doubt, and one at a time would take many changes of the count."""
 
 
 @dataclass(slots=True)
 class Step:
-    """Result of a step.
+    """Result of a step of a walk.
 
     Attributes:
         found: Blocks found -> modification times in s, oldest first.
@@ -152,7 +152,7 @@ class Step:
 class _Cycle:
     dead: frozenset[str]
     position: int
-    """The next bucket."""
+    """The next bucket to visit."""
     unwalked: set[int] = field(default_factory=set)
     is_swept: bool = True
 
@@ -167,7 +167,7 @@ class NamespaceWalk:
         writers: WriterRegistry,
         usage: UsageFile | None,
     ) -> None:
-        """Start before the first cycle; without a count, walks only sweep."""
+        """Start before the first cycle; without `usage`, walks only remove leftovers."""
         self._ops = ops
         self._namespace = namespace
         self._writers = writers
@@ -241,7 +241,7 @@ class NamespaceWalk:
         should_stop: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
-        """Walk over the buckets up to `end`, unless it is over before, and count their content."""
+        """Walk over the buckets up to `end`, or until `is_over`, and count their content."""
         first, found_bytes = cycle.position, 0
         if self._usage is not None:
             self._usage.advance(first, first, end)
@@ -281,7 +281,7 @@ class NamespaceWalk:
         return roots
 
     def _settled_bytes(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> int:
-        """Sweep a bucket; return the bytes of its remaining content."""
+        """Remove a bucket's files of dead writers; return the bytes of its remaining content."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
         size_bytes, temps = inventory.total_bytes, inventory.temps
         if temps:  # those of living writers are reserved bytes
@@ -292,7 +292,7 @@ class NamespaceWalk:
         return size_bytes
 
     def _forget_dead(self, cycle: _Cycle, paths: list[str]) -> None:
-        """Sweep files outside folders, and remove the entries of writers without leftovers."""
+        """Sweep files outside of folders, and remove entries of dead writers without leftovers."""
         inventory = take_inventory(self._ops, self._namespace, paths)
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
         if cycle.is_swept and not cycle.unwalked:

@@ -57,7 +57,7 @@ class Writers(NamedTuple):
 
 
 _Ahead = tuple[str, float]
-"""A writer and its file's time in the future; mapped to the time when it was first seen."""
+"""A writer's id and its file's time, which is in the future; maps to when it was first seen."""
 
 
 class WriterRegistry:
@@ -94,7 +94,7 @@ class WriterRegistry:
         self.writer_id = _new_id()
 
     def heartbeat(self) -> bool:
-        """Touch this tier's entry; return whether the entry still exists and is its own."""
+        """Touch this tier's entry; return False if the entry was removed or replaced."""
         fd = self._fd
         path = self._path(self.writer_id)
         try:
@@ -112,11 +112,11 @@ class WriterRegistry:
         return disk_bytes(self._own_status())
 
     def others(self) -> Writers:
-        """Return the other writers."""
+        """Return the other writers by their state."""
         return self.classify(self._own_status().st_mtime)
 
     def classify(self, now_s: float) -> Writers:
-        """Return the other writers as of a given time; does not need a registration."""
+        """Return the other writers by their state at a given time; needs no registration."""
         found = Writers(set(), set())
         ahead, self._ahead = self._ahead, {}
         for path, status in self._ops.walk(self._folder):
@@ -147,7 +147,7 @@ class WriterRegistry:
                 self.die()
 
     def die(self) -> None:
-        """Leave this tier's entry unlocked, so that others sweep its files."""
+        """Unlock this tier's entry without removing it, so that other writers sweep its files."""
         self._fd = None
         self._entry.close()
 

@@ -40,7 +40,7 @@ UNVERIFIED_MARKER = ".unverified-readers"
 """Marker file: exists once a process has opened the namespace to read without verification."""
 
 _SERIALS = 1 << 20
-"""Serial numbers for one batch of temporary files, which is smaller."""
+"""Serial numbers reserved for a batch of temporary files; a batch has fewer files."""
 
 _TRIES = 8
 """Maximum attempts to write to a folder that others keep removing."""
@@ -121,7 +121,7 @@ class BlockWriter:
                     item.status, item.error = StoreStatus.FAILED, mapped(error)
 
     def _sync_folder(self, folder: str) -> None:
-        """Sync a folder, so that its names survive a power cut; the first time also those above."""
+        """Sync a folder, so that its names survive a power cut; the first time also its parents."""
         sync_folder(self.ops, folder)
         if folder not in self._synced:
             above = folder
@@ -147,7 +147,7 @@ class BlockWriter:
                 self.ops.mkdir_own(folder)
 
     def forget_synced(self) -> None:
-        """Sync all folders again, because they may have been removed."""
+        """Forget which folders were synced, because they may have been removed."""
         self._synced.clear()
 
     def _take_back(self, item: StoreItem) -> None:
@@ -170,7 +170,7 @@ class BlockWriter:
             sync_folder(self.ops, self.namespace.folder.rpartition("/")[0])
 
     def sweep_leftover_temps(self) -> None:
-        """Retry the removal of temporary files. Thread-safe.
+        """Retry the removal of leftover temporary files. Thread-safe.
 
         Raises:
             OSError: A file could not be removed; it is kept for the next attempt.
@@ -198,7 +198,7 @@ class BlockWriter:
             return self._store_by_way_of(self._temp_of(path), path, item, row)
 
     def temp_names(self) -> tuple[str, int]:
-        """Return the middle part and the first of `_SERIALS` numbers of new temporary names.
+        """Return the middle part of new temporary names, and the first of `_SERIALS` numbers.
 
         A name is the block's, the middle part, a number and `TEMP_SUFFIX`. Thread-safe.
         """

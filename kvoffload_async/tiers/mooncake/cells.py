@@ -19,18 +19,18 @@ from kvoffload_async.system_calls import REMEDY, RefusedCallError, naming_refusa
 from kvoffload_async.tiers.remote.client import Bytes
 
 HEAD_BYTES: Final = 256
-"""Maximum bytes of a header with its key."""
+"""Maximum bytes of a header, including the key."""
 
 _ALIGNMENT: Final = 64
 _DIRECTIONS: Final = 2
 _MOST_PARTS: Final = 4
 _MOST_BLOCKS: Final = 256
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Prevent resizing, so that the memory stays valid during a copy."""
+"""File seals that prevent resizing, so that the memory stays valid during a copy."""
 
 
 class Geometry(NamedTuple):
-    """The division of a buffer.
+    """The division of the shared buffer into parts and cells.
 
     Attributes:
         cell_bytes: Bytes of a cell, for a header and a row.
@@ -44,12 +44,12 @@ class Geometry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes used."""
+        """Bytes of the buffer that are used."""
         return self.cell_bytes * self.blocks * self.parts * _DIRECTIONS
 
     @classmethod
     def of(cls, buffer_bytes: int, row_bytes: int) -> Geometry:
-        """Divide a buffer.
+        """Divide a buffer of `buffer_bytes` into cells for rows of `row_bytes`.
 
         Raises:
             ConfigError: It is too small for one block per direction.
@@ -66,7 +66,7 @@ class Geometry(NamedTuple):
 
 
 class SharedCells:
-    """Cells for blocks in transfer; a value is a header, right-aligned to its row, and the row.
+    """Memory cells for blocks in transfer; a value is a row with its header directly before it.
 
     Attributes:
         file: Descriptor of the memory, until `close_file`.
@@ -102,7 +102,7 @@ class SharedCells:
         self._cells: Bytes = cells.reshape(-1, geometry.cell_bytes)
 
     def parts(self, direction: int) -> asyncio.Queue[int]:
-        """Return the first cell of each part of a direction, 0 or 1, to be taken and put back."""
+        """Return a queue of the free parts of a direction (0 or 1), each by its first cell."""
         blocks, parts = self.geometry.blocks, self.geometry.parts
         free: asyncio.Queue[int] = asyncio.LifoQueue()
         for part in range(direction * parts, (direction + 1) * parts):
@@ -110,16 +110,16 @@ class SharedCells:
         return free
 
     def at(self, cell: int, header_bytes: int) -> int:
-        """Return the offset of a value with a header of this length."""
+        """Return the offset in the buffer of a cell's value whose header has `header_bytes`."""
         return cell * self.geometry.cell_bytes + HEAD_BYTES - header_bytes
 
     def value(self, cell: int, header_bytes: int) -> Bytes:
-        """Return the memory of a value with a header of this length."""
+        """Return the memory of a cell's value whose header has `header_bytes`."""
         memory: Bytes = self._cells[cell, HEAD_BYTES - header_bytes : HEAD_BYTES + self._row_bytes]
         return memory
 
     def close_file(self) -> None:
-        """Close the descriptor; idempotent. The memory is freed with its last mapping."""
+        """Close the file descriptor; idempotent. The memory is freed with its last mapping."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

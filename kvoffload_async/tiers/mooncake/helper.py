@@ -28,15 +28,15 @@ from typing import Any, BinaryIO, Final
 
 LENGTH: Final = struct.Struct("<I")
 JOIN: Final = 0
-"""Id of the first call, with the parameters for joining."""
+"""Id of the first call, which joins the store."""
 
 _LIBRARY_BUFFER_BYTES: Final = 16 << 20
 """Size of the library's staging buffer, which the tier does not use."""
 _REACH_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _NO_CORE: Final = (1, 1)
-"""Disable core dumps, which would write KV blocks to disk. A limit of 1 instead of 0 also disables
-dumps to a core_pattern program."""
+"""Resource limits that disable core dumps, which would write KV blocks to disk. A limit of 1, not
+0, also disables dumps to a core_pattern program."""
 
 
 class JoinError(Exception):
@@ -48,7 +48,7 @@ class JoinError(Exception):
 
 
 class Library:
-    """A joined store and the registered buffer. Thread: any, several at once."""
+    """The client of a joined store, with the registered buffer. Thread: any, several at once."""
 
     def __init__(self, how: Mapping[str, Any]) -> None:
         """Join the store and register the buffer.
@@ -100,11 +100,11 @@ class Library:
         return list(self._store.batch_put_from_multi_buffers(names, *memory, self._replication))
 
     def get(self, names: list[str], at: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Read values into the buffer."""
+        """Read stored values into the buffer."""
         return list(self._store.batch_get_into_multi_buffers(names, *self._memory(at, sizes)))
 
     def remove(self, names: list[str], _at: Sequence[int], _sizes: Sequence[int]) -> list[int]:
-        """Remove values, even if just read."""
+        """Remove values, even if they were just read."""
         return list(self._store.batch_remove(names, True))
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Library:
         self._store.close()
 
     def _memory(self, at: Sequence[int], sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """Return addresses and sizes in the library's format, a list per value."""
+        """Return the addresses and sizes of values in the library's format, a list per value."""
         for offset, size in zip(at, sizes, strict=True):
             if offset < 0 or size < 0 or offset + size > self._size:
                 raise ValueError(f"{size} bytes at {offset} are outside the buffer")
@@ -120,7 +120,7 @@ class Library:
 
 
 def frame(message: Mapping[str, Any]) -> bytes:
-    """Encode a message."""
+    """Encode a message as JSON, preceded by its length."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return LENGTH.pack(len(body)) + body
 
@@ -134,7 +134,7 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 class Attendance:
-    """Executes incoming calls on several threads."""
+    """Executes the engine's calls on several threads of the helper process."""
 
     def __init__(self, link: socket.socket, stream: BinaryIO, library: Library) -> None:
         self._link, self._stream = link, stream
@@ -142,7 +142,7 @@ class Attendance:
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def attend(self) -> None:
-        """Execute calls until the connection closes, then end the process; also at an error.
+        """Execute calls until the connection closes or an error occurs, then end the process.
 
         The thread that reads a call also executes it, while another one reads: no call changes
         threads.
@@ -176,7 +176,7 @@ class Attendance:
 
 
 def serve(link: socket.socket) -> None:
-    """Join a store and execute library calls, until told to close or disconnected."""
+    """Join a store and execute library calls, until the parent closes the store or disconnects."""
     stream = link.makefile("rb")
     how = receive(stream)
     if how is None:
@@ -193,7 +193,7 @@ def serve(link: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve the parent; exit without waiting for threads or destructors."""
+    """Serve the parent process; exit without waiting for threads or destructors."""
     parent, descriptor = map(int, sys.argv[1:3])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

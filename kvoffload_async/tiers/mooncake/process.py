@@ -1,4 +1,4 @@
-"""Controls a helper process: starts it, makes calls, kills it if it does not respond.
+"""Controls a helper process: starts it, sends calls to it, kills it if it does not respond.
 
 Its messages are not trusted: any message other than a well-formed reply to an open call ends the
 helper. After a helper has ended, the next call starts a new one in the background.
@@ -59,14 +59,14 @@ _COMMAND: Final = (sys.executable, "-P", helper.__file__)
 
 
 class Protocol(enum.StrEnum):
-    """Transport of a store's data."""
+    """Transport protocol of a store's data."""
 
     TCP = "tcp"
     RDMA = "rdma"
 
 
 def parse_master(value: object, key: str) -> str:
-    """Return a host with a port; raises ConfigError."""
+    """Parse the master's `HOST:PORT`; raises ConfigError."""
     master = parse_name(value, key)
     if _HOST_AND_PORT.fullmatch(master) is None:
         raise ConfigError(f"{key}: {shown(master)} is not valid; write HOST:PORT")
@@ -150,7 +150,7 @@ class MooncakeSettings(MooncakeConnection, IntegrityOptions):
 
 
 MOST_NAMES: Final = 4096
-"""Maximum number of names per call."""
+"""Maximum number of values that a call names."""
 
 _PAYLOAD_FREE_CALLS: Final = 4
 _CHECKED_NAME: Final = "kvo:check"
@@ -162,7 +162,7 @@ Answer = list[int] | TierError | ConfigError
 
 
 class Helper:
-    """One helper process, from start to end.
+    """One helper process, from its start to its end.
 
     During slow calls the store is asked whether it has a name. If it does not answer, it hangs, and
     the process is killed; see `HangDetector`.
@@ -197,7 +197,7 @@ class Helper:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._calls: dict[int, tuple[asyncio.Future[Answer], int]] = {}
-        """Id of each pending call -> its answer, and how many statuses are expected."""
+        """Id of each pending call -> its future answer, and the expected number of statuses."""
         self._hangs = HangDetector(self._check, settings.response_timeout_s)
         self._numbers = itertools.count(JOIN)
         self._loop = loop
@@ -237,7 +237,7 @@ class Helper:
         return self._process.returncode
 
     async def join(self) -> None:
-        """Join the store.
+        """Have the process join the store.
 
         Raises:
             ConfigError: The library cannot be loaded, or the memory not registered.
@@ -256,7 +256,7 @@ class Helper:
         self.is_joined = True
 
     async def ask(self, call: str, names: Sequence[str]) -> list[int]:
-        """Make a call without payload.
+        """Make a library call without payload, in the helper process.
 
         If the caller is cancelled, the call keeps its slot until it is answered.
 
@@ -274,7 +274,7 @@ class Helper:
     async def move(
         self, call: str, names: Sequence[str], at: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Make a call that uses a part of the memory; no transfer runs after it returns.
+        """Make a library call that transfers payload; no transfer runs after this method returns.
 
         Cancellation kills the process, because the part must not be reused before the transfer
         ends.
@@ -289,7 +289,7 @@ class Helper:
             raise
 
     def end(self, why: str, kind: type[TierUnavailableError] = TierUnavailableError) -> None:
-        """Kill the process, and fail all calls with errors of a kind; idempotent."""
+        """Kill the process, and fail all calls with an error of type `kind`; idempotent."""
         if self.why_ended:
             return
         self.why_ended, self._failure_kind = why, kind
@@ -336,7 +336,7 @@ class Helper:
     # -- internal -------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Wait for the process. Thread: its own."""
+        """Wait until the process has exited. Thread: its own."""
         self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed: there are no waiters
             self._loop.call_soon_threadsafe(self._gone.set)
@@ -344,7 +344,7 @@ class Helper:
     async def _call(
         self, call: str, names: Sequence[str], at: Sequence[int] = (), sizes: Sequence[int] = ()
     ) -> list[int]:
-        """Make a call; kill the process if it is not answered in time."""
+        """Make a library call; kill the process if it does not answer in time."""
         what = {"call": call, "names": names, "at": at, "sizes": sizes}
         began_s, timeout_s = self._loop.time(), self._settings.call_timeout_s
         try:
@@ -362,7 +362,7 @@ class Helper:
         await self._send({"call": "exist", "names": [_CHECKED_NAME], "at": (), "sizes": ()}, 1)
 
     async def _send(self, what: Mapping[str, Any], statuses: int) -> list[int]:
-        """Send a request, the first of which joins; return the statuses of the reply."""
+        """Send a request, which joins the store if it is the first; return the reply's statuses."""
         if self.why_ended or self._writer is None:
             raise self._failure()
         number = next(self._numbers)
@@ -378,7 +378,7 @@ class Helper:
             del answer, future  # avoid a reference cycle of exception and frame
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Complete calls with their replies until the connection closes, or one is invalid."""
+        """Complete calls with their replies, until the connection closes or a reply is invalid."""
         try:
             while True:
                 self._take(await _receive(reader))
@@ -388,7 +388,7 @@ class Helper:
             self.end(f"it sent an invalid reply ({str(error)[:_MOST_TEXT]!r})")
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Complete the call that a reply belongs to.
+        """Complete the pending call that a reply answers.
 
         Raises:
             KeyError: The reply is malformed; also TypeError and ValueError.
@@ -422,7 +422,7 @@ class Helper:
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:  # noqa: ANN401 - not yet checked
-    """Return the next message.
+    """Return the next message of the helper process.
 
     Raises:
         ValueError: It is too long, or no JSON.
@@ -440,7 +440,7 @@ _LONGEST_PAUSE_S: Final = 60.0
 
 
 class HelperSupervisor:
-    """Keeps one helper running. Thread: loop.
+    """Keeps one helper process running. Thread: loop.
 
     Attributes:
         starts: Number of helpers started.
@@ -448,7 +448,7 @@ class HelperSupervisor:
     """
 
     def __init__(self, settings: MooncakeSettings, row_bytes: int, io: IoRunner) -> None:
-        """Start no helper yet."""
+        """Create a supervisor without starting a helper."""
         self.starts = 0
         self.ends = 0
         self._settings = settings
@@ -460,7 +460,7 @@ class HelperSupervisor:
         self._next_start_s = 0.0
 
     def helper(self) -> Helper:
-        """Return the joined helper.
+        """Return the helper that has joined the store.
 
         Raises:
             TierUnavailableError: There is none; a replacement is started in the background.
@@ -492,7 +492,7 @@ class HelperSupervisor:
     # -- internal -------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start a helper, the first one or in place of one that has ended, and join the store.
+        """Start the first helper, or replace one that has ended, and join the store.
 
         Raises:
             ConfigError: The configuration cannot work here.

@@ -43,15 +43,15 @@ _NO_HANDLE: Final = -200
 _NOT_FOUND: Final = -704
 
 Portion = Sequence[int]
-"""Indices of blocks of a job, at most as many as a part of the helper's memory has cells."""
+"""Indices of blocks of a job, at most one per cell in a part of the helper's memory."""
 
 Outcomes = dict[int, TierError]
-"""Index in the job -> the block's error."""
+"""Index of a failed block in the job -> its error."""
 
 
 @dataclass(slots=True)
 class MooncakeCounters:
-    """Counters of a tier.
+    """Counters of a `mooncake` tier.
 
     Attributes:
         requests: Calls started.
@@ -171,7 +171,7 @@ class MooncakeTier(AsyncTier):
         run_part: Callable[[_Part], Awaitable[Outcomes]],
         parts_of: Callable[[Helper], asyncio.Queue[int]],
     ) -> BlockFailures:
-        """Run a job in portions; an error of the store or helper fails all of it."""
+        """Run a job in portions; an error of the store or helper fails the whole job."""
         helper = self._helper()
         failures: Outcomes = {
             i: TierError(f"{block_text(key)}: the key is too long for this tier")
@@ -224,7 +224,7 @@ class MooncakeTier(AsyncTier):
         return failures
 
     async def _read(self, part: _Part) -> Outcomes:
-        """Read blocks into their slots; return the missing and corrupt ones."""
+        """Read blocks into their slots; return the errors of missing and corrupt blocks."""
         failures = await self._move(part, "get")
 
         def copy_out() -> None:
@@ -238,7 +238,7 @@ class MooncakeTier(AsyncTier):
         return failures
 
     async def _move(self, part: _Part, call: str) -> Outcomes:
-        """Put or get the cells' values; return the failed ones.
+        """Put or get the values in a part's cells; return the errors of failed blocks.
 
         Raises:
             TierUnavailableError: All of them failed.

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 RENEWALS: Final = "renewals"
-"""Replaces the 3 digits in names of the temporary copies that renew an object's age."""
+"""Replaces the 3 digits in the name of a temporary copy, which renews an object's age."""
 
 _DIGITS: Final = 3
 _BLOCK: Final = re.compile(r"([0-9a-f]{3})/([0-9a-f]+)_g(\d{1,10})")
@@ -91,7 +91,7 @@ logger = logging.getLogger(__name__)
 _MAX_CERTIFICATE_BYTES: Final = 1 << 20
 _MAX_TEXT_CHARS: Final = 400
 _MAX_JUDGED_CHARS: Final = 1 << 14
-"""Bounds on the length of an error text; a server controls how long it is."""
+"""Maximum characters of an error text that are examined; a server controls its length."""
 _ANSWER: Final = re.compile(r"status code: \d{3}[\w ]*|error response")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _NAMES: Final = re.compile(r"https?://\S+|<(?:Resource|Key|BucketName)>[^<]*")
@@ -102,7 +102,7 @@ _NOT_DELETED: Final = (
 )
 _NOT_TRUSTED: Final = "InvalidCertificate"
 _TIMED_OUT: Final = "source: TimedOut"
-"""These occur only in the library's debug output."""
+"""Error codes that occur only in the library's debug output."""
 _FULL: Final = (
     "507 Insufficient Storage",
     "QuotaExceeded",
@@ -110,15 +110,16 @@ _FULL: Final = (
     "InsufficientStorage",
     "no space left",
 )
-"""Compared case-insensitively; some servers report an exceeded quota with status 403."""
+"""Error texts of a full store, compared case-insensitively; some servers report an exceeded quota
+with status 403."""
 _TOO_SLOW: Final = ("timed out", "timeout")
 _EMPTY: Final = memoryview(b"")
 _MOST_PUTS: Final = 2
-"""Attempts at a conditional write that the store refuses although it has no object."""
+"""Attempts at a conditional write that the store refuses although the object does not exist."""
 
 
 _users: Final[set[int]] = set()
-"""Processes that have called the library: this one, and those that it was forked from."""
+"""Ids of the processes that have called the library: this one and those it was forked from."""
 
 
 def claim_library() -> None:
@@ -328,7 +329,7 @@ class ObjectClient(RemoteClient):
         return name_of(self._namespace, key)
 
     async def _create(self, name: str, content: bytes | memoryview) -> TierError | None:
-        """Store an object unless there is one; return the error or None."""
+        """Store an object unless it exists; return the error or None."""
         for _ in range(_MOST_PUTS):
             try:
                 await obstore.put_async(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 NOWHERE: Final = "127.0.0.1:0"
-"""Address of the nonexistent proxy."""
+"""Address of a nonexistent proxy, to which requests to other hosts are sent."""
 REDIRECTED: Final = f"{NOWHERE},"
 """Occurs in the library's error for a blocked redirect."""
 
@@ -31,7 +31,7 @@ _ISSUERS: Final = (
     "oauth2.googleapis.com",
     "login.microsoftonline.com",
 )
-"""Hosts that issue credentials; those in the options are permitted as well."""
+"""Hosts that issue credentials; hosts that the options name are permitted as well."""
 _VARIABLES: Final = {"s3": ("AWS_",), "s3a": ("AWS_",), "gs": ("GOOGLE_",)}
 _AZURE_VARIABLES: Final = ("AZURE_", "IDENTITY_", "MSI_")
 

@@ -1,4 +1,4 @@
-"""The `object` tier, its options, and its search for the longest stored prefixes of chains."""
+"""The `object` tier, its options, and its search for the longest stored prefix of each chain."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def _parse_object_url(value: object, key: str) -> str:
 
 
 def _parse_text(value: object, key: str) -> str:
-    """Return a text; error messages do not contain it."""
+    """Validate a non-empty text; error messages do not contain it."""
     if not isinstance(value, str) or not value or not is_encodable(value):
         raise ConfigError(f"{key}: it is not valid; it must be a text that is not empty")
     return value
 
 
 def _parse_store_options(value: object, key: str) -> Mapping[str, str | bool]:
-    """Return options of the library; error messages do not contain their values."""
+    """Validate options for the `obstore` library; error messages do not contain their values."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{key}: it must be an object of obstore's options")
     for name, given in value.items():
@@ -79,7 +79,7 @@ def _parse_store_options(value: object, key: str) -> Mapping[str, str | bool]:
 
 
 class StoreOptionsFile(ReplaceableFile):
-    """A file with options of the library."""
+    """A JSON file with options for the `obstore` library."""
 
     def read(self, redact: Redactor) -> Mapping[str, str | bool]:
         content = read_file(self.path, self.key, _MAX_OPTIONS_BYTES)
@@ -164,7 +164,7 @@ class ObjectOptions(RemoteSettings):
 
 
 def _secrets(options: Mapping[str, str | bool]) -> list[str]:
-    """Return the secrets in options or environment variables."""
+    """Return the secrets among the values of options or environment variables."""
     secrets = [value for key, value in options.items() if isinstance(value, str) and is_secret(key)]
     # A URL contains only the decoded signature.
     return secrets + [sig for text in secrets for sig in parse_qs(text.lstrip("?")).get("sig", ())]
@@ -174,7 +174,7 @@ async def bisect_prefixes(
     chains: Sequence[Sequence[OffloadKey]],
     ask: Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]],
 ) -> list[int]:
-    """Return how many keys at the head of each chain are stored, with few keys asked for.
+    """Return how many keys at the head of each chain are stored, by probing only a few keys.
 
     Keys are chained hashes, so all blocks before a stored one are assumed to be stored; a wrong
     assumption costs a failed load, never wrong bytes. Each round asks for one key of every chain:

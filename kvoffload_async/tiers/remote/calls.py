@@ -24,14 +24,14 @@ from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.waiting import Limiter
 
 _FIRST_PART: Final = 8
-"""A window begins as this part of its maximum."""
+"""Initial congestion window: its maximum divided by this number."""
 _HOLD_S: Final = 60.0
-"""Seconds after slow transfers in which the window grows only with the rate."""
+"""Seconds after slow transfers in which the window grows only if the measured rate does."""
 _SHORTEST_S: Final = 1e-6
 
 
 class Departure(NamedTuple):
-    """The state as a transfer or round began: the loop time, the bytes in flight and carried."""
+    """State at the start of a transfer or round: loop time, bytes in flight, bytes transferred."""
 
     began_s: float
     in_flight: int
@@ -56,7 +56,7 @@ class CongestionWindow:
     """
 
     def __init__(self, limiter: Limiter, queue_s: float) -> None:
-        """Resize a limiter, at most to its present limit.
+        """Control a limiter; its present limit becomes the maximum of the window.
 
         Args:
             limiter: See the attributes.
@@ -69,9 +69,9 @@ class CongestionWindow:
         self._carried = 0
         self._largest = 0
         self._alone_s = math.inf
-        """The most that a transfer of `_largest` bytes takes without queueing, as far as known."""
+        """Estimated seconds that a transfer of `_largest` bytes takes without queueing."""
         self._best = 0.0
-        """Largest window that a transfer of the present round showed. A round ends when a window
+        """Largest window derived from a transfer of the present round. A round ends when a window
         of bytes has passed, or transfers were slow; not before `queue_s`."""
         self._is_slow = False
         self._grows_s = -math.inf
@@ -79,12 +79,12 @@ class CongestionWindow:
         limiter.resize(max(1, self._most_bytes // _FIRST_PART))
 
     def began(self) -> Departure:
-        """Return what `ended` needs, at the beginning of a transfer."""
+        """Return the state at the start of a transfer, to be passed to `ended`."""
         now_s = asyncio.get_running_loop().time()
         return Departure(now_s, self.limiter.bytes_in_flight, self._carried)
 
     def ended(self, departure: Departure, num_bytes: int) -> None:
-        """Record a transfer that succeeded; one of no bytes measures nothing."""
+        """Record a successful transfer; a transfer of 0 bytes does not change the window."""
         self.moved_s = now_s = asyncio.get_running_loop().time()
         if not num_bytes:
             return
@@ -110,7 +110,7 @@ class CongestionWindow:
             self._best, self._is_slow, self._round = 0.0, False, self.began()
 
     def timed_out(self) -> None:
-        """Halve the window after a transfer that did not end in time, and so showed no rate."""
+        """Halve the window after a transfer that timed out, since its rate is unknown."""
         self.limiter.resize(self.limiter.max_bytes // 2)
 
     def _note_alone(self, seconds: float, num_bytes: int, *, is_alone: bool) -> None:
@@ -178,7 +178,7 @@ class HangDetector:
     def __init__(
         self, check: Callable[[Server], Awaitable[None]], response_timeout_s: float
     ) -> None:
-        """Start without calls.
+        """Create a detector that observes no call yet.
 
         Args:
             check: Checks a server; any end, also an error, shows that it does not hang.
@@ -199,7 +199,7 @@ class HangDetector:
         return self._hung_s.get(server, -math.inf) >= began_s
 
     def heard(self, server: Server) -> None:
-        """Record that a server has sent something."""
+        """Record that a server has sent data, so it does not hang."""
         check = self._checks.get(server)
         if check is not None and not check.expired():
             check.reschedule(asyncio.get_running_loop().time() + self._check_s)
@@ -252,7 +252,7 @@ class HangDetector:
 
 
 class Calls:
-    """Makes the calls of one client.
+    """Runs the calls of one client, with deadlines and retries.
 
     After a server failed, the next job or probe first checks it, and fails at once if it has no
     keys on another server: a dead server costs one short call instead of a long one per portion.
@@ -265,7 +265,7 @@ class Calls:
     def __init__(
         self, client: RemoteClient, settings: RemoteSettings, counters: RemoteCounters
     ) -> None:
-        """Create without calls.
+        """Create the object without making a call.
 
         Args:
             client: Client whose calls are made.
@@ -356,10 +356,10 @@ class Calls:
         return failures
 
     def require(self, server: Server, began_s: float) -> None:
-        """Check that a server has not hung since a loop time.
+        """Check that no hang of a server was detected since a loop time.
 
         Raises:
-            ServerHangError: It has.
+            ServerHangError: A hang was detected.
         """
         if self._hangs.hangs_since(server, began_s):
             raise ServerHangError(f"{self._client.location}: the server hangs")

@@ -101,7 +101,7 @@ class Envelopes:
     def __init__(
         self, layout: str, block_bytes: int, integrity_key: IntegrityKey | None = None
     ) -> None:
-        """Define the layout.
+        """Define the layout of the blocks.
 
         Args:
             layout: 32 hexadecimal digits, the digest of a `KVIdentity`.
@@ -120,7 +120,7 @@ class Envelopes:
         return payload_offset(len(key)) + self.block_bytes
 
     def wrap(self, key: OffloadKey, row: Bytes, into: Bytes | None = None) -> Bytes:
-        """Encode a block, in new memory or a given one; copies it once, with the GIL released."""
+        """Encode a block, in new memory or `into`; copies it once, with the GIL released."""
         offset = payload_offset(len(key))
         value = np.empty(offset + self.block_bytes, dtype=np.uint8) if into is None else into
         header = self._header(key, self._digester.digest(key, row.data))
@@ -161,7 +161,7 @@ class Envelopes:
 
 
 def payload_offset(key_bytes: int) -> int:
-    """Return the length of the header, for a key of this length."""
+    """Return the length of the header of a block whose key has `key_bytes` bytes."""
     return -(-(_FIXED.size + key_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -179,12 +179,12 @@ def hearing(on_answer: Callable[[], object]) -> Iterator[None]:
 
 
 def heard() -> None:
-    """Report that the server of the present call has sent something: it does not hang."""
+    """Report that the present call's server has sent data, so it does not hang."""
     _on_answer.get()()
 
 
 Server = Hashable
-"""Identifies one of a store's servers; None: there is only one, or it is unknown."""
+"""Identifies one of a store's servers; None: the only server, or an unknown one."""
 
 
 class RefusedError(TierUnavailableError):
@@ -192,7 +192,7 @@ class RefusedError(TierUnavailableError):
 
 
 class ValueExistsError(TierError):
-    """Another host has stored the value first; this one may not have been sent."""
+    """Another host has stored the value first; this host's value may not have been sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class RemoteClient(ABC):
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
-        """Store values that do not exist yet; return for each the error or None.
+        """Store values that do not exist yet; return for each value its error or None.
 
         A value that exists is a `ValueExistsError` if the server may have refused it unread.
         """
@@ -275,7 +275,7 @@ class RemoteClient(ABC):
         """Close all connections; may be repeated."""
 
     def server_of(self, key: OffloadKey) -> Server:
-        """Return the server of a key; a failed server does not affect the keys of others."""
+        """Return the server of a key; a failed server does not affect keys on other servers."""
         del key
         return None
 

@@ -22,12 +22,12 @@ class ExpiringKeys:
     """Keys ordered by expiry, which is the order of insertion: all have the same lifetime."""
 
     def __init__(self, lifetime_s: float) -> None:
-        """Start empty; a lifetime of 0 keeps no key."""
+        """Create an empty set; with a lifetime of 0, keys are not kept."""
         self._lifetime_s = lifetime_s
         self._expiry: dict[OffloadKey, float] = {}
 
     def add(self, keys: Iterable[OffloadKey], now_s: float) -> None:
-        """Add keys, or restart their lifetime; drop expired keys, and the oldest surplus ones."""
+        """Add keys, or restart their lifetime; drop expired and surplus keys, the oldest first."""
         if not self._lifetime_s:
             return
         expiry_s = now_s + self._lifetime_s
@@ -54,7 +54,7 @@ class ExpiringKeys:
 
 
 class ExistenceCache:
-    """Cached answers whether blocks exist, with a lifetime for each kind.
+    """Cache of the answers to existence probes; positive and negative ones expire separately.
 
     Blocks stored by other hosts are found once a negative answer has expired.
 
@@ -62,7 +62,7 @@ class ExistenceCache:
     """
 
     def __init__(self, present_s: float, absent_s: float, clock: Callable[[], float]) -> None:
-        """Start empty.
+        """Create an empty cache.
 
         Args:
             present_s: Lifetime of a positive answer in seconds; 0: not cached.
@@ -104,7 +104,7 @@ _SHARE_OF_TIME: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class ExistenceProber:
-    """Probes a client for keys, and caches the answers. Thread: loop."""
+    """Probes a store for the existence of keys, and caches the answers. Thread: loop."""
 
     _client: RemoteClient
     _calls: Calls

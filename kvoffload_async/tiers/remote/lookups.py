@@ -22,23 +22,23 @@ class LookUpError(Exception):
 
 
 class Lookups:
-    """Blocking look-ups in daemon threads; callers with the same name share one.
+    """Blocking look-ups in daemon threads; concurrent callers with the same name share a look-up.
 
     Thread: loop.
     """
 
     def __init__(self, patience_s: float) -> None:
-        """Start without look-ups.
+        """Create the object; no look-up is running yet.
 
         Args:
             patience_s: Seconds after the start of a look-up until its callers give it up.
         """
         self._patience_s = patience_s
         self._running: dict[str, tuple[asyncio.Future[Any], float]] = {}
-        """Name -> what it will return, and the loop time at which its callers give it up."""
+        """Name -> future result of the look-up, and loop time at which its callers time out."""
 
     async def run(self, name: str, look_up: Callable[[], T]) -> T:
-        """Return what `look_up` returns; one that hangs keeps its thread, and later callers fail.
+        """Return the result of `look_up`; if it hangs, it keeps its thread and later callers fail.
 
         Args:
             name: What is looked up, for the error.

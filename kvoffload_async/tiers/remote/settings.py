@@ -53,7 +53,7 @@ class Redactor:
         return f"Redactor({len(self._secrets + self._later)} secrets)"
 
     def hide(self, secret: str) -> None:
-        """Hide another secret, and the latest of those hidden since the creation."""
+        """Hide another secret; of the secrets added after creation, only the latest stay hidden."""
         if secret not in self._later:
             self._later = (*self._later, secret)[-_MOST_LATER:]
 
@@ -178,7 +178,7 @@ REMEDIES: Final[Remedies] = {
     CallTimeoutError: _SLOW + "call_timeout_s",
     TierTimeoutError: _SLOW + "io_timeout_s",
 }
-"""Remedies of every tier with a server and these options."""
+"""Remedies common to all tiers that have a server and these options."""
 
 
 @dataclass(slots=True)

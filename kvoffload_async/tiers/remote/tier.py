@@ -1,4 +1,4 @@
-"""The common implementation of network tiers, given a client.
+"""The common implementation of the network tiers, on top of a `RemoteClient`.
 
 Blocks in use are renewed in batches, so that the most used blocks do not expire first.
 """
@@ -52,13 +52,13 @@ from kvoffload_async.waiting import Limiter
 
 _BLOCKS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 8
-"""Concurrent renewal calls if each is for one block."""
+"""Concurrent renewal calls if each call renews one block."""
 _MOST_WAITING: Final = 1 << 16
 _LONGEST_PAUSE_S: Final = 10.0
 
 
 class Renewal:
-    """Collects uses, and renews each used block once per quarter of its lifetime.
+    """Records uses of blocks, and renews each used block once per quarter of its lifetime.
 
     Thread: loop.
 
@@ -75,7 +75,7 @@ class Renewal:
         *,
         renews_many: bool,
     ) -> None:
-        """Start without uses.
+        """Create the object without recorded uses.
 
         Args:
             ttl_s: Lifetime of a block without renewal, in seconds.
@@ -98,7 +98,7 @@ class Renewal:
         self._fresh.add(keys, asyncio.get_running_loop().time())
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
-        """Record uses of blocks; those due for renewal are renewed soon."""
+        """Record uses of blocks; blocks that are due for renewal are renewed soon."""
         if self._closed:
             return
         loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class Renewal:
             self._task = loop.create_task(self._run(), name="remote:renewal")
 
     async def close(self) -> None:
-        """Stop; pending renewals are dropped."""
+        """Stop renewing blocks; pending renewals are dropped."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
@@ -153,8 +153,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STARTING_PART: Final = 0.9
-"""Part of a job's time after which no further call with payload begins: what began before ends in
-time, so that these blocks have results of their own."""
+"""Part of a job's time after which no further call with payload begins: calls that began before end
+in time, so that their blocks have results of their own."""
 
 Portion = Sequence[int]
 """Indices of blocks of a job, all on one server."""
@@ -198,7 +198,7 @@ class RemoteTier(AsyncTier):
         self._unremoved, self._unrenewed = LogRate(), LogRate()
 
     async def open(self, env: TierEnvironment) -> None:
-        """Connect.
+        """Connect to the store.
 
         Raises:
             ConfigError: The server rejects the credentials, or the store does not exist.
@@ -456,7 +456,7 @@ class RemoteTier(AsyncTier):
         logger.warning("%s: the server has lost its contents", self._location)
 
     def _redacted(self, key: OffloadKey, error: TierError) -> TierError:
-        """Return the error of one block, as a fault of its server only if others work."""
+        """Redact the error of a block; blame its server alone if other servers work."""
         shown = type(error)(f"{self._client.location}: {self._settings.redact(error)}")
         return self._calls.fault_of(self._client.server_of(key), shown)
 

@@ -29,10 +29,10 @@ from kvoffload_async.tiers.slab.addresses import (
 from kvoffload_async.types import OffloadKey
 
 _EXACT: Final = 64
-"""Runs up to this length have a class per length; longer ones a class per power of two."""
+"""Free runs up to this length have a class per length; longer runs, a class per power of two."""
 
 _MUCH_LONGER: Final = 4
-"""From a run at least this many times longer than wanted, any part is taken."""
+"""An allocation is not aligned in a free run at least this many times longer."""
 
 
 class FreeRuns:
@@ -48,7 +48,7 @@ class FreeRuns:
     """
 
     def __init__(self, extent: int) -> None:
-        """Start without addresses.
+        """Start without free addresses.
 
         Args:
             extent: Length of the adjacent extents into which larger allocations are split.
@@ -57,7 +57,7 @@ class FreeRuns:
         self._length_at: dict[SlotAddress, int] = {}
         """First address of a run -> its length."""
         self._first_before: dict[SlotAddress, SlotAddress] = {}
-        """Address behind a run -> its first address."""
+        """Address behind a run -> the run's first address."""
         self._classes: dict[int, _Class] = {}
         self.num_free = 0
         """Number of free addresses. Read-only."""
@@ -81,7 +81,7 @@ class FreeRuns:
         self._add(first, behind - first)
 
     def has_run(self, count: int) -> bool:
-        """Return whether there certainly is a run of `count` addresses, or of an extent if less."""
+        """Return whether there certainly is a free run of `count` addresses (at most an extent)."""
         return max(self._classes, default=0) >= _least_class(min(count, self._extent))
 
     def take(self, count: int) -> list[SlotAddress]:
@@ -159,17 +159,17 @@ class _Class:
     def __init__(self) -> None:
         self.firsts: set[int] = set()
         self._heap: list[int] = []
-        """A heap of these; may contain removed ones."""
+        """A heap of the first addresses; may contain those of removed runs."""
 
     def add(self, first: int) -> None:
-        """Add a run."""
+        """Add a run, given by its swapped first address."""
         self.firsts.add(first)
         heapq.heappush(self._heap, first)
         if len(self._heap) > 2 * len(self.firsts) + _EXACT:
             self._heap = sorted(self.firsts)
 
     def lowest(self) -> int:
-        """Return the lowest; there must be one."""
+        """Return the swapped first address of the lowest run; there must be a run."""
         while self._heap[0] not in self.firsts:
             heapq.heappop(self._heap)
         return self._heap[0]
@@ -185,13 +185,13 @@ def _least_class(count: int) -> int:
 
 
 class Catalog:
-    """Index of one store. Thread: loop."""
+    """Index of the blocks of one store. Thread: loop."""
 
     def __init__(self, policy: CachePolicy, piece: int) -> None:
-        """Start empty and take ownership of the policy; `piece` is the extent of `FreeRuns`."""
+        """Start without blocks, and own the policy; `piece` is the extent of `FreeRuns`."""
         self._ranking = KeyRanking(policy)
         self._address_of = long_integers(policy.capacity_blocks)
-        """Slot of the ranking -> address of the block."""
+        """Slot in the ranking -> address of its block."""
         self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
         self._pins: set[SlotAddress] = set()
@@ -235,7 +235,7 @@ class Catalog:
         return [None if slot is None else address_of[slot] for slot in self._ranking.find(keys)]
 
     def present(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, SlotAddress]:
-        """Return the present ones of these keys, with their addresses."""
+        """Return the keys that are present, with their addresses."""
         found = zip(keys, self.find(keys), strict=True)
         return {key: address for key, address in found if address is not None}
 
@@ -252,7 +252,7 @@ class Catalog:
         addresses: npt.NDArray[np.int64],
         portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]],
     ) -> bool:
-        """Add the segments and index the blocks found at opening; the catalog was always empty.
+        """Add the segments and index the blocks found at opening; the catalog must be unused.
 
         Args:
             segments: Segment -> number of slots.
@@ -296,7 +296,7 @@ class Catalog:
             self._give_back(freed)
 
     def _is_pinned_still(self, address: SlotAddress) -> bool:
-        """Remove one of several pins; False if there was only one."""
+        """Remove one of an address's several pins; return False if it has only one."""
         more = self._more_pins.pop(address, 0)
         if more > 1:
             self._more_pins[address] = more - 1
@@ -362,7 +362,7 @@ class Catalog:
             address_of[slot] = address
 
     def remove_unpinned(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, SlotAddress]:
-        """Forget the blocks without pins; return them."""
+        """Remove blocks that are not pinned from the index; return their keys and addresses."""
         found = self.present(keys)
         gone = {key: address for key, address in found.items() if address not in self._pins}
         self._ranking.discard(list(gone))
@@ -370,7 +370,7 @@ class Catalog:
         return gone
 
     def drop(self, key: OffloadKey, address: SlotAddress) -> None:
-        """Forget a pinned block, if it still is at this address."""
+        """Remove a pinned block from the index, if the block is still at this address."""
         if self.find([key]) == [address]:
             self._ranking.discard([key])
             self._passed.pop(address, None)

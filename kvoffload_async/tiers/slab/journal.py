@@ -158,7 +158,7 @@ class RecordTable:
         return removal_records(ascending)
 
     def use(self, address: SlotAddress, count: int = 1) -> None:
-        """Record a use of a run at the current tick."""
+        """Record a use of a run of blocks at the current tick."""
         slot = slot_of(address)
         self._parts[segment_of(address)].uses[slot : slot + count] = self.tick
         self.tick = min(self.tick + 1, MAX_USE)
@@ -178,7 +178,7 @@ class RecordTable:
         return {segment: part.uses for segment, part in list(self._parts.items())}
 
     def digests(self, address: SlotAddress, count: int) -> bytes:
-        """Return the concatenated checksums of a run."""
+        """Return the concatenated checksums of a run of blocks."""
         slot = slot_of(address)
         return self._parts[segment_of(address)].digests[slot : slot + count].tobytes()
 
@@ -206,7 +206,7 @@ _COMPACTION_SLOTS: Final = 1 << 13
 """Slots scanned and written per step of a compaction."""
 
 _SYNC_BYTES: Final = 8 << 20
-"""Unsynced bytes at which a sync becomes due."""
+"""Unsynced bytes of the next journal at which its sync becomes due."""
 
 
 class Compaction:
@@ -224,7 +224,7 @@ class Compaction:
     def __init__(
         self, ops: FileOps, path: str, table: RecordTable, seed: int, max_units: int
     ) -> None:
-        """Create the file and preallocate its space.
+        """Create the journal's file and preallocate its space.
 
         Args:
             ops: System calls.
@@ -258,7 +258,7 @@ class Compaction:
             raise
 
     def grow(self, max_units: int) -> None:
-        """Allocate more units.
+        """Allocate more space, for `max_units` units in total.
 
         Raises:
             OSError: They cannot be allocated.
@@ -267,7 +267,7 @@ class Compaction:
         self._max_units = max_units
 
     def begin(self, sequence: int) -> None:
-        """Start with the current blocks, and sequence numbers above `sequence`."""
+        """Start copying the current records, in frames with sequence numbers above `sequence`."""
         self.sequence = sequence
         self.has_begun = True
         self._table.halve_uses()
@@ -278,7 +278,7 @@ class Compaction:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it contains everything that the current journal does."""
+        """Whether the next journal contains all records of the current journal."""
         return not self._todo
 
     @property
@@ -288,7 +288,7 @@ class Compaction:
 
     @property
     def is_due(self) -> bool:
-        """Whether it should be synced or put into use."""
+        """Whether the next journal should be synced or put into use."""
         if self.is_syncing or not self.has_begun:
             return False
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
@@ -447,7 +447,7 @@ class Journal:
         self._is_folder_synced = False
 
     def note_removed(self, addresses: Sequence[SlotAddress]) -> None:
-        """Remove blocks; the removals are on disk after the next `commit` or `flush`."""
+        """Remove blocks from the table; the next `commit` or `flush` writes their removals."""
         # Update the table first: a concurrent compaction must not write these blocks.
         if addresses:
             self._removed.append(self._table.remove(addresses))
@@ -566,7 +566,7 @@ class Journal:
             self._table.put(address, packed)
 
     def _orphan(self, puts: Sequence[PackedRun]) -> None:
-        """Remove puts that may or may not be on disk; writes their removals later."""
+        """Remove the blocks of a failed append from the table; write their removals later."""
         for first, packed in puts:
             count = len(packed) // RECORD_BYTES
             self._removed.append(self._table.remove(range(first, first + count)))

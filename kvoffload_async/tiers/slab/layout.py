@@ -26,20 +26,18 @@ from kvoffload_async.tiers.slab.manifest import (
 )
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
-"""Alignment of slots and of O_DIRECT."""
-
 _FIXED_BYTES = 16 * PAGE_BYTES
-"""Two folders, the lock, the session, the manifest and its temporary file, rounding and extents of
-the journals."""
+"""Space for two folders, the lock, the session, the manifest and its temporary file, and for
+rounding and extents of the journals."""
 
 _SEGMENT_BYTES = PAGE_BYTES + 64
-"""A segment's first extent block, and its directory entry."""
+"""Metadata of a segment: its first extent block and its directory entry."""
 
 _USE_BYTES = 4
 """Bytes per slot in the session file."""
 
 _EXTENT_BYTES = 60
-"""Two extents of 12 bytes per slot, in half-full leaves, rounded up."""
+"""Metadata of a slot: two extents of 12 bytes, in half-full leaves, rounded up."""
 
 _MIN_LOG_UNITS = 32
 """Minimum log size, so that short journals are not compacted all the time."""
@@ -94,7 +92,7 @@ class Budget:
         return cls(capacity_bytes, slot_bytes, segment_slots, 0, stripes).filled()
 
     def cost(self, segments: Collection[int]) -> int:
-        """Return the maximum disk space of a store with these segments' numbers of slots."""
+        """Return the maximum disk space of a store, given the number of slots of each segment."""
         return self.cost_of(sum(segments), len(segments))
 
     def cost_of(self, slots: int, num_segments: int) -> int:
@@ -125,7 +123,7 @@ class Budget:
         return replace(self, most_slots=most)
 
     def largest(self, most: int, cost: Callable[[int], int]) -> int:
-        """Return the largest number of slots, at most `most`, that costs no more than allowed."""
+        """Return the largest number of slots, at most `most`, whose cost is within the capacity."""
         return bisect_right(range(1, most + 1), self.capacity_bytes, key=cost)
 
     @property
@@ -194,7 +192,7 @@ class StoreLayout:
         block_bytes: int,
         key_id: str | None = None,
     ) -> None:
-        """Compute the paths; `key_id` is the id of the integrity key, if any."""
+        """Compute the paths and the manifest; `key_id` is the id of the integrity key, if any."""
         canonical = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
         name = safe_name(str(fields["model_name"]))

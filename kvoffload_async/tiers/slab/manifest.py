@@ -25,8 +25,9 @@ from kvoffload_async.tiers.files.features import (
 )
 
 PAGE_BYTES: Final = 4096
+"""Alignment of slots and of O_DIRECT."""
 HEADER_BYTES: Final = 4096
-"""One page, so that slots stay page-aligned."""
+"""Size of a segment's header: one page, so that slots are page-aligned."""
 
 _MAGIC: Final = b"KVSLABS1"
 _HEADER = struct.Struct("<8s16sqQ")
@@ -69,7 +70,7 @@ class SegmentHeader:
 
 FORMAT = "kvoffload-slab"
 VERSION = 2
-"""The version of the format."""
+"""The version of the store's format."""
 
 INTEGRITY_KEY: Final = "integrity-key"
 """Feature: block checksums are keyed; the manifest has the key's id."""
@@ -137,11 +138,11 @@ class Manifest:
         return HEADER_BYTES + slot * self.slot_bytes
 
     def of_new_store(self) -> Self:
-        """Return the manifest for a new store: with a new UUID."""
+        """Return this manifest with a new UUID, for a new store."""
         return replace(self, store_uuid=str(uuid.uuid4()))
 
     def encode(self) -> bytes:
-        """Return the file's content."""
+        """Encode the manifest as the content of its file."""
         body = {
             "format": FORMAT,
             VERSION_FIELD: VERSION,
@@ -197,7 +198,7 @@ class Manifest:
 
 
 def slot_bytes_of(block_bytes: int) -> int:
-    """Return the bytes of a slot: a block's, rounded up to whole pages."""
+    """Return the size of a slot: the bytes of a block, rounded up to whole pages."""
     return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 _LEAST_SEGMENTS: Final = 16
-"""Minimum number of segments of a full store, unless small or given `segment_bytes`."""
+"""Minimum number of segments of a full store, unless it is small or `segment_bytes` is given."""
 
 _LEAST_SEGMENT_BYTES: Final = 4 << 20
 """Smallest segment by default: the bytes of one system call."""
@@ -333,7 +333,7 @@ class OpenStore:
             self._ops.unlink(f"{self.folder}/{segment_name(number)}")
 
     def _attach(self, found: Folder, recovery: Recovery) -> None:
-        """Open the segments; do not reuse numbers that the journal or a refused file has."""
+        """Open the segments; reserve the numbers that the journal or a rejected file uses."""
         for number in sorted(found.segments):
             if slots := self.segments.attach(number):
                 self.table.add_segment(number, slots)
@@ -412,7 +412,7 @@ class OpenStore:
 
 
 def _choose_folder(ops: FileOps, layout: StoreLayout, on_mismatch: OnMismatch) -> str:
-    """Return the folder to open: the layout's own one if another layout has the usual one."""
+    """Return the folder to open: a separate one if a store of another layout has the usual one."""
     if on_mismatch is OnMismatch.NEW_NAMESPACE:
         manifest = _readable_manifest(ops, layout.folder)
         if manifest is not None and layout.difference(manifest):

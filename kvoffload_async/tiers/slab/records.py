@@ -36,7 +36,7 @@ NEEDS_VERIFY: Final = 2
 KEYED: Final = 4
 """Flag: the checksum is made with the store's integrity key."""
 KNOWN_FLAGS: Final = HAS_DIGEST | NEEDS_VERIFY | KEYED
-"""A record with another flag is a newer release's, whose block cannot be checked here."""
+"""Flags known to this release; a block whose record has another flag is not served."""
 
 RECORD: Final = np.dtype(
     [
@@ -165,7 +165,7 @@ def by_part(units: Records, rows: RecordRows) -> RecordRows:
 
 
 def picked(units: Records, rows: RecordRows) -> Records:
-    """Return a copy of some units; copied as raw bytes, which is several times faster."""
+    """Return a copy of selected units, made as raw bytes, which is several times faster."""
     records: Records = units.view(f"V{RECORD_BYTES}").take(rows).view(RECORD)
     return records
 
@@ -178,7 +178,7 @@ def addresses_of(records: Records) -> list[SlotAddress]:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A scanned journal.
+    """Result of scanning a journal.
 
     Attributes:
         units: The journal's units, viewed as records; frame headers are included.
@@ -253,7 +253,7 @@ def _is_torn(rest: memoryview) -> bool:
 
 
 def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tuple[int, int, int]:
-    """Return a frame's number of records, its sequence number, and its skipped numbers.
+    """Return a frame's record count, sequence number, and count of skipped sequence numbers.
 
     All are 0 if there is no valid frame.
     """
@@ -269,7 +269,7 @@ def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tu
 
 
 def live_rows(scanned: Scan, segments: Mapping[int, int]) -> RecordRows:
-    """Return the journal's units whose blocks exist, in journal order.
+    """Return the indices of the journal's units whose blocks exist, in journal order.
 
     The last record of an address is valid.
 

@@ -99,7 +99,7 @@ class Session:
         return self.is_closed and self.is_synced and sequence == self.sequence
 
     def encode(self, seed: int) -> tuple[bytes, bytes]:
-        """Return the header and the body."""
+        """Encode the session as the header and the body of its file."""
         body = b"".join(
             _SEGMENT.pack(number, len(uses)) + uses.astype("<u4").tobytes()
             for number, uses in self.uses.items()
@@ -131,7 +131,7 @@ class Session:
 
 
 def write_session(ops: FileOps, fd: int, session: Session, seed: int, *, sync: bool) -> None:
-    """Overwrite a session file, header last; uses are recorded at the close, and kept meanwhile.
+    """Overwrite a session file, header last; last uses are overwritten only at the close.
 
     Raises:
         OSError: Writing or syncing failed.
@@ -244,7 +244,7 @@ def read_journal(ops: FileOps, folder: str, seed: int) -> Scan:
 
 
 def live_in(found: Folder, scanned: Scan, manifest: Manifest) -> RecordRows:
-    """Return the journal's units whose blocks exist, in journal order."""
+    """Return the indices of the journal's units whose blocks exist, in journal order."""
     slots = {number: manifest.slots_in(size) for number, size in found.segments.items()}
     return live_rows(scanned, slots)
 
@@ -265,7 +265,7 @@ def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
 
 
 def mark_for_verification(scanned: Scan, rows: RecordRows, session: Session) -> bool:
-    """Mark the blocks that need verification in a journal's units; return whether it is trusted.
+    """Mark units whose blocks need verification; return whether the journal is trusted.
 
     These are the blocks recorded before damage, and all blocks of an untrusted journal.
     """
@@ -276,7 +276,7 @@ def mark_for_verification(scanned: Scan, rows: RecordRows, session: Session) -> 
 
 
 def is_last_of_key(scanned: Scan, rows: RecordRows) -> npt.NDArray[np.bool_]:
-    """Return for each row whether its key is not recorded again in a later one.
+    """Return for each row whether it is the last record of its key.
 
     Duplicates exist only after damage.
     """
@@ -352,7 +352,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Decides which blocks of one store may be served, after shrinking it to its capacity.
+    """Decides which blocks of one store may be served, after shrinking the store to its capacity.
 
     Attributes:
         scanned: The journal, with blocks that need verification marked.
@@ -412,7 +412,7 @@ class Recovery:
         self._report(len(rows), is_trusted=is_trusted)
 
     def records(self, rows: RecordRows) -> Records:
-        """Return a copy of some of the units."""
+        """Return a copy of the journal's units at `rows`."""
         return picked(self.scanned.units, rows)
 
     def keys(self) -> Iterator[tuple[RecordRows, list[OffloadKey]]]:
@@ -426,7 +426,7 @@ class Recovery:
             yield which, keys_of(self.records(self.rows[which]))
 
     def in_order(self) -> RecordRows:
-        """Return the rows, ascending."""
+        """Return the rows of servable blocks in ascending order."""
         is_row = np.zeros(len(self.scanned.units), dtype=np.bool_)
         is_row[self.rows] = True
         return np.flatnonzero(is_row)

@@ -60,7 +60,7 @@ class Segments:
     # -- files ----------------------------------------------------------------------------------
 
     def attach(self, number: int) -> int:
-        """Open an existing segment; return its number of slots. A file without any is removed."""
+        """Open an existing segment; return its number of slots. A file without slots is removed."""
         path = self._path(number)
         self.skip_to(number)
         fd = self._ops.open(path, os.O_RDWR)

@@ -49,7 +49,7 @@ from kvoffload_async.types import JobMetadata, OffloadKey, block_text
 logger = logging.getLogger(__name__)
 
 _REGROW_S = 60.0
-"""Seconds without growth after the disk was full."""
+"""Seconds until the store may grow again after the disk was full."""
 
 _LEAST_SHARE = 16
 """A segment has at least a full one's slots divided by this, unless it is the only one."""
@@ -92,7 +92,7 @@ class Allocator:
         return addresses
 
     async def _grow(self, wanted: int) -> bool:
-        """Add segments; False if no more can be added now."""
+        """Add segments; return False if no more can be added now."""
         async with self._growing:
             if self._store.catalog.num_free >= wanted:
                 return True  # another task has grown it meanwhile
@@ -102,7 +102,7 @@ class Allocator:
             return True
 
     async def _add_segment(self) -> bool:
-        """Add a segment; False if none can be added now."""
+        """Add a segment; return False if none can be added now."""
         slots = self._next_slots()
         while slots:
             try:
@@ -140,7 +140,7 @@ class Allocator:
         return slots
 
     def _smaller(self, slots: int, error: OSError) -> int:
-        """Return the slots to retry with after a segment could not be created; 0: stop growing."""
+        """Return the number of slots to retry a failed creation with; 0: stop growing."""
         present = self._store.catalog.segments
         is_full = error.errno in _NO_SPACE
         if self._limit_slots is None or not is_full:
@@ -423,7 +423,7 @@ class SlabTier(AsyncTier):
     # -- opening and closing ----------------------------------------------------------------------
 
     def _open_store(self, layout: StoreLayout, budget: Budget) -> OpenStore:
-        """Open the root, which is made if it is not there, and the store in it.
+        """Open the root directory, creating it if missing, and the store in it.
 
         Thread: an I/O thread.
         """

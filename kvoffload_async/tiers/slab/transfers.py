@@ -60,7 +60,9 @@ def in_order_of_addresses(
 
 
 class Batch:
-    """Blocks being copied. Thread: loop, except that a commit reads records and fails blocks.
+    """Blocks of one job being copied.
+
+    Thread: loop, except that a commit reads records and fails blocks.
 
     Attributes:
         blocks: The blocks.
@@ -87,12 +89,12 @@ class Batch:
         self.digests = bytearray()
 
     def fail_with(self, errors: dict[int, int]) -> None:
-        """Fail blocks, given by index and errno."""
+        """Mark blocks as failed, given a map of index to errno."""
         for index, code in errors.items():
             self.failures[index] = mapped(OSError(code, os.strerror(code)))
 
     def fail(self, error: BaseException) -> None:
-        """Fail every block for an `OSError`.
+        """Mark every block as failed because of an `OSError`.
 
         Raises:
             TierError: For another error, which fails the whole batch.
@@ -122,7 +124,7 @@ class StoreBatch(Batch):
         self.sync_failures = store.segments.sync_failures
 
     def records(self) -> list[PackedRun]:
-        """Return the packed records of the written blocks, by run."""
+        """Return the packed journal records of the written blocks, by run."""
         runs = self.runs
         if self.failures:
             runs = [
@@ -241,7 +243,7 @@ class Transfers:
         )
 
     async def load(self, batch: LoadBatch) -> None:
-        """Load a batch; returns when no byte of it moves any more, even if cancelled.
+        """Load the blocks of a batch; return only after all copying has ended, even if cancelled.
 
         Raises:
             TierError: The whole batch failed.
@@ -264,7 +266,7 @@ class Transfers:
             logger.warning("the removal of a corrupt block is not journalled yet: %s", str(error))
 
     async def store(self, batch: StoreBatch) -> None:
-        """Store a batch; returns when no byte of it moves any more, even if cancelled.
+        """Store the blocks of a batch; return only after all copying has ended, even if cancelled.
 
         Raises:
             TierError: The whole batch failed; it may still be journalled.
@@ -290,7 +292,7 @@ class Transfers:
     # -- payload --------------------------------------------------------------------------------
 
     async def _copy(self, direction: Direction, batch: Batch) -> None:
-        """Copy a batch, the blocks of runs with an error again, one by one."""
+        """Copy a batch; after an error in a run, retry the run's blocks one by one."""
         errors = await self._move(direction, batch, batch.runs)
         for run in batch.runs if errors else ():
             for offset in range(run.length if run.length > 1 else 0):

@@ -1,4 +1,4 @@
-"""How a Valkey server is reached: the options, its address and credentials, connections to it.
+"""How to reach a Valkey server: the options, its address, the credentials, the connections.
 
 URLs are displayed without secrets. A server may move, and its credentials may be replaced: its
 addresses are looked up for each connection.
@@ -42,7 +42,7 @@ _FORM: Final = "valkey://[user[:password]@]host[:port][/database], or valkeys://
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One server, or the first node of a cluster to contact.
+    """Address of a server, or of the first node to contact in a cluster.
 
     Attributes:
         has_tls: Whether the connection is encrypted.
@@ -64,7 +64,7 @@ class Address:
 
     @classmethod
     def parse(cls, value: object, key: str = "url") -> Address:
-        """Parse a URL.
+        """Parse the URL of a server.
 
         Raises:
             ConfigError: The URL is invalid; the message contains no secrets.
@@ -102,7 +102,7 @@ def _database(parts: SplitResult, key: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """What a connection identifies itself with.
+    """Credentials of a connection.
 
     Attributes:
         password: The password; None: none is needed.
@@ -155,7 +155,7 @@ class ValkeySettings(RemoteSettings):
         return [TierLocation(self.address.shown, is_exclusive=False, key="url")]
 
     def read_login(self) -> Login:
-        """Return what to log in with now; may read files.
+        """Return the current credentials; may read files.
 
         Raises:
             ConfigError: A file is not usable.
@@ -183,11 +183,11 @@ _TCP_OPTIONS: Final = {
     socket.TCP_KEEPINTVL: 5,
     socket.TCP_KEEPCNT: 3,
 }
-"""As the library sets them on connections of its own: a dead peer is noticed within 45 s."""
+"""Socket options, as the library sets them itself: a dead peer is noticed within 45 s."""
 
 
 class Route:
-    """The addresses of one server, and the connections that may still be used.
+    """Connects to one server, which may have several addresses.
 
     Thread: loop.
 
@@ -198,7 +198,7 @@ class Route:
     """
 
     def __init__(self, host: str, port: int, lookups: Lookups, timeout_s: float) -> None:
-        """Know nothing about the addresses yet.
+        """Create a route; the server's name is not resolved yet.
 
         Args:
             host: Name or address of the server.
@@ -212,13 +212,13 @@ class Route:
         self._lookups = lookups
         self._timeout_s = timeout_s
         self._address: SockAddress | None = None
-        """The last one connected to."""
+        """The address of the last connection."""
         self._failures = 0
         self._failed: dict[SockAddress, int] = {}
-        """Address -> number of its last failure; those that never failed are tried first."""
+        """Address -> number of its last failure; addresses that never failed are tried first."""
 
     def leave(self, generation: int) -> None:
-        """Have the connections of a generation replaced, if possible by ones to another address."""
+        """Have a generation's connections replaced, if possible by ones to another address."""
         if generation == self.generation:
             self.generation += 1
             if self._address is not None:

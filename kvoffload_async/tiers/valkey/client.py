@@ -47,7 +47,7 @@ _REFUSALS: Final = (
 
 
 class ValkeyClient(RemoteClient):
-    """Blocks as strings of a server: SET NX PX, GETRANGE, pipelined."""
+    """Stores blocks as strings on a server, with pipelined SET NX PX and GETRANGE commands."""
 
     location: ClassVar[str] = "valkey"
     answers_many: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class ValkeyClient(RemoteClient):
         self._ttl_ms = None if settings.ttl_s is None else max(1, round(settings.ttl_s * 1000))
         self._emptied = emptied
         self._witnesses: deque[OffloadKey] = deque(maxlen=_MOST_WITNESSES)
-        """Blocks seen recently on the server with the label."""
+        """Blocks seen recently on the server that has the namespace's label."""
         self._condemned = ExpiringKeys(_CONDEMNED_S)
         """Corrupt blocks that could not be removed. They count as absent, and the next store
         overwrites them."""
@@ -119,7 +119,7 @@ class ValkeyClient(RemoteClient):
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
     ) -> Sequence[Value | TierError | None]:
-        """Read at most `most_bytes` of each value: a string can have 512 MiB."""
+        """Read at most `most_bytes` of each value: a string may have 512 MiB."""
         commands = [("GETRANGE", self._prefix + key, 0, most_bytes) for key in keys]
         node = self._node_of_all(keys)
         found = [_bytes_of(r) for r in await self._nodes.run(node, commands, most_bytes + 1)]
@@ -157,7 +157,7 @@ class ValkeyClient(RemoteClient):
         return outcomes
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
-        """Remove a value if unchanged, comparing as many bytes as were read (its version)."""
+        """Remove a value if unchanged, comparing only the bytes that were read (its version)."""
         name = self._prefix + key
         command = ("EVAL", _REMOVE_IF, 1, name, sha1, value.version or _WHOLE)
         self._condemned.add([key], asyncio.get_running_loop().time())
@@ -204,11 +204,11 @@ class ValkeyClient(RemoteClient):
         return max(1, min(_PORTION_BLOCKS, _PORTION_BYTES // value_bytes))
 
     def _node_of_all(self, keys: Sequence[OffloadKey]) -> Node | None:
-        """Return the node of keys on one server; moved keys are redirected."""
+        """Return the node of keys on one server; commands for moved keys are redirected."""
         return self._nodes.node_of(self._prefix + keys[0])
 
     def _saw(self, keys: Sequence[OffloadKey]) -> None:
-        """Record existing blocks of one server, if it has the label."""
+        """Record existing blocks on one server, if that server has the namespace's label."""
         if keys and self._nodes.node_of(self._label_name) == self._node_of_all(keys):
             self._witnesses.extend(islice(keys, _MOST_WITNESSES))
 
@@ -216,7 +216,7 @@ class ValkeyClient(RemoteClient):
         return ("GETRANGE", self._label_name, 0, _LABEL_BYTES)
 
     async def _check_label(self, node: Node | None) -> None:
-        """Read the server's label, and create one if needed; a server that is read-only fails.
+        """Create the server's label if missing, and read it; fails on a read-only server.
 
         A changed label means that the contents are lost, unless recently seen blocks still exist:
         then only the label was evicted or overwritten.
@@ -244,7 +244,7 @@ def _raise_first(replies: Sequence[Any]) -> None:
 
 
 def _bytes_of(reply: bytes | Exception) -> bytes:
-    """Return a string reply; empty for other types. Raises other errors."""
+    """Return a string reply; empty if the value has another type. Raises other errors."""
     if not isinstance(reply, Exception):
         return reply
     if "WRONGTYPE" in str(reply):
@@ -253,6 +253,6 @@ def _bytes_of(reply: bytes | Exception) -> bytes:
 
 
 def _label_of(reply: bytes | Exception) -> bytes:
-    """Return a label reply; empty if it is not a valid label."""
+    """Return the label in a reply; empty if it is not a valid label."""
     label = _bytes_of(reply)
     return label if len(label) == _LABEL_BYTES else b""

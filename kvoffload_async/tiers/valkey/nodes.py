@@ -32,7 +32,7 @@ _ELEMENT_BYTES: Final = 16
 """Overhead counted for each array element, in addition to its bytes."""
 _MOST_DEPTH: Final = 8
 _LINES: Final = re.compile(rb"(?:[+:-][^\r\n]{0,256}\r\n)+")
-"""Consecutive short replies, as to a probe."""
+"""Matches consecutive short replies, such as the replies to a probe."""
 _LINE_TYPES: Final = b"+-:"
 _END: Final = b"\r\n"
 
@@ -61,14 +61,14 @@ class ReplyBounds:
     """
 
     def __init__(self) -> None:
-        """Start at the first reply of a connection."""
+        """Track a new connection, from its first reply on."""
         self._line = b""  # partial header
         self._payload_bytes = 0  # remaining bytes of a bulk string, including its line end
         self._arrays: list[int] = []  # remaining elements of each incomplete array
         self._reply_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """Check the next bytes of the connection.
+        """Check the next bytes received on the connection.
 
         Raises:
             ReplyError: They must not be parsed; close the connection.
@@ -137,28 +137,28 @@ Command = tuple[bytes | str | int | memoryview, ...]
 _READ_BYTES: Final = 256 << 10
 """Read size on the socket, asyncio's maximum; smaller reads need more loop iterations."""
 _SPARE_CONNECTIONS: Final = 8
-"""For probes, renewals and checks, so that they do not wait for payload."""
+"""Additional connections for probes, renewals and checks, so that these do not wait for payload."""
 _SLOTS_REPLY_BYTES: Final = 8 << 20
-"""Worst-case reply size, with a different owner for each slot."""
+"""Maximum bytes of a reply to `CLUSTER SLOTS`, with a different owner for each slot."""
 _MOST_NODES: Final = 1024
 _MOST_ASKED: Final = 3
 """Maximum number of nodes asked for the slot owners before giving up."""
 
 
 class BoundedReader(asyncio.StreamReader):
-    """A stream that passes on no bytes of a reply that exceeds its bound.
+    """A stream reader that raises an error instead of returning bytes of a too long reply.
 
     hiredis reads a stream by `read` alone. The library's parser in Python does not: it takes over
     if hiredis is too old for the library, and must not read without bounds.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start with the first reply of a connection."""
+        """Create the reader of a new connection."""
         super().__init__(loop=loop)
         self._bounds = ReplyBounds()
 
     async def read(self, n: int = -1) -> bytes:
-        """Read bytes, and return them if they are within bounds.
+        """Read bytes, and return them if no reply exceeds a bound.
 
         Raises:
             ReplyError: They exceed a bound; the library closes the connection.
@@ -170,16 +170,16 @@ class BoundedReader(asyncio.StreamReader):
         return data
 
     async def readline(self) -> bytes:
-        """Raise ReplyError: nothing is read unchecked."""
+        """Raise ReplyError, because this method would read unchecked bytes."""
         raise ReplyError("redis-py parses without hiredis; install kvoffload-async[valkey]")
 
     async def readexactly(self, n: int) -> bytes:
-        """Raise ReplyError: nothing is read unchecked."""
+        """Raise ReplyError, because this method would read unchecked bytes."""
         return await self.readline()
 
 
 class RoutedConnection(Connection):
-    """The library's connection, which looks up address and login each time that it connects."""
+    """The library's connection, which looks up the address and credentials whenever it connects."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class RoutedConnection(Connection):
         log_in: Callable[[], Awaitable[Login]],
         **options: Any,  # noqa: ANN401 - as the library's
     ) -> None:
-        """Create it without connecting.
+        """Create a connection without connecting.
 
         Args:
             route: To the server.
@@ -201,13 +201,13 @@ class RoutedConnection(Connection):
         self._generation = route.generation
 
     async def connect(self) -> None:
-        """Connect unless connected; reconnect if the route was left since then."""
+        """Connect unless connected; reconnect if `Route.leave` was called since then."""
         if self.is_connected and self._generation != self._route.generation:
             await self.disconnect(nowait=True)
         await super().connect()  # type: ignore[no-untyped-call] # of the library
 
     async def _connect(self) -> None:
-        """Open the streams: the method that a connection of the library must have."""
+        """Open the streams; the library calls this method to connect."""
         self._generation = self._route.generation
         login = await self._log_in()
         self.password = login.password
@@ -227,7 +227,7 @@ class RoutedConnection(Connection):
 class _Client:
     library: Any  # untyped: raw commands have no reply types
     gate: asyncio.Semaphore
-    """The library raises if no connection is free; this semaphore makes callers wait."""
+    """Makes callers wait for a free connection, where the library would raise an error."""
     route: Route
 
 
@@ -236,8 +236,8 @@ _UNFIT: Final = (
     exceptions.BusyLoadingError,
     exceptions.ClusterDownError,  # and MasterDownError
 )
-"""Replies of a server that is not, or not yet, what its clients need; its address may lead to
-another one by now."""
+"""Error replies of a server that cannot serve clients, or not yet; its address may meanwhile lead
+to another server."""
 _MOST_NAMES: Final = 1024
 
 
@@ -263,7 +263,7 @@ class Nodes:
         """The node that last reported the slot owners."""
 
     def node_of(self, name: bytes) -> Node | None:
-        """Return the owner of a key; None: unknown, or there is one server."""
+        """Return the node that owns a key; None if it is unknown, or there is only one server."""
         return self._owners[key_slot(name)] if self._owners else None
 
     def owns_slots(self, node: Node) -> bool:
@@ -271,7 +271,7 @@ class Nodes:
         return node in self._owners
 
     def name_on(self, node: Node, stem: bytes) -> bytes | None:
-        """Return a key that a node owns: a stem and a number; None: not found, it owns little."""
+        """Return a key (`stem` and a number) that a node owns; None if none was found."""
         names = (b"%b%d" % (stem, number) for number in range(_MOST_NAMES))
         return next((name for name in names if self.node_of(name) == node), None)
 
@@ -380,7 +380,7 @@ class Nodes:
     async def _redirect(
         self, commands: Sequence[Command], replies: list[Any], most_bytes: int
     ) -> None:
-        """Repeat commands on the nodes to which their keys have moved or are moving."""
+        """Repeat commands on the nodes to which their keys have been or are being moved."""
         moved: dict[Node, list[int]] = {}
         for i, reply in enumerate(replies):
             if isinstance(reply, exceptions.AskError):

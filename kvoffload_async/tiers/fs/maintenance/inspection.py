@@ -1,4 +1,4 @@
-"""Namespaces in a directory: their contents, figures and problems, and whether blocks are valid."""
+"""Finds and inspects the namespaces in a directory, and verifies their blocks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _list_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file; `disk_bytes` are allocated bytes, `modified_s` is in seconds since 1970."""
+    """A found file; `disk_bytes` are allocated bytes, `modified_s` is in seconds since 1970."""
 
     path: str
     length_bytes: int
@@ -105,7 +105,7 @@ class FoundBlock(FoundFile):
 
 @dataclass(slots=True)
 class Scan:
-    """Result of a walk.
+    """Result of a walk over a namespace.
 
     Attributes:
         blocks: Files with the path of a block.
@@ -130,7 +130,7 @@ class Scan:
     def take_in(
         self, namespace: FoundNamespace, entries: list[Entry], error: OSError | None, folder: str
     ) -> None:
-        """Add the entries of a folder, and the error if they are incomplete."""
+        """Add the entries of a folder, and the error if listing them failed."""
         if error is not None:
             self.unreadable.append(f"{folder}: {error.strerror or error}")
         for path, status in entries:
@@ -177,7 +177,7 @@ async def scan_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Scan:
 
 
 def _found(entries: Callable[[], Iterable[Entry]]) -> tuple[list[Entry], OSError | None]:
-    """Return entries, and the error if they are incomplete; none of a folder that is gone."""
+    """Return a folder's entries, none if it is missing, and the error if they are incomplete."""
     found: list[Entry] = []
     try:
         found.extend(entries())
@@ -198,7 +198,7 @@ class Temps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found in a namespace.
+    """Result of inspecting a namespace.
 
     Attributes:
         scan: Its files.
@@ -217,7 +217,7 @@ class Inspection:
 
 
 async def inspect_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Inspection:
-    """Inspect a namespace with a walk; changes nothing."""
+    """Inspect a namespace by a walk, without changing it."""
     _, before = await io.run(_count, io.ops, namespace.folder)
     scan = await scan_namespace(io, namespace)
     # After the walk: the writers of all temporary files found have registered by now.
@@ -314,7 +314,7 @@ def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
 
 
 def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
-    """Return (whether there is a shared count, its content). Thread-safe."""
+    """Return whether a namespace has a shared count, and the count if readable. Thread-safe."""
     with contextlib.suppress(OSError):
         return True, read_usage(ops, folder)
     return False, None
@@ -326,7 +326,7 @@ _ENTRY_BYTES = 4096
 def _tolerance_bytes(
     scan: Scan, writers: Writers, before: Usage | None, after: Usage | None
 ) -> int:
-    """Return the allowed error of the count: changes during the walk, and uncounted bytes.
+    """Return the allowed error of the shared count: changes during the walk, and uncounted bytes.
 
     Uncounted are the growth of folders, entries of writers that came and went, operations in
     flight, also of dead writers, and what was in doubt when the count was corrected last; the next
@@ -367,7 +367,7 @@ class Outcome:
 
     @property
     def bad(self) -> BadBlock:
-        """The outcome as a bad block."""
+        """The path of the bad block, and the reason."""
         return BadBlock(self.block.path, self.reason)
 
 
@@ -383,7 +383,7 @@ class BlockChecker:
         *,
         remove_corrupt: bool = False,
     ) -> None:
-        """Determine the length of a block from the manifest or, without one, from most blocks.
+        """Take the length of a block from the manifest or, without one, the most common length.
 
         Args:
             ops: The system calls.
@@ -402,7 +402,7 @@ class BlockChecker:
         self._usual_bytes = lengths[0][0] if lengths else 0
 
     async def outcomes(self, io: MaintenanceIo) -> AsyncGenerator[Outcome, None]:
-        """Check all blocks, in parallel."""
+        """Check all blocks in parallel; yield an outcome for each."""
         io.control.expect(sum(block.length_bytes for block in self._blocks))
         async with aclosing(io.share_out(_batches(self._blocks), self.check)) as checked:
             async for batch, outcomes in checked:
@@ -451,7 +451,7 @@ class BlockChecker:
         return Verdict.VERIFIED, ""
 
     def _corrupt(self, fd: int, block: FoundBlock, reason: str) -> Outcome:
-        """Check that the path still names the file that was read, and remove it if requested."""
+        """Return the outcome for a corrupt file, which is removed if requested and not replaced."""
         status = self._ops.fstat(fd)
         if not os.path.samestat(status, self._ops.stat(block.path)):
             return Outcome(block, Verdict.GONE)

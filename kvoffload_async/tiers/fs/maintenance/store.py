@@ -116,12 +116,12 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         self._writers = writers
 
     def other_writers(self) -> Writers:
-        """Return the other writers."""
+        """Return the other writers of the namespace by their state."""
         registry = self._writers or WriterRegistry(self._ops, self._namespace.folder)
         return judge_writers(registry, self._now_s())
 
     def sweep(self, scan: Scan, writers: Writers) -> None:
-        """Remove unused files, entries and folders."""
+        """Remove unused files, entries of dead writers, and empty folders."""
         removed = self.removed
         latest_s = self._now_s() - self._options.older_than_s
         temps = sort_temps(scan.temps, writers)
@@ -149,7 +149,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
             self.note(removed.folders, Removal(self._namespace.folder, "empty"))
 
     def unregister(self) -> None:
-        """Correct the shared count, and unregister."""
+        """Correct the shared count, unregister, and remove the namespace if it is empty."""
         writers, self._writers = self._writers, None
         if writers is None:
             return
@@ -166,7 +166,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
     # -- calls that do not block ------------------------------------------------------------------
 
     def take_in(self, outcome: Outcome) -> None:
-        """Record a block that was read, and removed if corrupt."""
+        """Record the outcome of checking a block."""
         bad, dry_run = outcome.bad, self.removed.dry_run
         problem = problem_of(outcome.verdict, bad).text
         if outcome.verdict is Verdict.CORRUPT and (outcome.is_removed or dry_run):
@@ -178,7 +178,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
     # -- inside -----------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
-        """Return the time by the filesystem's clock, or this host's without an own entry there."""
+        """Return the time of the filesystem's clock; without a registration, of this host's."""
         if self._writers is None:
             return time.time()
         self._writers.heartbeat()
@@ -245,7 +245,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
                 ops.rmdir(base)
 
     def _recount(self, writers: WriterRegistry) -> int:
-        """Correct the shared count by a walk, as far as concurrent writers allow."""
+        """Correct the shared count by a walk, as far as concurrent writers allow, and return it."""
         entry_bytes = writers.entry_bytes()
         usage = UsageFile(self._ops, self._namespace.folder, writers.writer_id, writers.living)
         usage.open(entry_bytes)

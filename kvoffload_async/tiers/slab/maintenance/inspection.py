@@ -87,7 +87,7 @@ def _is_store(ops: FileOps, folder: str) -> bool:
 
 
 def user_of(ops: FileOps, folder: str) -> str | None:
-    """Return the pid of the process that has a store open, "unknown" if not recorded, or None."""
+    """Return the pid of the process that has a store open, or "unknown"; None if not open."""
     try:
         return holder_of(ops, f"{folder}/{LOCK}")  # its own lock is released at once
     except (FileNotFoundError, NotRegularFileError):
@@ -242,7 +242,7 @@ class SlabInspection:
 
 
 async def inspect_slab(io: MaintenanceIo, folder: str) -> tuple[SlabInspection, Contents]:
-    """Inspect a store; changes nothing.
+    """Inspect a store without changing it.
 
     Raises:
         OSError: A file cannot be read.
@@ -318,7 +318,7 @@ _DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Verdict on the block in one row of `Contents.live`; `bad` has the name only of a bad one."""
+    """Verdict on the block in one row of `Contents.live`; `bad` is set only for a bad block."""
 
     row: int
     verdict: Verdict
@@ -445,12 +445,12 @@ class SlotChecker:
 
 
 def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
-    """Return for each record whether `live` has the same block at the same place."""
+    """Return for each record whether `live` has the same block at the same address."""
     return np.isin(_identities(records), _identities(live))
 
 
 def _identities(records: Records) -> npt.NDArray[np.void]:
-    """Return the bytes of records that identify block and place."""
+    """Return the bytes of records that identify block and address."""
     same = records.copy()
     same["flags"] = 0
     same["use"] = 0
